@@ -1,0 +1,1 @@
+"""Replay and rollout buffers for TorchRL in which a transition is one row."""
