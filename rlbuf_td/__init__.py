@@ -1,1 +1,16 @@
-"""Replay and rollout buffers for TorchRL in which a transition is one row."""
+"""Replay buffers for TorchRL in which a transition is one row."""
+
+from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.samplers import ProportionalSampler, UniformSampler
+from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.writers import RingWriter
+
+__all__ = [
+    "PackedStorage",
+    "ProportionalSampler",
+    "ReplayBuffer",
+    "RingWriter",
+    "SchemaError",
+    "UniformSampler",
+]
+__version__ = "0.1.0"

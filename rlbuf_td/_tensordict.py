@@ -1,0 +1,58 @@
+"""The one place that touches TensorDict's private parts, each with the public way behind it.
+
+A batch of seven leaves costs 25 microseconds to wrap with TensorDict's constructor, 3 with its ``_new_unsafe`` and less
+than 1 by hand; reading the leaves of a write costs 1 microsecond a key through ``get`` and 0.1 through the dict that
+holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+
+def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+    """Wrap entries that are known to fit ``batch_size`` and ``device``, without checking them again."""
+    data = TensorDict.__new__(TensorDict)
+    data._device = device
+    data._batch_size = batch_size
+    data._td_dim_names = None
+    data._tensordict = _Entries(entries)
+    return data
+
+
+def _construct(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
+    """Do the same with the public constructor."""
+    return TensorDict(entries, batch_size=batch_size, device=device)
+
+
+def _knows_tensordict() -> bool:
+    """Return whether a TensorDict put together by hand is, attribute by attribute, what the constructor makes."""
+    example = {"x": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")
+    try:
+        return _assemble(*example).__dict__.keys() == _construct(*example).__dict__.keys()
+    except (AttributeError, TypeError):
+        return False
+
+
+_Entries = type(getattr(TensorDict({}), "_tensordict", {}))
+_HAS_DICT = issubclass(_Entries, dict) and _knows_tensordict()
+new_tensordict = _assemble if _HAS_DICT else _construct
+
+
+def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
+    """Return the entries of one level of ``data`` as a mapping; not to be changed by the caller."""
+    if type(data) is TensorDict and _HAS_DICT:
+        return data._tensordict
+    return dict(data.items())
+
+
+def set_entry_(data: TensorDictBase, key: str, value: torch.Tensor) -> None:
+    """Set an entry that is known to fit the batch size and device of ``data``, which must not be locked."""
+    if type(data) is TensorDict and _HAS_DICT:
+        data._tensordict[key] = value
+    else:
+        data.set(key, value)

@@ -1,0 +1,338 @@
+"""The buffers: storage, sampler and writer put together, with a short way through them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from tensordict.utils import expand_as_right
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    RoundRobinWriter,
+    Sampler,
+    Storage,
+    TensorDictReplayBuffer,
+    Writer,
+)
+
+from rlbuf_td._tensordict import set_entry_
+from rlbuf_td.samplers import UniformSampler
+from rlbuf_td.samplers.indices import coordinates
+from rlbuf_td.samplers.prioritized import Prioritized, refuse_errors
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.writers import RingWriter
+
+
+class ReplayBuffer(TensorDictReplayBuffer):
+    """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
+
+    Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with any sampler and writer, a
+    sample is: draw, gather, wrap. Sample units and generation tracking take TorchRL's general path; both give the same
+    batches from the same generator state.
+
+    Args:
+        storage: default ``PackedStorage(1_000)`` (give your own capacity).
+        sampler: default :class:`UniformSampler`.
+        writer: default :class:`RingWriter`.
+        priority_key: where a batch holds its TD errors, default ``"td_error"``.
+        **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
+            ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
+
+    Differs from TorchRL: the index, the importance weights and whatever else a sampler reports are in the batch
+    *before* the transforms run; several TD errors of a row are reduced after taking their magnitude; a prioritized
+    buffer refuses a batch without TD errors rather than giving its rows the default priority.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rlbuf_td import PackedStorage, ProportionalSampler
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=2)
+        >>> data = TensorDict({"observation": torch.zeros(5, 3), "next": {"reward": torch.ones(5, 1)}}, [5])
+        >>> rb.extend(data)
+        tensor([0, 1, 2, 3, 4])
+        >>> batch = rb.sample()
+        >>> sorted(batch.keys())
+        ['index', 'next', 'observation', 'priority_weight']
+        >>> batch["td_error"] = torch.rand(2)
+        >>> rb.update_tensordict_priority(batch)
+    """
+
+    def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+        defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
+        for part, default in defaults.items():
+            if kwargs.get(part) is None:
+                kwargs[part] = default
+        super().__init__(priority_key=priority_key, **kwargs)
+
+    # -- sampling
+
+    def _init(self) -> None:
+        super()._init()
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        """Go the direct way, unless something asks for TorchRL's general one."""
+        self._stages = getattr(self._transform, "transforms", ())  # the list itself: asking the transform takes 1 us
+        self._is_direct = (
+            self._initialized
+            and self._sample_unit is None
+            and self._collates_plainly
+            and isinstance(self._storage, PackedStorage)
+            and hasattr(self._sampler, "draw")
+            and not self._writer.tracks_generations
+        )
+
+    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+        """Put another storage in place, and return the old one."""
+        previous = super().set_storage(storage, collate_fn)
+        self._choose_path()
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Put another sampler in place, and return the old one."""
+        previous = super().set_sampler(sampler)
+        self._choose_path()
+        return previous
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Put another writer in place, and return the old one."""
+        previous = super().set_writer(writer)
+        self._choose_path()
+        return previous
+
+    def _get_collate_fn(self, collate_fn: Any) -> None:
+        self._collates_plainly = collate_fn is None
+        super()._get_collate_fn(collate_fn)
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
+
+        Args:
+            batch_size: default: the buffer's.
+            return_info: return ``(batch, info)``, the sampler's report beside the batch.
+            include_info: ``False`` leaves the report out of the batch (deprecated in TorchRL).
+
+        Raises:
+            RuntimeError: the buffer is empty, or there is no batch size.
+        """
+        if not self._initialized:
+            self._init()
+        if not self._is_direct:
+            return super().sample(batch_size, return_info, include_info)
+        size = self._batch_size if batch_size is None else batch_size
+        if self._prefetch or self._service_shutdown or size is None or self._batch_size not in (None, size):
+            batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
+        else:
+            batch, info = self._sample(size)
+        if include_info is False:
+            batch = batch.exclude(*info)
+        return (batch, info) if return_info else batch
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        if not self._is_direct:
+            return super()._sample(batch_size)
+        storage = self._storage
+        with self._replay_lock, self._write_lock:
+            index, info = self._sampler.draw(storage, batch_size)
+            batch = storage.gather(index)
+        if storage.ndim > 1:
+            index = coordinates(index, storage)
+        info["index"] = index
+        _merge_(batch, info)
+        batch = self._transformed(batch)
+        if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
+            batch = batch.pin_memory()
+        return batch, info
+
+    def _transformed(self, batch: TensorDictBase) -> TensorDictBase:
+        if not len(self._stages):
+            return batch
+        with _set_dispatch_td_nn_modules(True):
+            return self._transform(batch)
+
+    # -- writing
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+        """Write one transition (with ``ndim > 1``: one time step of all lanes); return where it lies.
+
+        As in TorchRL, the index is also set in ``data``, unless that is locked.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: a TD error in the data is NaN or infinite; nothing has changed.
+        """
+        return self._write(data, "add")
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors give them); return their rows.
+
+        As in TorchRL, the index is also set in the data, unless that is locked.
+
+        Args:
+            tensordicts: the transitions.
+            update_priority: ``False`` ignores TD errors that come with the data.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: there is nothing to write, or a TD error is NaN or infinite; nothing has changed.
+        """
+        return self._write(tensordicts, "extend", update_priority is not False)
+
+    def _write(self, data: TensorDictBase, how: str, update_priority: bool = True) -> Any:
+        if not self._initialized:
+            self._init()
+        sampler = self._sampler
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+        if self._is_consuming() or (isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, Prioritized)):
+            return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
+        if len(self._stages):
+            with _set_dispatch_td_nn_modules(True):
+                data = self._transform.inv(data)
+            if data is None:  # a transform may keep data back
+                return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        transposed = how == "extend" and self._dim_extend > 0
+        rows = self._transpose(data) if transposed else data
+        td_error = None
+        if update_priority and isinstance(sampler, Prioritized):
+            td_error = rows.get(self.priority_key, None)
+        if td_error is not None:
+            td_error = self._reduced(td_error, rows.ndim)
+            if not td_error.is_cuda:
+                refuse_errors(td_error)
+        with self._replay_lock, self._write_lock:
+            index = getattr(self._writer, how)(rows)
+            getattr(sampler, how)(index)
+            if td_error is not None:
+                sampler.update_priority(index, td_error, storage=self._storage)
+        self._set_index(data, index, rows.shape if transposed else None)
+        return index
+
+    def _set_index(self, data: TensorDictBase, index: Any, transposed: torch.Size | None) -> None:
+        if data.is_locked:
+            return
+        if transposed is not None:
+            data.set("index", index.view(*transposed[: self._storage.ndim], -1).transpose(0, self._dim_extend))
+        elif isinstance(index, int) and not data.ndim:
+            set_entry_(data, "index", torch.tensor(index))
+        elif isinstance(index, torch.Tensor) and index.shape == data.shape:
+            set_entry_(data, "index", index)
+        else:
+            self._set_index_in_td(data, index)
+
+    def mark_range(self, start: int, count: int) -> None:
+        """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
+        if isinstance(self._sampler, Prioritized):
+            self._sampler.mark_range(start, count, storage=self._storage)
+        elif type(self._sampler).mark_update is not Sampler.mark_update:
+            index = torch.arange(start, start + count, device=self._storage.device)
+            self.mark_update(coordinates(index, self._storage))
+
+    # -- priorities
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the rows of a batch the TD errors that it now holds; does nothing for a sampler without priorities.
+
+        Args:
+            data: a batch of this buffer (it knows its rows by ``"index"``) with ``priority_key`` set, ``[B]`` or
+                ``[B, ...]``: several errors a row are reduced, by magnitude.
+
+        Raises:
+            KeyError: there are no TD errors in the batch, or no index.
+            ValueError: an error is NaN or infinite; all priorities are as they were.
+        """
+        if not self._initialized:
+            self._init()
+        sampler = self._sampler
+        if not isinstance(sampler, Prioritized) or self._sample_unit is not None:
+            return super().update_tensordict_priority(data)
+        td_error, index = data.get(self.priority_key, None), data.get("index", None)
+        if td_error is None or index is None:
+            missing = self.priority_key if td_error is None else "index"
+            raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
+        td_error = self._reduced(td_error, min(data.ndim, 1))
+        ndim = self._storage.ndim
+        if index.ndim > 1 + (ndim > 1):  # rows that are batches themselves: their index is repeated along these dims
+            index = index.flatten(1, index.ndim - 1 - (ndim > 1))[:, 0]
+        with self._replay_lock, self._write_lock:
+            sampler.update_priority(index, td_error, storage=self._storage)
+
+    def _reduced(self, td_error: torch.Tensor, batch_dims: int) -> torch.Tensor:
+        """Return one TD error a row, ``[B]``, from errors ``[*batch, ...]``."""
+        td_error = td_error.detach()
+        if td_error.ndim <= 1:
+            return td_error.reshape(-1)
+        td_error = td_error.flatten(0, max(batch_dims, 1) - 1) if batch_dims else td_error[None]
+        td_error = td_error.flatten(1) if td_error.ndim > 1 else td_error[:, None]
+        if td_error.shape[1] == 1:
+            return td_error[:, 0]
+        reduced = getattr(td_error.abs(), self._sampler.reduction)(1)
+        return reduced if isinstance(reduced, torch.Tensor) else reduced.values
+
+    # -- looking
+
+    @property
+    def full(self) -> bool:
+        """Whether the next write replaces the oldest rows."""
+        return self._storage._is_full
+
+    def chronological(self) -> TensorDictBase:
+        """Return everything, oldest first across the wrap, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
+
+        Transforms are applied, as when sampling.
+
+        Raises:
+            RuntimeError: the buffer is empty.
+            TypeError: the writer is not a ring, so that there is no order of age.
+        """
+        return self._in_order(None)
+
+    def last(self, n: int) -> TensorDictBase:
+        """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+
+        Raises:
+            ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
+            TypeError: the writer is not a ring, so that there is no order of age.
+        """
+        return self._in_order(n)
+
+    def _in_order(self, n: int | None) -> TensorDictBase:
+        if not isinstance(self._writer, RoundRobinWriter):
+            raise TypeError(f"a {type(self._writer).__name__} keeps no order of age; use a RingWriter")
+        with self._replay_lock, self._write_lock:
+            rows = len(self._storage)
+            if not rows:
+                raise RuntimeError("the buffer is empty: extend it first")
+            steps = rows if self._storage.ndim == 1 else self._storage.shape[0]
+            if n is not None and not 1 <= n <= steps:
+                raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
+            count = steps if n is None else n
+            end = self._writer._cursor
+            data = self._storage.get(torch.arange(end - count, end) % steps)
+        return self._transformed(data)
+
+    # -- words
+
+    def __repr__(self) -> str:
+        if not self._initialized:
+            return f"{type(self).__name__}(not initialized)"
+        fill = len(self._storage) / self._storage.max_size
+        parts = (("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer))
+        lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in parts]
+        if len(self._stages):
+            lines.append(f"transform={self._transform!r},".replace("\n", "\n    "))
+        lines.append(f"batch_size={self._batch_size}, fill={fill:.1%}")
+        return f"{type(self).__name__}(\n    " + "\n    ".join(lines) + "\n)"
+
+
+def _merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
+    """Put what a sampler reports into a batch that nobody else has seen."""
+    for key, value in info.items():
+        if isinstance(value, tuple):
+            value = torch.stack(value, -1)
+        if type(key) is str and value.ndim >= batch.ndim:
+            set_entry_(batch, key, value)
+        else:
+            batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)

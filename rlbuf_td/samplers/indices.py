@@ -1,0 +1,66 @@
+"""Flat rows and coordinates: ``t`` when ``ndim=1``, ``(t, e)`` when ``ndim=2``, and so on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import Storage
+
+Index = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def device_of(storage: Storage) -> torch.device:
+    """Return the device on which a storage wants its indices."""
+    device = getattr(storage, "device", None)
+    if type(device) is torch.device:
+        return device
+    return torch.device("cpu") if device is None or device == "auto" else torch.device(device)
+
+
+def lanes_of(storage: Storage) -> torch.Size:
+    """Return the dims after time, empty for ``ndim=1``."""
+    return torch.Size([]) if storage.ndim == 1 else storage.shape[1:]
+
+
+def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
+    """Return flat rows as TorchRL gives indices: the rows themselves, or a tuple of one tensor a dim."""
+    if storage.ndim == 1:
+        return flat
+    parts = []
+    for size in reversed(lanes_of(storage)):
+        parts.append(flat % size)
+        flat = flat // size
+    return (flat, *reversed(parts))
+
+
+def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
+    """Return any form of an index as flat rows ``[B]`` int64: an int, flat rows, a tuple, or a stack ``[B, ndim]``.
+
+    Rows named -1 ("skip") stay -1.
+
+    Raises:
+        ValueError: coordinates came without the storage that gives them a meaning, or with a wrong number of dims.
+        TypeError: the index is not of integers.
+    """
+    if isinstance(index, tuple):
+        index = torch.stack([torch.as_tensor(part, device=device).reshape(-1) for part in index], -1)
+    index = torch.as_tensor(index, device=device)
+    if index.dtype is not torch.int64:
+        if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
+            raise TypeError(f"rows are named by integers, got an index of dtype {index.dtype}")
+        index = index.to(torch.int64)
+    if index.ndim < 2:
+        return index.reshape(-1)
+    if storage is None:
+        raise ValueError(f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage")
+    if index.shape[-1] != storage.ndim:
+        raise ValueError(
+            f"an index of shape {tuple(index.shape)} does not name rows of a storage with ndim={storage.ndim}: "
+            f"its last dim must be {storage.ndim}"
+        )
+    first, *others = index.reshape(-1, storage.ndim).unbind(-1)
+    flat = first
+    for size, part in zip(lanes_of(storage), others, strict=True):
+        flat = flat * size + part
+    return torch.where(first < 0, -1, flat) if others else flat

@@ -1,0 +1,342 @@
+"""What every prioritized sampler shares: priorities in, checked; rows and importance weights out."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+
+from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers.indices import Index, coordinates, device_of, flat_rows, lanes_of
+
+WeightNorm = Literal["buffer", "batch"] | None
+Reduction = Literal["max", "min", "mean", "median"]
+
+
+class Prioritized(PrioritizedSampler):
+    """Base of the prioritized samplers; abstract.
+
+    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities on to that class only, but builds
+    none of its C++ trees.
+
+    A subclass keeps the priorities: it implements :meth:`_allocate`, :meth:`_assign`, :meth:`_fill`, :meth:`_pick`,
+    :meth:`_magnitude`, :meth:`_probability`, :meth:`_tensors` and :meth:`_alpha_changed`. It sees flat rows and
+    magnitudes that have been checked. TD errors come raw, of either sign: their magnitude counts.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        *,
+        stratified: bool,
+        weight_norm: WeightNorm,
+        reduction: Reduction,
+    ) -> None:
+        if max_capacity < 1:
+            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        if weight_norm not in ("buffer", "batch", None):
+            raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
+        if reduction not in ("max", "min", "mean", "median"):
+            raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
+        self._max_capacity = int(max_capacity)
+        self._alpha = _exponent("alpha", alpha)
+        self._beta = _exponent("beta", beta)
+        self.stratified = stratified
+        self.weight_norm = weight_norm
+        self.reduction = reduction
+        self._device = torch.device("cpu")
+        self._largest: float | torch.Tensor = -1.0  # the largest magnitude seen, negative before any
+        self._allocate(self._max_capacity)
+
+    # -- what a subclass implements
+
+    @abstractmethod
+    def _allocate(self, capacity: int) -> None:
+        """Make the state for ``capacity`` rows on ``self._device``, none of which has a priority."""
+
+    @abstractmethod
+    def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
+        """Set priorities (-1: skip; the last of a repeated row stays); return the largest magnitude among them.
+
+        On the CPU return ``REFUSED``, having changed nothing, if a row is not in ``[-1, rows)`` or an error not finite.
+        """
+
+    @abstractmethod
+    def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
+        """Give ``count`` rows from ``start`` on one magnitude."""
+
+    @abstractmethod
+    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn ``[B]`` uniform numbers (float64) into ``[B]`` rows of ``rows`` written ones, and float32 weights."""
+
+    @abstractmethod
+    def _magnitude(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the magnitudes of rows, float64, -1 where none was given."""
+
+    @abstractmethod
+    def _probability(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of rows, float64."""
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state's tensors by name; :meth:`_restore` is given the same back."""
+
+    @abstractmethod
+    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Adopt tensors that :meth:`_tensors` returned."""
+
+    @abstractmethod
+    def _alpha_changed(self) -> None:
+        """Re-weight what is stored."""
+
+    # -- settings
+
+    @property
+    def alpha(self) -> float:
+        """How far priorities count: 0 is uniform. Setting it re-weights what is stored."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        value = _exponent("alpha", value)
+        if value != self._alpha:
+            self._alpha = value
+            self._alpha_changed()
+
+    @property
+    def beta(self) -> float:
+        """How far importance weights correct for the sampling law: 1 is fully."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = _exponent("beta", value)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the priorities live: with the rows."""
+        return self._device
+
+    @property
+    def default_priority(self) -> Any:
+        """The magnitude that a new row enters with: the highest seen so far, 1.0 before any."""
+        if isinstance(self._largest, torch.Tensor):
+            return torch.where(self._largest < 0, 1.0, self._largest)
+        return 1.0 if self._largest < 0 else self._largest
+
+    # -- drawing
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """Draw ``batch_size`` rows.
+
+        Returns:
+            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and
+            ``{"priority_weight": [B] float32}``.
+
+        Raises:
+            RuntimeError: the storage is empty, or no row has a positive priority.
+        """
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        rows = len(storage)
+        if rows == 0:
+            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+        self._follow(storage)
+        source = self._device if self._rng is None else self._rng.device
+        uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
+        flat, weight = self._pick(rows, uniform if source == self._device else uniform.to(self._device))
+        return flat, {"priority_weight": weight}
+
+    # -- priorities
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
+        """Set the priorities of rows to ``|priority|``.
+
+        Args:
+            index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
+            priority: as many raw TD errors, or one for all. The sampler applies the magnitude, eps and alpha.
+            storage: needed for coordinates; rows beyond those that it has written are refused.
+
+        Raises:
+            ValueError: wrong shape, or NaN or infinite errors (on the CPU; on CUDA such rows keep their priority).
+            IndexError: a row is out of range.
+            TypeError: the index is not of integers.
+
+        In every case of error all priorities are as they were.
+        """
+        if storage is not None:
+            self._follow(storage)
+        flat = flat_rows(index, storage, self._device)
+        td_error = as_errors(priority, flat.numel(), self._device)
+        if not flat.numel():
+            return
+        rows = self._max_capacity if storage is None else len(storage)
+        largest = self._assign(flat, td_error, rows)
+        if isinstance(largest, torch.Tensor):
+            self._largest = torch.maximum(largest, torch.as_tensor(self._largest, device=largest.device))
+        elif largest == REFUSED:
+            _refuse(flat, td_error, rows)
+        elif largest > self._largest:
+            self._largest = largest
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Let rows that have just been written enter at :attr:`default_priority`."""
+        if storage is not None:
+            self._follow(storage)
+        flat = flat_rows(index, storage, self._device)
+        entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
+        if self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity) == REFUSED:
+            _refuse(flat, entry.expand(flat.shape), self._max_capacity)
+
+    def mark_range(self, start: int, count: int, *, storage: Storage) -> None:
+        """Let the flat rows ``start, start + 1, ...`` that have just been written enter at :attr:`default_priority`."""
+        self._follow(storage)
+        self._fill(start, count, self.default_priority)
+
+    def priority(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
+        """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority."""
+        return self._magnitude(flat_rows(index, storage, self._device))
+
+    def probability(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
+        """Return the probability with which a draw takes each of the rows, ``[B]`` float64."""
+        return self._probability(flat_rows(index, storage, self._device))
+
+    def add(self, index: Any) -> None:
+        """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the row in."""
+
+    def extend(self, index: Any) -> None:
+        """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the rows in."""
+
+    def _follow(self, storage: Storage) -> None:
+        """Live where the rows live, with room for each; a storage of several lanes rounds its capacity up."""
+        device = device_of(storage)
+        if device != self._device:
+            self._device = device
+            self._restore({name: tensor.to(device) for name, tensor in self._tensors().items()})
+        if storage.max_size > self._max_capacity:
+            lanes = lanes_of(storage).numel() if storage.ndim > 1 and len(storage) else 1
+            if storage.max_size - self._max_capacity >= lanes:
+                raise ValueError(
+                    f"the storage holds {storage.max_size} rows, but the sampler was made for "
+                    f"max_capacity={self._max_capacity}: make it with max_capacity={storage.max_size}"
+                )
+            self._max_capacity = storage.max_size
+            self._allocate(self._max_capacity)
+
+    def _empty(self) -> None:
+        self._largest = -1.0
+        self._allocate(self._max_capacity)
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that behaviour depends on."""
+        return {
+            "alpha": self._alpha,
+            "beta": self._beta,
+            "max_capacity": self._max_capacity,
+            "largest": float(self._largest),
+            "priorities": {name: tensor.clone() for name, tensor in self._tensors().items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state is of a sampler of another capacity; this one stays as it was.
+        """
+        if state_dict["max_capacity"] != self._max_capacity:
+            raise ValueError(
+                f"the saved sampler has max_capacity={state_dict['max_capacity']}, this one {self._max_capacity}"
+            )
+        self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
+        self._largest = state_dict["largest"]
+        self._restore({name: tensor.to(self._device, copy=True) for name, tensor in state_dict["priorities"].items()})
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state in the folder ``path``: numbers as JSON, tensors with ``torch.save``."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        state = self.state_dict()
+        torch.save(state.pop("priorities"), path / "priorities.pt")
+        (path / "sampler.json").write_text(json.dumps(state))
+
+    def loads(self, path: str | Path) -> None:
+        """Continue from what :meth:`dumps` saved; tensors are read without executing anything."""
+        path = Path(path)
+        state = json.loads((path / "sampler.json").read_text())
+        state["priorities"] = torch.load(path / "priorities.pt", weights_only=True, map_location="cpu")
+        self.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise RuntimeError(
+                f"a {type(self).__name__} cannot be sent to another process: each would keep priorities of its own"
+            )
+        return self.__dict__ | {"_rng": None}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self._alpha:g}, beta={self._beta:g}, stratified={self.stratified}, "
+            f"weight_norm={self.weight_norm!r}, max_capacity={self._max_capacity})"
+        )
+
+
+def _exponent(name: str, value: float) -> float:
+    number = float(value)
+    if not 0.0 <= number < float("inf"):
+        raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
+    return number
+
+
+def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
+    """Return TD errors in any form as ``[rows]`` float32 or float64, contiguous, on ``device``.
+
+    Raises:
+        ValueError: they are neither one nor as many as the rows.
+    """
+    td_error = torch.as_tensor(priority, device=device).detach()
+    if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
+        td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
+    if td_error.numel() == 1 != rows:
+        return td_error.expand(rows).contiguous()
+    if td_error.numel() != rows:
+        raise ValueError(
+            f"{td_error.numel()} priorities (shape {tuple(td_error.shape)}) for {rows} rows: "
+            "give one a row, or one for all"
+        )
+    return td_error.reshape(-1).contiguous()
+
+
+def refuse_errors(td_error: torch.Tensor) -> None:
+    """Raise if a TD error is NaN or infinite, saying how many and where.
+
+    Raises:
+        ValueError: see above.
+    """
+    finite = td_error.isfinite()
+    if not finite.all():
+        where = (~finite).nonzero().squeeze(1)
+        shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
+        raise ValueError(
+            f"{where.numel()} of {td_error.numel()} TD errors are NaN or infinite (positions {shown}): "
+            "nothing has been changed. Look for a diverging loss."
+        )
+
+
+def _refuse(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> NoReturn:
+    """Say which row or which error is bad."""
+    refuse_errors(td_error)
+    low, high = int(flat.min()), int(flat.max())
+    bad = high if high >= rows else low
+    raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")

@@ -1,0 +1,104 @@
+"""Uniform replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from rlbuf_td.samplers.indices import Index, coordinates, device_of
+
+
+class UniformSampler(Sampler):
+    """Draw every row that has been written with equal probability.
+
+    Args:
+        unique: draw no row twice within a batch (the batch is then an ordered sample without replacement).
+
+    Cost: O(B); ``unique=True`` O(B) too, but O(N) on CUDA, where a permutation spares a host synchronisation.
+
+    Randomness: the buffer's generator, else torch's default one.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(10), sampler=UniformSampler(unique=True), batch_size=4)
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+        >>> rb.sample()["x"].sort().values
+        tensor([0, 1, 2, 3])
+    """
+
+    def __init__(self, *, unique: bool = False) -> None:
+        self.unique = unique
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """Draw ``batch_size`` rows.
+
+        Returns:
+            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and an empty dict.
+
+        Raises:
+            RuntimeError: the storage is empty.
+            ValueError: ``unique`` and fewer rows than ``batch_size``.
+        """
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        rows = len(storage)
+        if rows == 0:
+            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+        device = device_of(storage)
+        source = device if self._rng is None else self._rng.device
+        if self.unique:
+            flat = self._distinct(rows, batch_size, source)
+        else:
+            flat = torch.randint(rows, (batch_size,), generator=self._rng, device=source)
+        return (flat if source == device else flat.to(device)), {}
+
+    def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
+        if batch_size > rows:
+            raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: take a smaller batch or unique=False")
+        if device.type == "cuda" or 8 * batch_size > rows:
+            return torch.randperm(rows, generator=self._rng, device=device)[:batch_size]
+        # Rejection: of an endless sequence of draws the first mentions are an ordered sample without replacement.
+        drawn = torch.empty(0, dtype=torch.int64)
+        while drawn.shape[0] < batch_size:
+            more = torch.randint(rows, (batch_size,), generator=self._rng)
+            drawn = first_mentions(torch.cat((drawn, more)))
+        return drawn[:batch_size]
+
+    def _empty(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a uniform sampler has no state but the generator, which the buffer saves."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: see :meth:`state_dict`."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Write nothing: see :meth:`state_dict`."""
+
+    def loads(self, path: str | Path) -> None:
+        """Read nothing: see :meth:`state_dict`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(unique={self.unique})"
+
+
+def first_mentions(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` (1-D) without the repetitions, in order.
+
+    Example:
+        >>> first_mentions(torch.tensor([3, 1, 3, 2, 1]))
+        tensor([3, 1, 2])
+    """
+    ordered, order = torch.sort(values, stable=True)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return values[order[first].sort().values]

@@ -1,0 +1,218 @@
+"""How a transition becomes one row of bytes: pure bookkeeping, no storage.
+
+A :class:`RowLayout` gives every leaf of a TensorDict a fixed byte range of a row. Leaves are ordered by descending item
+size, so that each is aligned, and leaves of one dtype are neighbours, so that a block of rows becomes a TensorDict with
+one ``view`` and one ``split`` per dtype, however many leaves there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td._tensordict import entries_of, new_tensordict
+from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
+
+CACHE_LINE = 64
+_MAX_LINE_PADDING = 1 / 16
+_NO_VALUE: Any = object()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Neighbouring leaves of one dtype: what to split a row into, and which parts are leaves."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (part, leaf, shape unless the part already has it)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One level of nesting: its leaves by name and slot, the levels below, and the level's own batch dims."""
+
+    leaves: tuple[tuple[str, int], ...]
+    nodes: tuple[tuple[str, _Node], ...]
+    batch_size: torch.Size
+
+
+class RowLayout:
+    """The byte layout of one transition, and the two ways through it: rows to TensorDict, TensorDict to leaves.
+
+    Args:
+        data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
+        lead_dims: number of leading batch dims that index rows.
+
+    Raises:
+        SchemaError: a leaf cannot be packed (strings and other non-tensor data, ragged, nested or sparse tensors).
+
+    Example:
+        >>> data = TensorDict({"observation": torch.zeros(2, 3), "done": torch.zeros(2, 1, dtype=torch.bool)}, [2])
+        >>> layout = RowLayout(data, lead_dims=1)
+        >>> [(leaf.name, leaf.nbytes) for leaf in layout.leaves], layout.row_bytes
+        ([("'observation'", 12), ("'done'", 1)], 16)
+    """
+
+    def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
+        refuse_ragged(data)
+        found = list(_find_leaves(data, lead_dims))
+        if not found:
+            raise SchemaError("cannot store a TensorDict without a single tensor")
+        self.leaves = tuple(sorted(found, key=lambda leaf: (-leaf.dtype.itemsize, str(leaf.dtype))))
+        self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
+        self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
+        self.row_bytes = _padded(self.data_bytes, max(8, self.leaves[0].dtype.itemsize))
+        self.groups = tuple(self._groups())
+        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
+        float_rows = any(group.dtype is torch.float32 for group in self.groups)
+        self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the common dtype saves one view
+
+    def _groups(self) -> Iterator[_Group]:
+        start = 0
+        for dtype, members in groupby(enumerate(self.leaves), key=lambda item: item[1].dtype):
+            before = [start // dtype.itemsize] if start else []
+            sizes, parts = list(before), []
+            for slot, leaf in members:
+                parts.append((len(sizes), slot, None if len(leaf.shape) == 1 else leaf.shape))
+                sizes.append(prod(leaf.shape))
+                start += leaf.nbytes
+            after = self.row_bytes // dtype.itemsize - sum(sizes)
+            yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
+
+    def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return every leaf, in the order of :attr:`leaves`, as a strided view of ``rows``.
+
+        Args:
+            rows: ``[*lead, row_bytes]`` in bytes, contiguous in its last dim, of any dtype.
+        """
+        lead = rows.shape[:-1]
+        columns: list[torch.Tensor] = [rows] * len(self.leaves)
+        for group in self.groups:
+            typed = rows if rows.dtype is group.dtype else rows.view(group.dtype)
+            # Unsafe only in that autograd does not tie the parts together: a leaf of a batch may be changed in place.
+            split = typed.unsafe_split_with_sizes(group.sizes, -1)
+            for part, slot, shape in group.parts:
+                columns[slot] = split[part] if shape is None else split[part].view(lead + shape)
+        return columns
+
+    def unpack(self, rows: torch.Tensor) -> TensorDict:
+        """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it.
+
+        Args:
+            rows: as for :meth:`columns`.
+        """
+        return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
+
+    def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
+        """Return the leaves of ``data`` in the order of :attr:`leaves`, having checked every one.
+
+        Args:
+            data: what is to be written, of batch size ``[*lead, ...]``.
+            lead: the leading dims that index rows.
+
+        An ``"index"`` at the root, which TorchRL's buffers add to what they have written, is left out unless the rows
+        hold it.
+
+        Raises:
+            SchemaError: a key is missing or unknown, or has another dtype or shape than the rows.
+        """
+        if type(data) is not TensorDict:
+            refuse_ragged(data)
+        leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
+        unknown = _collect(self.root, data, leaves)
+        if lead != self._expected[0]:
+            self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
+        for value, leaf, shape in zip(leaves, self.leaves, self._expected[1], strict=True):
+            if not isinstance(value, torch.Tensor) or value.dtype is not leaf.dtype or value.shape != shape:
+                refuse(data, self.leaves, lead)
+        if unknown and ("index" not in entries_of(data) or _collect(self.root, data.exclude("index"), leaves)):
+            refuse(data, self.leaves, lead)
+        return leaves
+
+    def state(self) -> dict[str, Any]:
+        """Return the layout as plain numbers and strings, for checkpoints; :meth:`from_state` reads it back."""
+        return _node_state(self.root, self.leaves)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> RowLayout:
+        """Return the layout that :meth:`state` described."""
+        return cls(_example(state), lead_dims=0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowLayout) and self.leaves == other.leaves and self.root == other.root
+
+    def __hash__(self) -> int:
+        return hash(self.leaves)
+
+
+def _padded(nbytes: int, align: int) -> int:
+    """Pad a row to its alignment, or to whole cache lines where that costs little."""
+    small = -(-nbytes // align) * align
+    lines = -(-nbytes // CACHE_LINE) * CACHE_LINE
+    return lines if lines - small <= small * _MAX_LINE_PADDING else small
+
+
+def _find_leaves(data: TensorDictBase, lead_dims: int) -> Iterator[Leaf]:
+    for key, value in walk(data):
+        refuse_unpackable(key, value)
+        yield Leaf(key, value.dtype, value.shape[lead_dims:])
+
+
+def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots: dict[tuple[str, ...], int]) -> _Node:
+    leaves, nodes = [], []
+    for name, value in entries_of(data).items():
+        key = (*path, name)
+        if isinstance(value, TensorDictBase):
+            nodes.append((name, _describe(value, lead_dims, key, slots)))
+        else:
+            leaves.append((name, slots[key]))
+    return _Node(tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
+
+
+def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
+    entries: dict[str, Any] = {name: columns[slot] for name, slot in node.leaves}
+    for name, child in node.nodes:
+        entries[name] = _build(child, columns, lead, device)
+    return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
+
+
+def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
+    """Put the leaves of ``data`` into their slots; return whether it holds something else beside them."""
+    if not isinstance(data, TensorDictBase):
+        return True
+    entries = entries_of(data)
+    for name, slot in node.leaves:
+        leaves[slot] = entries.get(name, _NO_VALUE)
+    unknown = len(entries) != len(node.leaves) + len(node.nodes)
+    for name, child in node.nodes:
+        unknown |= _collect(child, entries.get(name), leaves)
+    return unknown
+
+
+def _node_state(node: _Node, leaves: Sequence[Leaf]) -> dict[str, Any]:
+    return {
+        "batch_size": list(node.batch_size),
+        "leaves": {name: [_dtype_name(leaves[slot].dtype), list(leaves[slot].shape)] for name, slot in node.leaves},
+        "nodes": {name: _node_state(child, leaves) for name, child in node.nodes},
+    }
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _example(state: dict[str, Any]) -> TensorDict:
+    """Return a TensorDict (without memory) of the layout that was saved."""
+    entries: dict[str, Any] = {name: _example(child) for name, child in state["nodes"].items()}
+    for name, (dtype_name, shape) in state["leaves"].items():
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise SchemaError(f"the saved layout gives {name!r} an unknown dtype {dtype_name!r}")
+        entries[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return TensorDict(entries, batch_size=state["batch_size"])

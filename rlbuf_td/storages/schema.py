@@ -1,0 +1,136 @@
+"""What may be written: the error, and the words for everything that is wrong with a write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+
+from rlbuf_td._tensordict import entries_of
+
+
+class SchemaError(ValueError):
+    """Data whose keys, dtypes or shapes do not match the rows of a storage. Nothing has been written."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a transition: its key, and what a row holds of it."""
+
+    key: tuple[str, ...]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this leaf in a row."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The key as an error message shows it."""
+        return show_key(self.key)
+
+
+def show_key(key: tuple[str, ...]) -> str:
+    """Return a key as a user writes it: ``'action'``, ``('next', 'reward')``."""
+    return repr(key[0] if len(key) == 1 else key)
+
+
+def walk(data: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every leaf of ``data`` with its full key."""
+    for name, value in entries_of(data).items():
+        if isinstance(value, TensorDictBase):
+            yield from walk(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
+    """Refuse what has no fixed number of bytes a row.
+
+    Raises:
+        SchemaError: names the key and the storage of TorchRL's that takes such data.
+    """
+    if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
+        raise SchemaError(
+            f"key {show_key(key)} holds non-tensor data ({type(value).__name__}), which has no fixed size in bytes: "
+            "leave it out with data.exclude(...), or use torchrl.data.ListStorage, which takes it"
+        )
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            raise SchemaError(
+                f"key {show_key(key)} is a nested, sparse or quantized tensor, which has no fixed row in memory: "
+                "pad or convert it to a plain tensor, or use torchrl.data.ListStorage, which takes it item by item"
+            )
+    elif not isinstance(value, TensorDictBase):
+        raise SchemaError(
+            f"key {show_key(key)} is a tensorclass ({type(value).__name__}): store its to_tensordict() instead, "
+            "or use torchrl.data.LazyTensorStorage, which takes it"
+        )
+
+
+def refuse_ragged(data: TensorDictBase) -> None:
+    """Refuse a lazy stack whose members differ in keys or shapes: reading it would drop or break a key.
+
+    Raises:
+        SchemaError: names the key and the storage of TorchRL's that takes such data.
+    """
+    if not isinstance(data, LazyStackedTensorDict):
+        return
+    first, *others = (dict(walk(member)) for member in data.tensordicts)
+    for other in others:
+        for key in {**first, **other}:
+            shapes = [getattr(leaves[key], "shape", None) if key in leaves else "absent" for leaves in (first, other)]
+            if shapes[0] != shapes[1]:
+                raise SchemaError(
+                    f"key {show_key(key)} is ragged: the stacked TensorDicts differ in it "
+                    f"({shapes[0]} and {shapes[1]}); pad it to one shape, or use torchrl.data.LazyStackStorage, "
+                    "which takes it"
+                )
+
+
+def fits(value: Any, leaf: Leaf, lead: torch.Size) -> bool:
+    """Return whether ``value`` is ``lead`` rows of ``leaf``."""
+    return isinstance(value, torch.Tensor) and value.dtype is leaf.dtype and value.shape == lead + leaf.shape
+
+
+def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
+    """Say what is wrong with the first key of ``data`` that does not fit the rows.
+
+    Raises:
+        SchemaError: always.
+    """
+    known = {leaf.key: leaf for leaf in leaves}
+    given = dict(walk(data))
+    for key, value in given.items():
+        refuse_unpackable(key, value)
+        if key == ("index",) and key not in known:
+            continue
+        if key not in known:
+            raise SchemaError(
+                f"unknown key {show_key(key)}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
+                "Leave it out with data.exclude(...), or store it from the first write on."
+            )
+        if not fits(value, known[key], lead):
+            leaf = known[key]
+            remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
+            raise SchemaError(
+                f"key {show_key(key)} came as {_kind(value.dtype, value.shape)}, "
+                f"expected {_kind(leaf.dtype, lead + leaf.shape)}: {remedy}."
+            )
+    for leaf in leaves:
+        if leaf.key not in given:
+            raise SchemaError(
+                f"key {leaf.name} is missing, expected as {_kind(leaf.dtype, lead + leaf.shape)}: "
+                "every write must hold the keys of the first one."
+            )
+    raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

@@ -1,0 +1,148 @@
+"""The ring: new transitions replace the oldest."""
+
+from __future__ import annotations
+
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawValue
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers import RoundRobinWriter
+
+from rlbuf_td._tensordict import entries_of
+from rlbuf_td.storages import PackedStorage
+
+_COUNTERS = ("_cursor_value", "_write_count_value")
+
+
+class RingWriter(RoundRobinWriter):
+    """Write along time, from the oldest rows on once the storage is full.
+
+    A write may be longer than the storage: its newest rows stay. Nothing is added to the rows (TorchRL's
+    ``TensorDictRoundRobinWriter`` stores an ``"index"`` in each); an ``"index"`` that comes with the data, as in a
+    batch that was written before, is left out. The write count and the cursor have 64 bits (TorchRL's turn negative at
+    2**31). A refused write moves neither.
+
+    Works over :class:`PackedStorage`, by ranges, and over TorchRL's storages, by index.
+
+    Args:
+        track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
+
+    Cost: proportional to the rows written.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(4), writer=RingWriter())
+        >>> rb.extend(TensorDict({"x": torch.arange(6)}, [6]))
+        tensor([0, 1, 2, 3, 0, 1])
+        >>> rb.storage["x"], rb.write_count
+        (tensor([4, 5, 2, 3]), 6)
+    """
+
+    def __init__(self, *, track_generations: bool = False) -> None:
+        self._cursor_value = RawValue("q", 0)
+        self._write_count_value = RawValue("q", 0)
+        super().__init__(compilable=False, track_generations=track_generations)
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        storage = self._storage
+        cursor = self._cursor_value.value
+        if isinstance(storage, PackedStorage):
+            storage.write(cursor, data)
+        else:
+            storage.set(cursor, _without_index(data))
+        steps = storage._max_size_along_dim0(single_data=data)
+        self._cursor_value.value = (cursor + 1) % steps
+        self._write_count_value.value += 1
+        self._bump_generation(cursor, data)
+        index: int | torch.Tensor = cursor
+        if storage.ndim > 1:
+            index = self._replicate_index(torch.tensor([cursor]))
+        self._announce(cursor, 1, steps, index)
+        return index
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
+
+        Where the write is longer than the storage, several of its rows share an index, which holds the last of them.
+
+        Raises:
+            ValueError: there is nothing to write.
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        storage = self._storage
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        count = _length(data)
+        if count == 0:
+            raise ValueError("extend needs at least one transition, got none")
+        steps = storage._max_size_along_dim0(batched_data=data)
+        cursor = self._cursor_value.value
+        kept = min(count, steps)
+        start = (cursor + count - kept) % steps
+        device = getattr(data, "device", None)
+        index = torch.arange(cursor, cursor + count, device=device)
+        if cursor + count > steps:
+            index %= steps
+        if isinstance(storage, PackedStorage):
+            storage.write(start, data if kept == count else data[count - kept :])
+        else:
+            storage.set(index, _without_index(data))
+        self._cursor_value.value = (cursor + count) % steps
+        self._write_count_value.value += count
+        self._bump_generation(index, data)
+        if storage.ndim > 1:
+            index = self._replicate_index(index)
+        self._announce(start, kept, steps, index)
+        return index
+
+    def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
+        """Tell everything attached to the storage which rows were written.
+
+        A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
+        are told the index, as TorchRL does.
+        """
+        for listener in self._storage._attached_entities:
+            mark_range = getattr(listener, "mark_range", None)
+            if mark_range is None:
+                listener.mark_update(index)
+                continue
+            lanes = self._storage.shape[1:].numel() if self._storage.ndim > 1 else 1
+            first = min(count, steps - start)
+            mark_range(start * lanes, first * lanes)
+            if first < count:
+                mark_range(0, (count - first) * lanes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__ | {"_rng": None}
+        if get_spawning_popen() is None:
+            state |= {name: state[name].value for name in _COUNTERS}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in _COUNTERS:
+            if isinstance(state[name], int):
+                state[name] = RawValue("q", state[name])
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
+
+
+def _without_index(data: Any) -> Any:
+    if isinstance(data, TensorDictBase) and "index" in entries_of(data):
+        return data.exclude("index")
+    return data
+
+
+def _length(data: Any) -> int:
+    if is_tensor_collection(data) or isinstance(data, torch.Tensor | list):
+        return len(data)
+    return len(torch.utils._pytree.tree_leaves(data)[0])
