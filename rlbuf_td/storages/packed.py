@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import allocate_bytes
+from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
@@ -74,10 +75,8 @@ class PackedStorage(LazyTensorStorage):
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared = shared
-        self.layout: RowLayout | None = None
-        self._rows: torch.Tensor = torch.empty(0)  # [T, *lanes, row_bytes] in layout.carrier, once initialised
-        self._flat: torch.Tensor = torch.empty(0)  # the same as [cells, row_bytes]
-        self._live: tuple[int, torch.Tensor, torch.Tensor] = (-1, self._rows, self._flat)
+        self._rows: Rows | None = None  # from the first write on
+        self._live: Rows | None = None  # those that have been written, as of the last look
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -105,50 +104,50 @@ class PackedStorage(LazyTensorStorage):
     # -- memory
 
     @property
+    def layout(self) -> RowLayout | None:
+        """What a row holds; ``None`` before the first write."""
+        return None if self._rows is None else self._rows.layout
+
+    @property
     def row_bytes(self) -> int:
         """Bytes a row takes, padding included; 0 before the first write."""
-        return 0 if self.layout is None else self.layout.row_bytes
+        return 0 if self._rows is None else self._rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows; 0 before the first write."""
-        return self._rows.numel() * self._rows.element_size()
-
-    @property
-    def lanes(self) -> torch.Size:
-        """The dims after time (``[E]`` when ``ndim=2``); empty when ``ndim=1`` or before the first write."""
-        return self._rows.shape[1:-1] if self.initialized else torch.Size([])
+        return 0 if self._rows is None else self._rows.nbytes
 
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
 
-    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None = None) -> None:
+    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> None:
+        if not prod(lanes):
+            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
         if self.device == "auto":
             self.device = device or torch.device("cpu")
         steps = -(-self.max_size // prod(lanes))
         nbytes = steps * prod(lanes) * layout.row_bytes
         memory = allocate_bytes(nbytes, self.device, scratch_dir=self.scratch_dir, shared=self.shared)
-        self._adopt(layout, memory.view(steps, *lanes, layout.row_bytes))
+        self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
-    def _adopt(self, layout: RowLayout, rows: torch.Tensor) -> None:
-        """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of it."""
-        self.layout = layout
-        self._rows = rows.view(layout.carrier)
-        self._flat = self._rows.view(-1, self._rows.shape[-1])
-        self._storage = layout.unpack(self._rows)
-        self._live = (-1, self._rows, self._flat)
-        self.max_size = self._flat.shape[0]
-        self.__dict__["_total_shape_value"] = self._rows.shape[:-1]
+    def _adopt(self, rows: Rows) -> None:
+        """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
+        self._rows, self._live = rows, None
+        self._storage = rows.view()
+        self.max_size = rows.cells
+        self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
 
-    def _live_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that have been written, as ``[T, *lanes, row]`` and as ``[cells, row]``."""
-        cells = self._len_value.value
-        if self._live[0] != cells:
-            steps = -(-cells // prod(self.lanes))
-            self._live = (cells, self._rows.narrow(0, 0, steps), self._flat.narrow(0, 0, cells))
-        return self._live[1], self._live[2]
+    def _written(self) -> Rows:
+        """Return the rows that have been written."""
+        cells, rows = self._len_value.value, self._rows
+        if rows is None:
+            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
+        if self._live is None or self._live.cells != cells:
+            self._live = rows.first(cells // prod(rows.lanes))
+        return self._live
 
     # -- reading
 
@@ -165,65 +164,45 @@ class PackedStorage(LazyTensorStorage):
             IndexError: an index is out of range of the rows that have been written.
             KeyError: no such key.
         """
-        if self.layout is None:
-            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
+        rows = self._written()
         if _is_key(index):
-            return self._storage[: self._len_along_dim0].get(index)
-        if isinstance(index, (list, range, np.ndarray)):
+            return rows.view().get(index)
+        if isinstance(index, list | range | np.ndarray):
             index = torch.as_tensor(np.asarray(index))
-        steps, cells = self._live_rows()
-        if _is_mask(index) and index.shape == steps.shape[:-1]:
+        if _is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if _is_index(index):
-            return self.layout.unpack(_gather(steps, index.to(self.device, torch.int64)))
+            return rows.at_steps(index.to(self.device, torch.int64))
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(_is_index, index)):
-            return self.layout.unpack(_gather(cells, self.flat_index(index)))
+            return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return super().get(index)
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
-        """Return the transitions at flat positions (``t * E + e``).
-
-        Args:
-            flat: ``[B]`` int64 on the storage's device, not negative.
-        """
-        return self.layout.unpack(self._live_rows()[1].index_select(0, flat))
-
-    def flat_index(self, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return coordinates (one integer tensor a dim) as flat positions; each is checked, on the CPU.
-
-        Raises:
-            IndexError: a coordinate is out of range.
-        """
-        flat: torch.Tensor | int = 0
-        for size, coordinate in zip(self._live_rows()[0].shape[:-1], index, strict=True):
-            coordinate = coordinate.to(self.device, torch.int64)
-            flat = flat * size + (coordinate if coordinate.is_cuda else _wrapped(coordinate, size))
-        return flat
+        """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
+        return self._written().at_cells(flat)
 
     # -- writing
 
     @torch.no_grad()
-    def write(self, start: int, data: TensorDictBase) -> None:
+    def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write consecutive time steps from ``start`` on, wrapping at the capacity: the way in of :class:`RingWriter`.
 
         An ``"index"`` in ``data`` is not stored.
 
         Args:
             start: the first time step, ``0 <= start < T``, not beyond the steps written so far.
-            data: ``[n, *lanes]`` transitions, ``1 <= n <= T``; or one time step without the time dim.
+            data: ``[n, *lanes]`` transitions, ``1 <= n <= T``.
+            single: ``data`` is one time step, ``[*lanes]``.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
         """
-        count = None if data.batch_dims < self.ndim else data.batch_size[0]
-        leaves = self._admit(data if self.layout is not None else data.exclude("index"), count)
-        count, steps = count or 1, self._rows.shape[0]
-        first = min(count, steps - start)
-        if first == count:
-            self._copy(start, count, leaves)
-        else:
-            self._copy(start, first, [leaf[:first] for leaf in leaves])
-            self._copy(0, count - first, [leaf[first:] for leaf in leaves])
+        data = _as_tensordict(data)
+        if self._rows is None:
+            data = data.exclude("index")
+        leaves, count = self._admit(data, single)
+        steps = self._rows.steps
+        self._rows.copy_(start, count, leaves)
         self._advance(min(start + count, steps), (start + count - 1) % steps)
 
     @torch.no_grad()
@@ -241,82 +220,50 @@ class PackedStorage(LazyTensorStorage):
             IndexError: a position is out of range; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
-        if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(list(data))
-        if not isinstance(data, TensorDictBase):
-            raise TypeError(
-                f"PackedStorage stores TensorDicts, got {type(data).__name__}: wrap it in a TensorDict, "
-                "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
-            )
+        data = _as_tensordict(data)
         if isinstance(cursor, tuple) or _is_mask(cursor):
-            return self._replace(cursor, data)
-        single = isinstance(cursor, (int, np.integer)) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+            rows = self._written()
+            rows.replace_(cursor, rows.layout.collect(data, rows.shape_of(cursor)))
+            return self._bump_mutation_revision()
+        single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
-        steps = _as_steps(cursor, total if set_cursor else self._live_rows()[0].shape[0])
-        self._refuse_steps(steps, total, set_cursor)
-        leaves = self._admit(data, None if single else len(steps))
+        live = 0 if self._rows is None else self._written().steps
+        steps = _as_steps(cursor, total if set_cursor else live)
+        _refuse_steps(steps, total, live, set_cursor)
+        if not single and data.batch_size[:1] != steps.shape:
+            raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
+        leaves, count = self._admit(data, single)
         if single or (np.diff(steps) == 1).all():
-            self._copy(int(steps[0]), len(steps), leaves)
+            self._rows.copy_(int(steps[0]), count, leaves)
         else:
-            self._scatter(steps, leaves)
+            self._rows.scatter_(steps, leaves)
         if set_cursor:
             self._advance(int(steps.max()) + 1, int(steps[-1]))
         else:
             self._bump_mutation_revision()
 
-    def _admit(self, data: TensorDictBase, count: int | None) -> list[torch.Tensor]:
-        """Return the leaves of ``[count, *lanes]`` (or, for ``None``, ``[*lanes]``) transitions that fit the rows.
+    def _admit(self, data: TensorDictBase, single: bool) -> tuple[list[torch.Tensor], int]:
+        """Return the leaves of transitions that fit the rows, and the number of time steps.
 
         The first time, the rows are made to fit.
         """
-        if self.layout is None:
-            lead_dims = self.ndim if count is not None else self.ndim - 1
+        if self._rows is None:
+            lead_dims = self.ndim - single
             if data.batch_dims < lead_dims:
                 raise SchemaError(
                     f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
                     f"(time, lanes), got batch size {tuple(data.batch_size)}"
                 )
-            lanes = data.batch_size[lead_dims - self.ndim + 1 : lead_dims]
-            self._allocate(RowLayout(data, lead_dims), lanes, data.device)
-        lanes = self._rows.shape[1:-1]
-        return self.layout.collect(data, lanes if count is None else torch.Size((count, *lanes)))
-
-    def _copy(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(self.layout.columns(self._rows.narrow(0, start, count)), leaves)
-
-    def _scatter(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        unique, last = np.unique(steps[::-1], return_index=True)
-        if len(unique) < len(steps):
-            keep = torch.from_numpy(len(steps) - 1 - last)
-            steps, leaves = unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
-        block = self._rows.new_zeros((len(steps), *self._rows.shape[1:]))
-        torch._foreach_copy_(self.layout.columns(block), leaves)
-        self._rows.index_copy_(0, torch.from_numpy(steps).to(self.device), block)
-
-    def _replace(self, region: Any, data: TensorDictBase) -> None:
-        """Write into a region of the rows that have been written, given by a mask or by one index a dim."""
-        rows = self._live_rows()[0]
-        lead = torch.zeros((), device=self.device).expand(rows.shape[:-1])[region].shape
-        for column, leaf in zip(self.layout.columns(rows), self.layout.collect(data, lead), strict=True):
-            column[region] = leaf
-        self._bump_mutation_revision()
-
-    def _refuse_steps(self, steps: np.ndarray, total: int, append: bool) -> None:
-        live = self._live_rows()[0].shape[0]
-        if len(steps) == 0:
-            raise IndexError("cannot write at an empty set of positions")
-        if steps.min() < 0 or steps.max() >= total:
-            bad = steps[(steps < 0) | (steps >= total)][0]
-            raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
-        if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
-            raise IndexError(
-                f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
-                "or pass set_cursor=False to write without counting the rows"
-            )
+            self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
+        rows = self._rows
+        if single:
+            return rows.layout.collect(data, rows.lanes), 1
+        lead = data.batch_size[:1] + rows.lanes
+        return rows.layout.collect(data, lead), lead[0]
 
     def _advance(self, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
-        cells = steps * (self._flat.shape[0] // self._rows.shape[0])
+        cells = steps * prod(self._rows.lanes)
         if cells > self._len_value.value:
             self._len_value.value = cells
         self._last_cursor = last
@@ -330,20 +277,20 @@ class PackedStorage(LazyTensorStorage):
     # -- state
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
-            if self.layout is None:
-                raise RuntimeError(
-                    "a PackedStorage cannot be sent to another process before its first write, which allocates the "
-                    "rows: the processes would not share them. Write one batch first."
-                )
-            return self.__dict__ | {"_rng": None, "_storage": None, "_live": None, "_flat": None}
-        settings = ("max_size", "device", "ndim", "shared", "_attached_entities_list", "_checkpointer")
-        return {name: self.__dict__[name] for name in settings} | {"_saved": self.state_dict()}
+        if get_spawning_popen() is None:
+            settings = ("max_size", "device", "ndim", "shared", "_attached_entities_list", "_checkpointer")
+            return {name: self.__dict__[name] for name in settings} | {"_saved": self.state_dict()}
+        if self._rows is None:
+            raise RuntimeError(
+                "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
+                "the processes would not share them. Write one batch first."
+            )
+        return self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_saved" not in state:  # another process: the same rows
             self.__dict__.update(state)
-            self._adopt(self.layout, self._rows.view(torch.uint8))
+            self._adopt(self._rows)
             return
         self.__init__(state["max_size"], device=state["device"], ndim=state["ndim"], shared=state["shared"])
         self.__dict__.update({name: state[name] for name in ("_attached_entities_list", "_checkpointer")})
@@ -351,14 +298,14 @@ class PackedStorage(LazyTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
-        if self.layout is None or not len(self):
+        if self._rows is None or not len(self):
             return {"_len": 0}
         return {
             "_len": len(self),
             "full": self._is_full,
             "last_cursor": self._last_cursor_index_value.value,
-            "layout": self.layout.state(),
-            "rows": self._live_rows()[0].clone(),
+            "layout": self._rows.layout.state(),
+            "rows": self._written().matrix.clone(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,38 +317,36 @@ class PackedStorage(LazyTensorStorage):
         """
         if not state_dict["_len"]:
             return self._empty()
-        layout, rows = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
-        if self.layout is None:
-            capacity = -(-self.max_size // prod(rows.shape[1:-1])) * prod(rows.shape[1:-1])
-        else:
-            capacity = self.max_size
-            if layout != self.layout:
-                raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
-            if rows.shape[1:-1] != self._rows.shape[1:-1]:
-                raise ValueError(f"saved rows of lanes {tuple(rows.shape[1:-1])} do not fit lanes {tuple(self.lanes)}")
+        layout, matrix = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
+        lanes = matrix.shape[1:-1]
+        if self._rows is not None and layout != self._rows.layout:
+            raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
+        if self._rows is not None and lanes != self._rows.lanes:
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
+        capacity = -(-self.max_size // prod(lanes)) * prod(lanes)
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
-        if self.layout is None:
-            self._allocate(layout, rows.shape[1:-1], rows.device)
-        self._rows[: rows.shape[0]].copy_(rows)
+        if self._rows is None:
+            self._allocate(layout, lanes, matrix.device)
+        self._rows.matrix[: matrix.shape[0]].copy_(matrix)
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()
 
     def __repr__(self) -> str:
-        if self.layout is None:
+        if self._rows is None:
             return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
         place = "shared memory" if self.shared else "mapped file" if self.scratch_dir else str(self.device)
         lines = (
             f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-            for leaf in self.layout.leaves
+            for leaf in self._rows.layout.leaves
         )
         return "\n".join(
             (
-                f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, shape {tuple(self._rows.shape[:-1])}, "
+                f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, shape {tuple(self._rows.shape)}, "
                 f"{self.row_bytes} bytes a row, {self.nbytes / 2**20:,.1f} MiB, {place}",
                 *lines,
                 ")",
@@ -423,30 +368,20 @@ def _is_index(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
 
 
-def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``index`` (on the CPU) with negative positions counted from the end.
+def _as_tensordict(data: Any) -> TensorDictBase:
+    """Return the data of a write as one TensorDict.
 
     Raises:
-        IndexError: a position is out of range.
+        TypeError: it is none.
     """
-    if not index.numel():
-        return index
-    low, high = int(index.min()), int(index.max())
-    if low < -size or high >= size:
-        raise IndexError(f"index {high if high >= size else low} is out of range of {size} written rows")
-    return torch.where(index < 0, index + size, index) if low < 0 else index
-
-
-def _gather(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return ``rows[index]`` as fresh memory, by the quickest way of the device."""
-    if rows.is_cuda:
-        return rows[index]
-    flat = index.reshape(-1)
-    try:
-        block = rows.index_select(0, flat)
-    except IndexError:
-        block = rows.index_select(0, _wrapped(flat, rows.shape[0]))
-    return block if index.ndim == 1 else block.view(*index.shape, *rows.shape[1:])
+    if isinstance(data, list | tuple) and data and all(map(is_tensor_collection, data)):
+        data = torch.stack(list(data))
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(
+            f"PackedStorage stores TensorDicts, got {type(data).__name__}: wrap it in a TensorDict, "
+            "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
+        )
+    return data
 
 
 def _as_steps(cursor: Any, total: int) -> np.ndarray:
@@ -459,3 +394,21 @@ def _as_steps(cursor: Any, total: int) -> np.ndarray:
     if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
         raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
     return steps.astype(np.int64)
+
+
+def _refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
+    """Refuse positions that are out of range, or that would leave a row unwritten before the last one.
+
+    Raises:
+        IndexError: see above.
+    """
+    if not len(steps):
+        raise IndexError("cannot write at an empty set of positions")
+    if steps.min() < 0 or steps.max() >= total:
+        bad = steps[(steps < 0) | (steps >= total)][0]
+        raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
+    if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
+        raise IndexError(
+            f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
+            "or pass set_cursor=False to write without counting the rows"
+        )

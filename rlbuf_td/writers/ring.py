@@ -55,7 +55,7 @@ class RingWriter(RoundRobinWriter):
         storage = self._storage
         cursor = self._cursor_value.value
         if isinstance(storage, PackedStorage):
-            storage.write(cursor, data)
+            storage.write(cursor, data, single=True)
         else:
             storage.set(cursor, _without_index(data))
         steps = storage._max_size_along_dim0(single_data=data)

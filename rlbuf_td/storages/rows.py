@@ -1,0 +1,128 @@
+"""A block of rows: what can be read from it and written to it. Memory only: it counts nothing and knows no TorchRL."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.storages.layout import RowLayout
+
+
+class Rows:
+    """``[T, *lanes]`` rows of bytes, and the layout that reads them.
+
+    Args:
+        layout: what a row holds.
+        matrix: ``[T, *lanes, row_bytes]`` in bytes, contiguous, of any dtype.
+    """
+
+    def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
+        self.layout = layout
+        self.matrix = matrix.view(layout.carrier)
+        self.flat = self.matrix.view(-1, self.matrix.shape[-1])
+        self.shape = self.matrix.shape[:-1]
+        self.steps = self.shape[0]
+        self.lanes = self.shape[1:]
+        self.cells = prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, padding included."""
+        return self.matrix.numel() * self.matrix.element_size()
+
+    def first(self, steps: int) -> Rows:
+        """Return the first time steps, as a view."""
+        return Rows(self.layout, self.matrix.narrow(0, 0, steps))
+
+    def view(self) -> TensorDict:
+        """Return all rows as a TensorDict of strided views."""
+        return self.layout.unpack(self.matrix)
+
+    # -- reading, as fresh memory
+
+    def at_cells(self, flat: torch.Tensor) -> TensorDict:
+        """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
+        return self.layout.unpack(self.flat.index_select(0, flat))
+
+    def at_steps(self, index: torch.Tensor) -> TensorDict:
+        """Return the time steps at ``index``, int64 of any shape; negative ones count from the end.
+
+        Raises:
+            IndexError: one is out of range (on the CPU).
+        """
+        return self.layout.unpack(_gather(self.matrix, index))
+
+    def at_coordinates(self, index: tuple[torch.Tensor, ...]) -> TensorDict:
+        """Return the rows at coordinates, one int64 tensor a dim; negative ones count from the end.
+
+        Raises:
+            IndexError: one is out of range (on the CPU).
+        """
+        flat: torch.Tensor | int = 0
+        for size, coordinate in zip(self.shape, index, strict=True):
+            flat = flat * size + (coordinate % size if coordinate.is_cuda else _wrapped(coordinate, size))
+        return self.layout.unpack(_gather(self.flat, flat))
+
+    # -- writing leaves that fit
+
+    def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
+        """Write ``count`` time steps from ``start`` on, wrapping at the end."""
+        head = min(count, self.steps - start)
+        if head == count:
+            torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
+        else:
+            self.copy_(start, head, [leaf[:head] for leaf in leaves])
+            self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
+
+    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        """Write the time steps named; of one that is named twice, the last row stays."""
+        unique, last = np.unique(steps[::-1], return_index=True)
+        if len(unique) < len(steps):
+            keep = torch.from_numpy(len(steps) - 1 - last)
+            steps, leaves = unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
+        block = self.matrix.new_zeros((len(steps), *self.matrix.shape[1:]))
+        torch._foreach_copy_(self.layout.columns(block), leaves)
+        self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
+
+    def shape_of(self, region: Any) -> torch.Size:
+        """Return the shape of a region, given by a mask or by one index a dim.
+
+        Raises:
+            IndexError: it is out of range.
+        """
+        return torch.zeros((), device=self.matrix.device).expand(self.shape)[region].shape
+
+    def replace_(self, region: Any, leaves: list[torch.Tensor]) -> None:
+        """Write into a region, given by a mask or by one index a dim."""
+        for column, leaf in zip(self.layout.columns(self.matrix), leaves, strict=True):
+            column[region] = leaf
+
+
+def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return ``index`` (on the CPU) with negative positions counted from the end.
+
+    Raises:
+        IndexError: a position is out of range.
+    """
+    if not index.numel():
+        return index
+    low, high = int(index.min()), int(index.max())
+    if low < -size or high >= size:
+        raise IndexError(f"index {high if high >= size else low} is out of range: {size} have been written")
+    return torch.where(index < 0, index + size, index) if low < 0 else index
+
+
+def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return ``matrix[index]`` as fresh memory, by the quickest way of the device."""
+    if matrix.is_cuda:
+        return matrix[index]
+    flat = index.reshape(-1)
+    try:
+        block = matrix.index_select(0, flat)
+    except IndexError:
+        block = matrix.index_select(0, _wrapped(flat, matrix.shape[0]))
+    return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])
