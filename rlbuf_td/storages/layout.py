@@ -45,6 +45,8 @@ class _Node:
 class RowLayout:
     """The byte layout of one transition, and the two ways through it: rows to TensorDict, TensorDict to leaves.
 
+    Two layouts are equal, and their rows the same bytes, if they hold the same leaves, in whatever order the keys came.
+
     Args:
         data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
         lead_dims: number of leading batch dims that index rows.
@@ -64,7 +66,8 @@ class RowLayout:
         found = list(_find_leaves(data, lead_dims))
         if not found:
             raise SchemaError("cannot store a TensorDict without a single tensor")
-        self.leaves = tuple(sorted(found, key=lambda leaf: (-leaf.dtype.itemsize, str(leaf.dtype))))
+        # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
+        self.leaves = tuple(sorted(found, key=lambda leaf: (-leaf.dtype.itemsize, str(leaf.dtype), leaf.key)))
         self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
         self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
         self.row_bytes = _padded(self.data_bytes, max(8, self.leaves[0].dtype.itemsize))
@@ -145,7 +148,7 @@ class RowLayout:
         return cls(_example(state), lead_dims=0)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowLayout) and self.leaves == other.leaves and self.root == other.root
+        return isinstance(other, RowLayout) and self.state() == other.state()
 
     def __hash__(self) -> int:
         return hash(self.leaves)
