@@ -35,8 +35,9 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Node:
-    """One level of nesting: its leaves by name and slot, the levels below, and the level's own batch dims."""
+    """One level of nesting: its key, its leaves by name and slot, the levels below, and its own batch dims."""
 
+    path: tuple[str, ...]
     leaves: tuple[tuple[str, int], ...]
     nodes: tuple[tuple[str, _Node], ...]
     batch_size: torch.Size
@@ -125,8 +126,6 @@ class RowLayout:
         Raises:
             SchemaError: a key is missing or unknown, or has another dtype or shape than the rows.
         """
-        if type(data) is not TensorDict:
-            refuse_ragged(data)
         leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves)
         if lead != self._expected[0]:
@@ -175,7 +174,7 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
             nodes.append((name, _describe(value, lead_dims, key, slots)))
         else:
             leaves.append((name, slots[key]))
-    return _Node(tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
+    return _Node(path, tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
 
 
 def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
@@ -187,8 +186,10 @@ def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: t
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
     """Put the leaves of ``data`` into their slots; return whether it holds something else beside them."""
-    if not isinstance(data, TensorDictBase):
-        return True
+    if type(data) is not TensorDict:
+        if not isinstance(data, TensorDictBase):
+            return True
+        refuse_ragged(data, node.path)
     entries = entries_of(data)
     for name, slot in node.leaves:
         leaves[slot] = entries.get(name, _NO_VALUE)
