@@ -22,6 +22,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, r
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
 _NO_VALUE: Any = object()
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,17 @@ class RowLayout:
         unknown = _collect(self.root, data, leaves)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
-        for value, leaf, shape in zip(leaves, self.leaves, self._expected[1], strict=True):
-            if not isinstance(value, torch.Tensor) or value.dtype is not leaf.dtype or value.shape != shape:
-                refuse(data, self.leaves, lead)
+        try:
+            for value, leaf, shape in zip(leaves, self.leaves, self._expected[1], strict=True):
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.dtype is not leaf.dtype
+                    or value.layout is not _STRIDED
+                    or value.shape != shape
+                ):
+                    refuse(data, self.leaves, lead)
+        except RuntimeError:  # a nested tensor has no shape to look at
+            refuse(data, self.leaves, lead)
         if unknown and ("index" not in entries_of(data) or _collect(self.root, data.exclude("index"), leaves)):
             refuse(data, self.leaves, lead)
         return leaves
