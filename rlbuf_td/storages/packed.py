@@ -14,13 +14,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
+from rlbuf_td.storages.cursors import as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import allocate_bytes
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
-
-_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
-
 
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage with one row of bytes a transition: a batch is one gather, whatever the number of keys.
@@ -165,15 +163,15 @@ class PackedStorage(LazyTensorStorage):
             KeyError: no such key.
         """
         rows = self._written()
-        if _is_key(index):
+        if is_key(index):
             return rows.view().get(index)
         if isinstance(index, list | range | np.ndarray):
             index = torch.as_tensor(np.asarray(index))
-        if _is_mask(index) and index.shape == rows.shape:
+        if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
-        if _is_index(index):
+        if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
-        if isinstance(index, tuple) and len(index) == self.ndim and all(map(_is_index, index)):
+        if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return super().get(index)
 
@@ -221,15 +219,15 @@ class PackedStorage(LazyTensorStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         data = _as_tensordict(data)
-        if isinstance(cursor, tuple) or _is_mask(cursor):
+        if isinstance(cursor, tuple) or is_mask(cursor):
             rows = self._written()
             rows.replace_(cursor, rows.layout.collect(data, rows.shape_of(cursor)))
             return self._bump_mutation_revision()
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
         live = 0 if self._rows is None else self._written().steps
-        steps = _as_steps(cursor, total if set_cursor else live)
-        _refuse_steps(steps, total, live, set_cursor)
+        steps = as_steps(cursor, total if set_cursor else live)
+        refuse_steps(steps, total, live, set_cursor)
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
         leaves, count = self._admit(data, single)
@@ -354,20 +352,6 @@ class PackedStorage(LazyTensorStorage):
         )
 
 
-def _is_key(index: Any) -> bool:
-    return isinstance(index, str) or (
-        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
-    )
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
-
-
-def _is_index(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
-
-
 def _as_tensordict(data: Any) -> TensorDictBase:
     """Return the data of a write as one TensorDict.
 
@@ -382,33 +366,3 @@ def _as_tensordict(data: Any) -> TensorDictBase:
             "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
         )
     return data
-
-
-def _as_steps(cursor: Any, total: int) -> np.ndarray:
-    """Return a cursor along time as int64 positions; a slice counts from a storage of ``total`` steps."""
-    if isinstance(cursor, slice):
-        cursor = range(*cursor.indices(total))
-    if isinstance(cursor, torch.Tensor):
-        cursor = cursor.cpu().numpy()
-    steps = np.atleast_1d(np.asarray(cursor))
-    if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
-        raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
-    return steps.astype(np.int64)
-
-
-def _refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
-    """Refuse positions that are out of range, or that would leave a row unwritten before the last one.
-
-    Raises:
-        IndexError: see above.
-    """
-    if not len(steps):
-        raise IndexError("cannot write at an empty set of positions")
-    if steps.min() < 0 or steps.max() >= total:
-        bad = steps[(steps < 0) | (steps >= total)][0]
-        raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
-    if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
-        raise IndexError(
-            f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
-            "or pass set_cursor=False to write without counting the rows"
-        )
