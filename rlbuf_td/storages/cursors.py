@@ -11,17 +11,28 @@ _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
 
 def is_key(index: Any) -> bool:
+    """Return whether ``index`` is a key, nested or not."""
     return isinstance(index, str) or (
         isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
     )
 
 
 def is_mask(index: Any) -> bool:
+    """Return whether ``index`` is a boolean mask."""
     return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
 
 
 def is_index(index: Any) -> bool:
+    """Return whether ``index`` is a tensor of positions; one of no dims is an ``int``, uint8 is a mask to torch."""
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
+
+
+def as_index(index: Any) -> torch.Tensor:
+    """Return a list, ``range`` or array of integers or booleans as a tensor."""
+    array = np.asarray(index)
+    if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
+        array = array.astype(np.int64, copy=False)
+    return torch.as_tensor(array)
 
 
 def as_steps(cursor: Any, total: int) -> np.ndarray:

@@ -14,11 +14,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.storages.cursors import as_steps, is_index, is_key, is_mask, refuse_steps
+from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import allocate_bytes
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
+
 
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage with one row of bytes a transition: a batch is one gather, whatever the number of keys.
@@ -164,9 +165,9 @@ class PackedStorage(LazyTensorStorage):
         """
         rows = self._written()
         if is_key(index):
-            return rows.view().get(index)
+            return rows.view()[index]
         if isinstance(index, list | range | np.ndarray):
-            index = torch.as_tensor(np.asarray(index))
+            index = as_index(index)
         if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
         if is_index(index):
