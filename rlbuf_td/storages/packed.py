@@ -222,7 +222,8 @@ class PackedStorage(LazyTensorStorage):
         data = _as_tensordict(data)
         if isinstance(cursor, tuple) or is_mask(cursor):
             rows = self._written()
-            rows.replace_(cursor, rows.layout.collect(data, rows.shape_of(cursor)))
+            cells = rows.cells_of(cursor)
+            rows.replace_(cells, rows.layout.collect(data, cells.shape))
             return self._bump_mutation_revision()
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
