@@ -20,6 +20,9 @@ from rlbuf_td.storages.memory import allocate_bytes
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
 
+_COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
+_MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
+
 
 class PackedStorage(LazyTensorStorage):
     """A TensorDict storage with one row of bytes a transition: a batch is one gather, whatever the number of keys.
@@ -72,6 +75,7 @@ class PackedStorage(LazyTensorStorage):
         if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
             raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
         super().__init__(max_size, device=device, ndim=ndim)
+        self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared = shared
         self._rows: Rows | None = None  # from the first write on
@@ -121,23 +125,39 @@ class PackedStorage(LazyTensorStorage):
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
 
-    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> None:
-        if not prod(lanes):
-            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
         if self.device == "auto":
             self.device = device or torch.device("cpu")
-        steps = -(-self.max_size // prod(lanes))
+        steps = self._steps(lanes)
         nbytes = steps * prod(lanes) * layout.row_bytes
-        memory = allocate_bytes(nbytes, self.device, scratch_dir=self.scratch_dir, shared=self.shared)
-        self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
+        with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
+            memory = allocate_bytes(nbytes, self.device, scratch_dir=self.scratch_dir, shared=self.shared)
+        return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
-    def _adopt(self, rows: Rows) -> None:
+    def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
         self._rows, self._live = rows, None
         self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
+        return rows
+
+    def _steps(self, lanes: torch.Size) -> int:
+        """Return the capacity in time steps of these lanes."""
+        if not prod(lanes):
+            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+        return -(-self.max_size // prod(lanes))
+
+    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
+        """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
+        if self._rows is not None:
+            return self._rows.steps
+        if self.ndim == 1:
+            return self.max_size
+        single = single_data is not None
+        data = _as_tensordict(single_data if single else batched_data)
+        return self._steps(data.batch_size[1 - single : self.ndim - single])
 
     def _written(self) -> Rows:
         """Return the rows that have been written."""
@@ -199,10 +219,9 @@ class PackedStorage(LazyTensorStorage):
         data = _as_tensordict(data)
         if self._rows is None:
             data = data.exclude("index")
-        leaves, count = self._admit(data, single)
-        steps = self._rows.steps
-        self._rows.copy_(start, count, leaves)
-        self._advance(min(start + count, steps), (start + count - 1) % steps)
+        rows, leaves, count = self._admit(data, single)
+        rows.copy_(start, count, leaves)
+        self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
@@ -232,38 +251,38 @@ class PackedStorage(LazyTensorStorage):
         refuse_steps(steps, total, live, set_cursor)
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
-        leaves, count = self._admit(data, single)
+        rows, leaves, count = self._admit(data, single)
         if single or (np.diff(steps) == 1).all():
-            self._rows.copy_(int(steps[0]), count, leaves)
+            rows.copy_(int(steps[0]), count, leaves)
         else:
-            self._rows.scatter_(steps, leaves)
+            rows.scatter_(steps, leaves)
         if set_cursor:
-            self._advance(int(steps.max()) + 1, int(steps[-1]))
+            self._advance(rows, int(steps.max()) + 1, int(steps[-1]))
         else:
             self._bump_mutation_revision()
 
-    def _admit(self, data: TensorDictBase, single: bool) -> tuple[list[torch.Tensor], int]:
-        """Return the leaves of transitions that fit the rows, and the number of time steps.
+    def _admit(self, data: TensorDictBase, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
+        """Return the rows, the leaves of transitions that fit them, and the number of time steps.
 
         The first time, the rows are made to fit.
         """
-        if self._rows is None:
+        rows = self._rows
+        if rows is None:
             lead_dims = self.ndim - single
             if data.batch_dims < lead_dims:
                 raise SchemaError(
                     f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
                     f"(time, lanes), got batch size {tuple(data.batch_size)}"
                 )
-            self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
-        rows = self._rows
+            rows = self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
         if single:
-            return rows.layout.collect(data, rows.lanes), 1
+            return rows, rows.layout.collect(data, rows.lanes), 1
         lead = data.batch_size[:1] + rows.lanes
-        return rows.layout.collect(data, lead), lead[0]
+        return rows, rows.layout.collect(data, lead), lead[0]
 
-    def _advance(self, steps: int, last: int) -> None:
+    def _advance(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
-        cells = steps * prod(self._rows.lanes)
+        cells = steps * prod(rows.lanes)
         if cells > self._len_value.value:
             self._len_value.value = cells
         self._last_cursor = last
@@ -278,8 +297,8 @@ class PackedStorage(LazyTensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
-            settings = ("max_size", "device", "ndim", "shared", "_attached_entities_list", "_checkpointer")
-            return {name: self.__dict__[name] for name in settings} | {"_saved": self.state_dict()}
+            kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
+            return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": self.state_dict()}
         if self._rows is None:
             raise RuntimeError(
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
@@ -288,13 +307,14 @@ class PackedStorage(LazyTensorStorage):
         return self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_saved" not in state:  # another process: the same rows
-            self.__dict__.update(state)
-            self._adopt(self._rows)
+        saved = state.pop("_saved", None)
+        self.__dict__.update(state)
+        if saved is None:  # another process: the same rows
+            self._adopt(state["_rows"])
             return
-        self.__init__(state["max_size"], device=state["device"], ndim=state["ndim"], shared=state["shared"])
-        self.__dict__.update({name: state[name] for name in ("_attached_entities_list", "_checkpointer")})
-        self.load_state_dict(state["_saved"])
+        self._rows = self._live = self._storage = None
+        self._make_counters()
+        self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
@@ -323,15 +343,14 @@ class PackedStorage(LazyTensorStorage):
             raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
         if self._rows is not None and lanes != self._rows.lanes:
             raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
-        capacity = -(-self.max_size // prod(lanes)) * prod(lanes)
+        capacity = self._steps(lanes) * prod(lanes)
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
-        if self._rows is None:
-            self._allocate(layout, lanes, matrix.device)
-        self._rows.matrix[: matrix.shape[0]].copy_(matrix)
+        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        rows.matrix[: matrix.shape[0]].copy_(matrix)
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()
