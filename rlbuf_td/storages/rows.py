@@ -127,6 +127,6 @@ def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     flat = index.reshape(-1)
     try:
         block = matrix.index_select(0, flat)
-    except IndexError:
+    except (IndexError, RuntimeError):  # the latter when no row has been written
         block = matrix.index_select(0, _wrapped(flat, matrix.shape[0]))
     return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])
