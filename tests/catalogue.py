@@ -18,29 +18,11 @@ from tensordict import TensorDict, TensorDictBase
 Key = tuple[str, ...]
 Fields = Mapping[str, Any]  # a leaf is (dtype, *shape), a node another mapping
 
-DTYPES = tuple(
-    getattr(torch, name)
-    for name in [
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-    ]
-    if hasattr(torch, name)
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
 )
+DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,3 +141,8 @@ def assert_same(left: Any, right: Any) -> None:
     assert set(left.keys()) == set(right.keys())
     for key in left.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
         assert_same(left.get(key), right.get(key))
+
+
+def copied(data: TensorDictBase) -> TensorDictBase:
+    """Return a copy of any dtype: ``TensorDict.clone`` adds 0, which torch cannot do for all of them."""
+    return data.apply(torch.clone, filter_empty=False)
