@@ -126,12 +126,15 @@ class PackedStorage(LazyTensorStorage):
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
 
     def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
-        if self.device == "auto":
-            self.device = device or torch.device("cpu")
+        if self.device != "auto":
+            device = self.device
+        elif device is None:
+            device = torch.device("cpu")
         steps = self._steps(lanes)
         nbytes = steps * prod(lanes) * layout.row_bytes
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
-            memory = allocate_bytes(nbytes, self.device, scratch_dir=self.scratch_dir, shared=self.shared)
+            memory = allocate_bytes(nbytes, device, scratch_dir=self.scratch_dir, shared=self.shared)
+        self.device = device
         return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
     def _adopt(self, rows: Rows) -> Rows:
