@@ -134,8 +134,8 @@ class PackedStorage(LazyTensorStorage):
         nbytes = steps * prod(lanes) * layout.row_bytes
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
             memory = allocate_bytes(nbytes, device, scratch_dir=self.scratch_dir, shared=self.shared)
-        self.device = device
-        return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
+            self.device = device
+            return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
     def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
