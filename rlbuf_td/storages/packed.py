@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import allocate_bytes
+from rlbuf_td.storages.memory import allocate_bytes, map_bytes
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
 
@@ -307,17 +307,24 @@ class PackedStorage(LazyTensorStorage):
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
                 "the processes would not share them. Write one batch first."
             )
-        return self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
+            state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        saved = state.pop("_saved", None)
+        saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
         self.__dict__.update(state)
-        if saved is None:  # another process: the same rows
+        if saved is not None:  # a copy: rows and counters of its own
+            self._rows = self._live = self._storage = None
+            self._make_counters()
+            self.load_state_dict(saved)
+        elif mapped is not None:  # another process: the same rows
+            layout, shape = mapped
+            memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)
+            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+        else:
             self._adopt(state["_rows"])
-            return
-        self._rows = self._live = self._storage = None
-        self._make_counters()
-        self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
