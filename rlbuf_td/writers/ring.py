@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import RoundRobinWriter
 
-from rlbuf_td._tensordict import entries_of
 from rlbuf_td.storages import PackedStorage
 
 _COUNTERS = ("_cursor_value", "_write_count_value")
@@ -155,7 +154,7 @@ class RingWriter(RoundRobinWriter):
 def _without_index(data: Any) -> Any:
     if isinstance(data, list):
         return [_without_index(item) for item in data]
-    if isinstance(data, TensorDictBase) and "index" in entries_of(data):
+    if isinstance(data, TensorDictBase) and "index" in data.keys():  # noqa: SIM118 (it iterates over rows)
         return data.exclude("index")
     return data
 
