@@ -1,0 +1,405 @@
+"""The ring: where rows go, what is counted, who is told, and what survives a restart."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    TensorDictReplayBuffer,
+)
+from torchrl.data import (
+    ReplayBuffer as TheirReplayBuffer,
+)
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, TensorDictRoundRobinWriter
+
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SchemaError
+from tests.catalogue import SCHEMAS, assert_same, copied
+
+NESTED = SCHEMAS["nested"]
+STORAGES: dict[str, Callable[..., Storage]] = {
+    "packed": PackedStorage,
+    "lazy tensor": LazyTensorStorage,
+    "memmap": LazyMemmapStorage,
+}
+
+
+def ring(storage: Storage, **settings: Any) -> RingWriter:
+    writer = RingWriter(**settings)
+    writer.register_storage(storage)
+    return writer
+
+
+def numbered(start: int, n: int | None, lanes: tuple[int, ...] = ()) -> TensorDict:
+    """Return transitions that carry their place in the order of writing."""
+    shape = (*(() if n is None else (n,)), *lanes)
+    x = torch.arange(start, start + torch.Size(shape).numel()).view(shape)
+    return TensorDict({"x": x, "next": {"y": x.float().unsqueeze(-1)}}, shape)
+
+
+class Listener:
+    """Remembers every index that it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def mark_update(self, index: Any) -> None:
+        self.heard.append(index)
+
+
+class RangeListener(Listener):
+    """Prefers ranges, as the samplers of this package do."""
+
+    def mark_range(self, start: int, count: int) -> None:
+        self.heard.append((start, count))
+
+
+# -- where rows go
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("first", [0, 1, 3, 5])
+@pytest.mark.parametrize("n", [1, 4, 5, 6, 10, 11, 23])
+def test_the_newest_rows_stay_however_long_the_write(kind: str, ndim: int, first: int, n: int) -> None:
+    lanes = (2,) * (ndim - 1)
+    cells = torch.Size(lanes).numel()
+    storage = STORAGES[kind](5 * cells, ndim=ndim)
+    writer = ring(storage)
+    if first:
+        writer.extend(numbered(0, first, lanes))
+    index = writer.extend(numbered(first * cells, n, lanes))
+    total = first + n
+    expected = torch.empty(min(total, 5), *lanes, dtype=torch.int64)
+    for step in range(total):
+        expected[step % 5] = numbered(step * cells, 1, lanes)["x"][0]
+    assert torch.equal(storage.get(slice(None))["x"], expected)
+    assert torch.equal(storage.get(slice(None))["next", "y"][..., 0], expected.float())
+    assert len(storage) == cells * min(total, 5)
+    assert (writer._cursor, writer._write_count) == (total % 5, total)
+    time = index if ndim == 1 else index[::cells, 0]
+    assert time.tolist() == [step % 5 for step in range(first, total)]
+
+
+def test_a_very_long_write_keeps_the_newest_rows_in_torchrl_storages() -> None:
+    for storage in (LazyTensorStorage(50), PackedStorage(50)):
+        ring(storage).extend(numbered(0, 100_003))
+        assert torch.equal(storage.get(slice(None))["x"].sort().values, torch.arange(99_953, 100_003))
+        assert storage.get(0)["x"] == 100_000
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["packed", "lazy tensor"])
+def test_indices_and_rows_are_those_of_torchrl_writers(ndim: int, kind: str) -> None:
+    lanes = {1: (), 2: (3,), 3: (3, 2)}[ndim]
+    cells = torch.Size(lanes).numel()
+    ours, theirs = STORAGES[kind](7 * cells, ndim=ndim), LazyTensorStorage(7 * cells, ndim=ndim)
+    writer, their_writer = ring(ours), TensorDictRoundRobinWriter()
+    their_writer.register_storage(theirs)
+    for j, n in enumerate([2, None, 3, 1, None, 4, 7, None]):
+        data = numbered(100 * j, n, lanes)
+        how = "add" if n is None else "extend"
+        index, expected = getattr(writer, how)(data), getattr(their_writer, how)(copied(data))
+        assert type(index) is type(expected)
+        assert torch.equal(torch.as_tensor(index), torch.as_tensor(expected))
+        assert torch.as_tensor(index).dtype == torch.as_tensor(expected).dtype
+        assert (writer._cursor, writer._write_count) == (their_writer._cursor, their_writer._write_count)
+        assert_same(ours.get(slice(None)), theirs.get(slice(None)).exclude("index"))
+        assert (len(ours), ours.shape, ours._is_full) == (len(theirs), theirs.shape, theirs._is_full)
+
+
+@pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_lists_of_ragged_items_are_written_one_by_one(kind: type, as_list: bool) -> None:
+    storage = kind(4)
+    writer = ring(storage)
+    items = [TensorDict({"x": torch.full((j % 3 + 1,), j), "index": torch.tensor(0)}) for j in range(11)]
+    index = writer.extend(items if as_list else lazy_stack(items))
+    assert index.tolist() == [j % 4 for j in range(11)]
+    assert len(storage) == 4
+    for slot, j in enumerate([8, 9, 10, 7]):
+        assert storage.get(slot)["x"].tolist() == [j] * (j % 3 + 1)
+        assert "index" not in storage.get(slot)
+    assert (writer._cursor, writer._write_count) == (3, 11)
+
+
+def test_plain_tensors_and_trees_of_them_are_written_to_torchrl_storages() -> None:
+    plain, tree = LazyTensorStorage(3), LazyTensorStorage(3)
+    assert ring(plain).extend(torch.arange(5)).tolist() == [0, 1, 2, 0, 1]
+    assert plain.get(slice(None)).tolist() == [3, 4, 2]
+    ring(tree).extend({"a": torch.arange(5), "b": (torch.arange(5) * 2,)})
+    assert tree.get(slice(None))["b"][0].tolist() == [6, 8, 4]
+
+
+def test_a_list_of_tensordicts_is_stacked() -> None:
+    storage = PackedStorage(8, ndim=2)
+    writer = ring(storage)
+    writer.extend(list(numbered(0, 3, (2,)).unbind(0)))
+    writer.extend(list(numbered(6, 2, (2,)).unbind(0)))
+    assert storage["x"].flatten().tolist() == [8, 9, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("data", [[], numbered(0, 0), torch.zeros(0)], ids=["list", "tensordict", "tensor"])
+def test_writing_nothing_is_refused(data: Any) -> None:
+    for storage in (PackedStorage(3), LazyTensorStorage(3)):
+        writer = ring(storage)
+        with pytest.raises(ValueError, match="at least one transition, got none"):
+            writer.extend(data)
+        assert (writer._cursor, writer._write_count, len(storage)) == (0, 0, 0)
+
+
+# -- no index is stored
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("how", ["extend", "add", "write_at"])
+def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> None:
+    storage = STORAGES[kind](6)
+    writer = ring(storage)
+    marked = numbered(0, 3).set("index", torch.tensor([7, 8, 9]))
+    for _ in range(2):
+        if how == "extend":
+            writer.extend(marked)
+        elif how == "add":
+            writer.add(marked[0])
+        else:
+            writer.extend(marked.exclude("index"))
+            writer.write_at(torch.tensor([0, 1, 2]), marked)
+    assert set(storage.get(slice(None)).keys(True, True)) == {"x", ("next", "y")}
+    assert marked["index"].tolist() == [7, 8, 9]
+
+
+def test_a_sampled_batch_can_be_written_again() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(6), batch_size=3)
+    rb.extend(numbered(0, 3))
+    batch = rb.sample()
+    rb.extend(batch)
+    assert torch.equal(rb.storage["x"][3:], batch["x"])
+
+
+# -- counters
+
+
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 2, 2**62])
+def test_counters_have_64_bits(start: int) -> None:
+    storage = PackedStorage(5)
+    writer = ring(storage)
+    writer._write_count = start
+    for n in (3, None, 4):
+        writer.add(numbered(0, None)) if n is None else writer.extend(numbered(0, n))
+    assert writer._write_count == start + 8
+    assert writer._cursor == 3
+    state = json.loads(json.dumps(writer.state_dict()))
+    again = RingWriter()
+    again.load_state_dict(state)
+    assert (again._cursor, again._write_count) == (3, start + 8)
+    assert pickle.loads(pickle.dumps(again))._write_count == start + 8
+
+
+def test_the_cursor_has_64_bits() -> None:
+    writer = RingWriter()
+    writer._cursor = 2**40
+    assert (writer._cursor, writer.state_dict()["_cursor"]) == (2**40, 2**40)
+
+
+def test_a_cursor_at_the_end_of_a_smaller_storage_goes_on_at_its_beginning() -> None:
+    for how in ("add", "extend"):
+        storage = PackedStorage(3)
+        writer = ring(storage)
+        writer.extend(numbered(0, 3))
+        writer._cursor = 3
+        index = writer.add(numbered(9, None)) if how == "add" else writer.extend(numbered(9, 1))
+        assert int(index) == 0
+        assert (storage["x"].tolist(), writer._cursor) == ([9, 1, 2], 1)
+
+
+@pytest.mark.parametrize("empty_write_count", [False, True])
+def test_emptying_goes_back_to_the_first_slot(empty_write_count: bool) -> None:
+    storage = PackedStorage(5)
+    writer = ring(storage)
+    writer.extend(numbered(0, 7))
+    writer._empty(empty_write_count)
+    storage._empty()
+    assert (writer._cursor, writer._write_count) == (0, 0 if empty_write_count else 7)
+    assert writer.extend(numbered(50, 2)).tolist() == [0, 1]
+    assert storage["x"].tolist() == [50, 51]
+
+
+# -- refusal
+
+
+@pytest.mark.parametrize("how", ["extend", "add", "write_at"])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> None:
+    lanes = (2,) * (ndim - 1)
+    storage = PackedStorage(5 * 2 ** (ndim - 1), ndim=ndim)
+    writer = ring(storage, track_generations=True)
+    listeners = Listener(), RangeListener()
+    for listener in listeners:
+        storage.attach(listener)
+    index = writer.extend(numbered(0, 3, lanes))
+    heard = [len(listener.heard) for listener in listeners]
+    before, state = copied(storage[:]), writer.state_dict()
+    bad = numbered(0, 2, lanes).exclude("x")
+    with pytest.raises(SchemaError, match="key 'x' is missing"):
+        {
+            "extend": lambda: writer.extend(bad),
+            "add": lambda: writer.add(bad[0]),
+            "write_at": lambda: writer.write_at(torch.tensor([1, 0]), bad),
+        }[how]()
+    assert_same(storage[:], before)
+    assert (writer._cursor, writer._write_count) == (state["_cursor"], state["_write_count"])
+    assert torch.equal(writer.state_dict()["_generation"], state["_generation"])
+    assert [len(listener.heard) for listener in listeners] == heard
+    assert writer.extend(numbered(6, 1, lanes)).flatten()[0] == 3
+    assert index is not None
+
+
+# -- who is told
+
+
+def cells_of(heard: list[Any], lanes: tuple[int, ...]) -> list[int]:
+    """Return what a listener was told as flat rows."""
+    cells = torch.Size(lanes).numel()
+    flat: list[int] = []
+    for item in heard:
+        if isinstance(item, tuple):
+            flat += range(item[0], item[0] + item[1])
+        else:
+            index = torch.as_tensor(item)
+            flat += (index[:, 0] * cells + index[:, 1] if lanes else index.reshape(-1)).tolist()
+    return flat
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize(
+    "writes", [[2], [None], [4, 3], [4, None, None], [5], [3, 5], [13], [3, 12], [7, None]], ids=str
+)
+def test_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int, writes: list[int | None]) -> None:
+    lanes = (3,) * (ndim - 1)
+    cells = torch.Size(lanes).numel()
+    storage = STORAGES[kind](5 * cells, ndim=ndim)
+    writer = ring(storage)
+    by_index, by_range, too = Listener(), RangeListener(), RangeListener()
+    for listener in (by_index, by_range, too):
+        storage.attach(listener)
+    cursor = 0
+    for n in writes:
+        for listener in (by_index, by_range, too):
+            listener.heard.clear()
+        index = writer.add(numbered(0, None, lanes)) if n is None else writer.extend(numbered(0, n, lanes))
+        count = 1 if n is None else n
+        written = {(cursor + j) % 5 * cells + lane for j in range(count) for lane in range(cells)}
+        assert len(by_index.heard) == 1
+        assert torch.equal(torch.as_tensor(by_index.heard[0]), torch.as_tensor(index))
+        assert set(cells_of(by_index.heard, lanes)) == written
+        assert sorted(cells_of(by_range.heard, lanes)) == sorted(written)  # no row twice
+        assert too.heard == by_range.heard
+        assert len(by_range.heard) <= 2
+        cursor = (cursor + count) % 5
+
+
+def test_write_at_tells_the_index_that_was_written() -> None:
+    storage = PackedStorage(5)
+    writer = ring(storage)
+    listener = Listener()
+    writer.extend(numbered(0, 5))
+    storage.attach(listener)
+    index = writer.write_at(torch.tensor([3, 1]), numbered(10, 2))
+    assert torch.as_tensor(index).tolist() == listener.heard[0].tolist() == [3, 1]
+    assert storage["x"].tolist() == [0, 11, 2, 10, 4]
+    assert (writer._cursor, writer._write_count, len(storage)) == (0, 7, 5)
+    writer.write_at(4, numbered(20, None))
+    assert storage["x"].tolist() == [0, 11, 2, 10, 20]
+
+
+# -- generations
+
+
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_conditional_updates_reach_only_rows_that_are_still_there(buffer: type, ndim: int) -> None:
+    lanes = (2,) * (ndim - 1)
+    rb = buffer(
+        storage=PackedStorage(4 * 2 ** (ndim - 1), ndim=ndim),
+        writer=RingWriter(track_generations=True),
+        batch_size=16,
+        dim_extend=0,
+    )
+    rb.extend(numbered(0, 4, lanes))
+    batch = rb.sample()
+    rb.extend(numbered(100, 2, lanes))  # replaces time steps 0 and 1
+    before = copied(rb.storage[:])
+    result = rb.update_if_present(
+        index=batch["index"],
+        generation=batch["index_generation"],
+        patch={("next", "y"): torch.full((16, 1), -5.0)},
+    )
+    time = batch["index"] if ndim == 1 else batch["index"][:, 0]
+    assert 0 < result.updated_count < 16
+    assert torch.equal(result.updated, time >= 2)
+    patched = torch.zeros(4, *lanes, dtype=torch.bool)
+    patched[tuple(batch["index"][time >= 2].reshape(-1, ndim).unbind(-1))] = True
+    assert torch.equal(rb.storage["next", "y"][..., 0], before["next", "y"][..., 0].where(~patched, torch.tensor(-5.0)))
+    assert torch.equal(rb.storage["x"], before["x"])
+
+
+def test_generations_are_counted_as_torchrl_counts_them() -> None:
+    ours, theirs = ring(PackedStorage(4), track_generations=True), RoundRobinWriter(track_generations=True)
+    theirs.register_storage(LazyTensorStorage(4))
+    for j, n in enumerate([2, 5, None, 3, 11]):
+        for writer in (ours, theirs):
+            writer.add(numbered(j, None)) if n is None else writer.extend(numbered(j, n))
+        index = torch.arange(-1, 5)
+        assert torch.equal(ours.generations_of(index), theirs.generations_of(index))
+    assert not RingWriter().tracks_generations
+
+
+# -- state
+
+
+def test_a_copied_writer_goes_on_by_itself() -> None:
+    rb = TheirReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
+    rb.extend(numbered(0, 7))
+    for again in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)):
+        assert (again.writer._cursor, again.writer._write_count) == (2, 7)
+        assert again.writer._storage is again.storage
+        again.extend(numbered(50, 1))
+        assert again.storage["x"].tolist() == [5, 6, 50, 3, 4]
+    assert (rb.writer._cursor, rb.writer._write_count) == (2, 7)
+    assert rb.storage["x"].tolist() == [5, 6, 2, 3, 4]
+
+
+@pytest.mark.parametrize("track_generations", [False, True])
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_a_restored_writer_goes_on_where_the_other_stood(how: str, track_generations: bool, tmp_path: Path) -> None:
+    storage = PackedStorage(5)
+    writer = ring(storage, track_generations=track_generations)
+    index = writer.extend(numbered(0, 7))
+    writer._write_count += 2**40
+    other = PackedStorage(5)
+    other.load_state_dict(storage.state_dict())
+    again = ring(other, track_generations=track_generations)
+    if how == "state_dict":
+        again.load_state_dict(writer.state_dict())
+    else:
+        writer.dumps(tmp_path / "writer")
+        again.loads(tmp_path / "writer")
+    assert (again._cursor, again._write_count) == (2, 2**40 + 7)
+    assert torch.equal(again.generations_of(index), writer.generations_of(index))
+    for one in (writer, again):
+        one.extend(numbered(70, 2))
+    assert_same(other[:], storage[:])
+    assert repr(again) == f"RingWriter(cursor=4, write_count={2**40 + 9})"
