@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import (
+    ConsumingSampler,
     PrioritizedSampler,
     RoundRobinWriter,
     Sampler,
@@ -82,6 +83,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             and isinstance(self._storage, PackedStorage)
             and hasattr(self._sampler, "draw")
             and not self._writer.tracks_generations
+        )
+        sampler = self._sampler  # asking an abstract class for its instances takes longer than the question is worth
+        self._prioritized = sampler if isinstance(sampler, Prioritized) else None
+        self._writes_generally = isinstance(sampler, ConsumingSampler) or (
+            isinstance(sampler, PrioritizedSampler) and self._prioritized is None
         )
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
@@ -183,10 +189,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _write(self, data: TensorDictBase, how: str, update_priority: bool = True) -> Any:
         if not self._initialized:
             self._init()
-        sampler = self._sampler
-        if not isinstance(data, TensorDictBase):
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
-        if self._is_consuming() or (isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, Prioritized)):
+        if self._writes_generally:
             return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
         if len(self._stages):
             with _set_dispatch_td_nn_modules(True):
@@ -196,7 +201,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         transposed = how == "extend" and self._dim_extend > 0
         rows = self._transpose(data) if transposed else data
         td_error = None
-        if update_priority and isinstance(sampler, Prioritized):
+        sampler = self._prioritized
+        if update_priority and sampler is not None:
             td_error = rows.get(self.priority_key, None)
         if td_error is not None:
             td_error = self._reduced(td_error, rows.ndim)
@@ -204,7 +210,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 refuse_errors(td_error)
         with self._replay_lock, self._write_lock:
             index = getattr(self._writer, how)(rows)
-            getattr(sampler, how)(index)
+            getattr(self._sampler, how)(index)
             if td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
         self._set_index(data, index, rows.shape if transposed else None)
@@ -224,8 +230,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
-        if isinstance(self._sampler, Prioritized):
-            self._sampler.mark_range(start, count, storage=self._storage)
+        if self._prioritized is not None:
+            self._prioritized.mark_range(start, count, storage=self._storage)
         elif type(self._sampler).mark_update is not Sampler.mark_update:
             index = torch.arange(start, start + count, device=self._storage.device)
             self.mark_update(coordinates(index, self._storage))
@@ -245,8 +251,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         if not self._initialized:
             self._init()
-        sampler = self._sampler
-        if not isinstance(sampler, Prioritized) or self._sample_unit is not None:
+        sampler = self._prioritized
+        if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
         td_error, index = data.get(self.priority_key, None), data.get("index", None)
         if td_error is None or index is None:

@@ -183,7 +183,6 @@ class PackedStorage(LazyTensorStorage):
 
     # -- writing
 
-    @torch.no_grad()
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write consecutive time steps from ``start`` on, wrapping at the capacity: the way in of :class:`RingWriter`.
 
@@ -205,7 +204,6 @@ class PackedStorage(LazyTensorStorage):
         self._rows.copy_(start, count, leaves)
         self._advance(min(start + count, steps), (start + count - 1) % steps)
 
-    @torch.no_grad()
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
 
@@ -374,7 +372,9 @@ def _as_tensordict(data: Any) -> TensorDictBase:
     Raises:
         TypeError: it is none.
     """
-    if isinstance(data, list | tuple) and data and all(map(is_tensor_collection, data)):
+    if type(data) is TensorDict:
+        return data
+    if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
         data = torch.stack(list(data))
     if not isinstance(data, TensorDictBase):
         raise TypeError(

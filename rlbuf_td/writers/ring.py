@@ -143,6 +143,6 @@ def _without_index(data: Any) -> Any:
 
 
 def _length(data: Any) -> int:
-    if is_tensor_collection(data) or isinstance(data, torch.Tensor | list):
+    if is_tensor_collection(data) or isinstance(data, (torch.Tensor, list)):
         return len(data)
     return len(torch.utils._pytree.tree_leaves(data)[0])
