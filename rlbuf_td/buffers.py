@@ -211,7 +211,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             index = getattr(self._writer, how)(rows)
             getattr(self._sampler, how)(index)
-            if td_error is not None:
+            if sampler is not None and td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
         self._set_index(data, index, rows.shape if transposed else None)
         return index
@@ -223,8 +223,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             data.set("index", index.view(*transposed[: self._storage.ndim], -1).transpose(0, self._dim_extend))
         elif isinstance(index, int) and not data.ndim:
             set_entry_(data, "index", torch.tensor(index))
-        elif isinstance(index, torch.Tensor) and index.shape == data.shape:
-            set_entry_(data, "index", index)
+        elif isinstance(index, torch.Tensor) and index.shape[0] == data.shape.numel():
+            set_entry_(data, "index", index.view(*data.shape, *index.shape[1:]))
         else:
             self._set_index_in_td(data, index)
 
@@ -233,8 +233,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self._prioritized is not None:
             self._prioritized.mark_range(start, count, storage=self._storage)
         elif type(self._sampler).mark_update is not Sampler.mark_update:
-            index = torch.arange(start, start + count, device=self._storage.device)
-            self.mark_update(coordinates(index, self._storage))
+            index = coordinates(torch.arange(start, start + count, device=self._storage.device), self._storage)
+            self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     # -- priorities
 

@@ -119,8 +119,8 @@ def main(options: argparse.Namespace) -> int:
             status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
     console.print(table(timings, [contender.name for contender in available()]))
     console.print(
-        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}; "
-        "rlbuf_td[bench] installs the other libraries",
+        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
+        "; rlbuf_td[bench] installs the other libraries",
         markup=False,
     )
     return 0

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gymnasium
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import Sampler
-from torchrl.envs import GymEnv, RewardSum, TransformedEnv
+from torchrl.envs import EnvBase, GymEnv, RewardSum, TransformedEnv
 from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
@@ -50,13 +51,15 @@ class Run:
         returns = evaluate(env, policy, episodes=10)
         return sum(returns) / len(returns)
 
-    def keep_if_best(self, step: int, policy: TensorDictModule) -> None:
-        """Evaluate the policy, and save it if it is the best so far."""
+    def is_solved_by(self, policy: TensorDictModule, step: int) -> bool:
+        """Evaluate the policy, save it if it is the best so far, and return whether it has passed twice."""
         mean = self.evaluate(policy, seed=1_000 + self.seed)
         self.evaluations.append((step, mean))
         if mean > self.best:
             self.best = mean
             torch.save(policy.state_dict(), self.out / "policy.pt")
+        threshold = gymnasium.spec(self.env_name).reward_threshold or float("inf")
+        return mean >= threshold and self.evaluate(policy, seed=5_000 + self.seed) >= threshold
 
     def recent(self) -> float:
         """Return the mean return of the last 20 training episodes."""
@@ -64,21 +67,26 @@ class Run:
         return sum(last) / len(last) if last else float("nan")
 
 
-def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> Run:
-    """Train on a Gymnasium environment with discrete actions for at most ``steps`` steps."""
-    torch.manual_seed(seed)
-    env = TransformedEnv(GymEnv(env_name), RewardSum())
-    env.set_seed(seed)
+def make_policy(env: EnvBase, steps: int, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
+    """Return a greedy policy, and the module that makes it explore less and less."""
     spec = env.action_spec
     network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[256, 256], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
-    policy = TensorDictSequential(value, QValueModule(spec=spec))
     explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.04, annealing_num_steps=steps // 6, device=device)
+    return TensorDictSequential(value, QValueModule(spec=spec)), explore
+
+
+def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> Run:
+    """Train on a Gymnasium environment with discrete actions, until it is solved, for at most ``steps`` steps."""
+    torch.manual_seed(seed)
+    env = TransformedEnv(GymEnv(env_name), RewardSum())
+    env.set_seed(seed)
+    policy, explore = make_policy(env, steps, device)
     collector = Collector(
         env, TensorDictSequential(policy, explore), frames_per_batch=FRAMES, total_frames=steps, policy_device=device
     )
     buffer = ReplayBuffer(storage=PackedStorage(CAPACITY, device=device), sampler=SAMPLERS[sampler](), batch_size=64)
-    loss_module = DQNLoss(policy, action_space=spec, double_dqn=True, delay_value=True)
+    loss_module = DQNLoss(policy, action_space=env.action_spec, double_dqn=True, delay_value=True)
     loss_module.make_value_estimator(gamma=0.99)
     target_update = HardUpdate(loss_module, value_network_update_interval=UPDATES)
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=2.3e-3)
@@ -108,14 +116,12 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
         run.episodes += [(seen, float(total)) for total in data["next", "episode_reward"][ended]]
         bar.update(data.numel())
         bar.set_postfix({"return": f"{run.recent():.0f}", "in buffer": f"{clock.share('buffer'):.1%}"})
-        if seen % CHECK_EVERY < FRAMES and seen > steps // 4:
-            run.keep_if_best(seen, policy)
-            if run.best >= 500.0:
-                break
+        if seen % CHECK_EVERY < FRAMES and seen > steps // 4 and run.is_solved_by(policy, seen):
+            break
     bar.close()
     collector.shutdown()
     if not run.evaluations:
-        run.keep_if_best(seen, policy)
+        run.is_solved_by(policy, seen)
     policy.load_state_dict(torch.load(out / "policy.pt", weights_only=True))
     run.final = run.evaluate(policy, seed=10_000 + seed)
     save_learning_curve(

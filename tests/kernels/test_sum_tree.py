@@ -67,8 +67,8 @@ def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(
     uniform = torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     uniform[-1] = 1.0 - 2**-53
     drawn = sum_tree.draw(tree, uniform, stratified, capacity, 0.4, norm)
-    if not (tree.weight > 0).any():
-        assert drawn is None
+    if drawn is None:
+        assert not (tree.weight > 0).any()
         return
     rows, importance = drawn
     spec_rows, spec_importance = sum_tree._draw_torch(tree, uniform, stratified, capacity, 0.4, norm)
@@ -135,7 +135,7 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
     draws = 4_000
     for _ in range(draws // 8):
         uniform = torch.rand(2_048, dtype=torch.float64, generator=generator)
-        rows, _ = sum_tree.draw(tree, uniform, False, capacity, 0.4, "buffer")
+        rows, _ = sum_tree.draw(tree, uniform, False, capacity, 0.4, "buffer") or pytest.fail("nothing to draw")
         counts += torch.bincount(rows, minlength=capacity)
     probability = (tree.weight[:capacity] / tree.sums[1]).numpy()
     assert power(probability, int(counts.sum()), bias=0.1) > 0.99
