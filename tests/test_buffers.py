@@ -176,7 +176,7 @@ def test_sample_units_take_the_general_path():
 def test_return_info_and_include_info_do_as_in_torchrl():
     rb = make(ReplayBuffer, "proportional")
     rb.extend(transitions(20))
-    batch, info = rb.sample(return_info=True)
+    _, info = rb.sample(return_info=True)
     assert set(info) == {"index", "priority_weight"}
     assert "index" not in rb.sample(include_info=False).keys()
     assert rb.sample(8).batch_size == (8,)
@@ -395,6 +395,34 @@ def test_rows_that_are_batches_themselves_come_back_as_such():
     batch["td_error"] = torch.full((4, 6, 1), 3.0)
     rb.update_tensordict_priority(batch)
     assert (rb.sampler.priority(batch["index"][:, 0]) == 3.0).all()
+
+
+def test_rows_of_several_lanes_may_be_batches_too():
+    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), sampler=ProportionalSampler(12), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(24.0).view(2, 3, 4)}, [2, 3, 4]))  # two lanes, three steps, rows of four
+    batch = rb.sample()
+    assert batch["index"].shape == (4, 4, 2)
+    batch["td_error"] = batch["x"] + 1
+    rb.update_tensordict_priority(batch)
+    time, lane = batch["index"][:, 0].unbind(-1)
+    expected = (lane * 12 + time * 4 + 4).double()  # the largest of each row
+    assert torch.equal(rb.sampler.priority((time, lane), storage=rb.storage), expected)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_what_has_been_extended_or_added_can_be_given_priorities_afterwards(lanes):
+    rb = make(ReplayBuffer, "proportional", lanes=lanes)
+    data = transitions(4, lanes=lanes)
+    rb.extend(data)
+    data["td_error"] = data["observation"][..., :1] + 1
+    rb.update_tensordict_priority(data)
+    stored = rb.storage["observation"][..., 0].flatten()[: len(rb)]
+    assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double())
+    single = transitions(1, lanes=lanes, start=50)[..., 0]
+    rb.add(single)
+    single["td_error"] = torch.full((3, 2) if lanes else (2,), -77.0)
+    rb.update_tensordict_priority(single)
+    assert (rb.sampler.priority(torch.arange(len(rb))) == 77).sum() == max(lanes, 1)
 
 
 def test_repr_tells_what_is_inside():
