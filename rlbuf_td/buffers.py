@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td._tensordict import set_entry_
+from rlbuf_td._tensordict import entries_of, set_entry_
 from rlbuf_td.batches import by_row, index_like, merge_, one_a_row
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.indices import coordinates
@@ -254,7 +254,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         sampler = self._prioritized
         if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
-        td_error, index = data.get(self.priority_key, None), data.get("index", None)
+        key, entries = self.priority_key, entries_of(data)
+        td_error = entries.get(key) if type(key) is str else data.get(key, None)
+        index = entries.get("index")
         if td_error is None or index is None:
             missing = self.priority_key if td_error is None else "index"
             raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
