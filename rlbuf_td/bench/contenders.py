@@ -63,6 +63,7 @@ class Contender:
     def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
         self.rows, self.batch = rows, batch
         self.new_rows, self.new_row = make_rows(batch), make_rows(1)
+        self.single = self.new_row[0]
         self.build()
         example = make_rows(1)
         chunk = max(1, CHUNK_BYTES // example.bytes())
@@ -115,7 +116,7 @@ class _TorchRLStyle(Contender):
         self.plain.extend(self.new_rows)
 
     def add(self) -> None:
-        self.plain.add(self.new_row[0])
+        self.plain.add(self.single)
 
 
 class Ours(_TorchRLStyle):
