@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td._tensordict import set_entry_
+from rlbuf_td._tensordict import set_entries_
 
 
 def inner_dims(storage: Storage) -> int:
@@ -24,13 +24,15 @@ def inner_dims(storage: Storage) -> int:
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
     """Put what a sampler reports into a batch of one row dim that nobody else has seen."""
+    plain = batch.ndim == 1
+    for key, value in info.items():
+        plain = plain and type(key) is str and type(value) is torch.Tensor
+    if plain:
+        return set_entries_(batch, info)
     for key, value in info.items():
         if isinstance(value, tuple):  # coordinates, one tensor a dim
             value = index_like(torch.stack(value, -1), batch.shape, 1)
-        if type(key) is str and value.ndim >= batch.ndim:
-            set_entry_(batch, key, value)
-        else:
-            batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
+        batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
 
 
 def index_like(index: torch.Tensor, shape: torch.Size, row_dims: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td._tensordict import entries_of, set_entry_
+from rlbuf_td._tensordict import entries_of, set_entries_
 from rlbuf_td.batches import by_row, index_like, merge_, one_a_row
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.indices import coordinates
@@ -221,7 +221,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if data.is_locked:
             return
         if isinstance(index, int) and not data.ndim:
-            set_entry_(data, "index", torch.tensor(index))
+            set_entries_(data, {"index": torch.tensor(index)})
         elif isinstance(index, int) or index.ndim == 1:
             self._set_index_in_td(data, index)
         else:
