@@ -22,6 +22,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, r
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
 _NO_VALUE: Any = object()
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Node:
-    """One level of nesting: its leaves by name and slot, the levels below, and the level's own batch dims."""
+    """One level of nesting: its key, its leaves by name and slot, the levels below, and its own batch dims."""
 
+    path: tuple[str, ...]
     leaves: tuple[tuple[str, int], ...]
     nodes: tuple[tuple[str, _Node], ...]
     batch_size: torch.Size
@@ -44,6 +46,8 @@ class _Node:
 
 class RowLayout:
     """The byte layout of one transition, and the two ways through it: rows to TensorDict, TensorDict to leaves.
+
+    Two layouts are equal, and their rows the same bytes, if they hold the same leaves, in whatever order the keys came.
 
     Args:
         data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
@@ -64,7 +68,8 @@ class RowLayout:
         found = list(_find_leaves(data, lead_dims))
         if not found:
             raise SchemaError("cannot store a TensorDict without a single tensor")
-        self.leaves = tuple(sorted(found, key=lambda leaf: (-leaf.dtype.itemsize, str(leaf.dtype))))
+        # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
+        self.leaves = tuple(sorted(found, key=lambda leaf: (-leaf.dtype.itemsize, str(leaf.dtype), leaf.key)))
         self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
         self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
         self.row_bytes = _padded(self.data_bytes, max(8, self.leaves[0].dtype.itemsize))
@@ -123,18 +128,24 @@ class RowLayout:
         Raises:
             SchemaError: a key is missing or unknown, or has another dtype or shape than the rows.
         """
-        if type(data) is not TensorDict:
-            refuse_ragged(data)
         leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
-        for slot, (leaf, shape) in enumerate(zip(self.leaves, self._expected[1], strict=True)):
-            value = leaves[slot]
-            if not isinstance(value, torch.Tensor) or value.dtype is not leaf.dtype or value.shape != shape:
-                refuse(data, self.leaves, lead)
-            if value.requires_grad:
-                leaves[slot] = value.detach()
+        try:
+            for slot, (leaf, shape) in enumerate(zip(self.leaves, self._expected[1], strict=True)):
+                value = leaves[slot]
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.dtype is not leaf.dtype
+                    or value.layout is not _STRIDED
+                    or value.shape != shape
+                ):
+                    refuse(data, self.leaves, lead)
+                if value.requires_grad:
+                    leaves[slot] = value.detach()
+        except RuntimeError:  # a nested tensor has no shape to look at
+            refuse(data, self.leaves, lead)
         if unknown:
             refuse(data, self.leaves, lead)
         return leaves
@@ -149,7 +160,7 @@ class RowLayout:
         return cls(_example(state), lead_dims=0)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowLayout) and self.leaves == other.leaves and self.root == other.root
+        return isinstance(other, RowLayout) and self.state() == other.state()
 
     def __hash__(self) -> int:
         return hash(self.leaves)
@@ -176,7 +187,7 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
             nodes.append((name, _describe(value, lead_dims, key, slots)))
         else:
             leaves.append((name, slots[key]))
-    return _Node(tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
+    return _Node(path, tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
 
 
 def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
@@ -188,8 +199,10 @@ def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: t
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
     """Put the leaves of ``data`` into their slots; return whether it holds something else beside them."""
-    if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-        return True
+    if type(data) is not TensorDict:
+        if not isinstance(data, TensorDictBase):
+            return True
+        refuse_ragged(data, node.path)
     entries = entries_of(data)
     for name, slot in node.leaves:
         leaves[slot] = entries.get(name, _NO_VALUE)

@@ -23,7 +23,7 @@ def allocate_bytes(
         RuntimeError: the memory cannot be had.
     """
     if scratch_dir is not None:
-        return _map_file(scratch_dir, nbytes)
+        return _make_file(scratch_dir, nbytes)
     if shared:
         storage = torch.UntypedStorage._new_shared(nbytes)
         return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -33,7 +33,7 @@ def allocate_bytes(
     return memory
 
 
-def _map_file(scratch_dir: Path, nbytes: int) -> torch.Tensor:
+def _make_file(scratch_dir: Path, nbytes: int) -> torch.Tensor:
     scratch_dir.mkdir(parents=True, exist_ok=True)
     path = scratch_dir / ROWS_FILE
     try:
@@ -52,4 +52,9 @@ def _map_file(scratch_dir: Path, nbytes: int) -> torch.Tensor:
         raise
     finally:
         os.close(descriptor)
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+    return map_bytes(scratch_dir, nbytes)
+
+
+def map_bytes(scratch_dir: Path, nbytes: int) -> torch.Tensor:
+    """Return the ``[nbytes]`` uint8 of a file that is there, as every process that maps it sees them."""
+    return torch.from_file(str(scratch_dir / ROWS_FILE), shared=True, size=nbytes, dtype=torch.uint8)

@@ -14,12 +14,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
+from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import allocate_bytes
+from rlbuf_td.storages.memory import allocate_bytes, map_bytes
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
 
-_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
+_COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
+_MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
 
 
 class PackedStorage(LazyTensorStorage):
@@ -73,6 +75,7 @@ class PackedStorage(LazyTensorStorage):
         if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
             raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
         super().__init__(max_size, device=device, ndim=ndim)
+        self.device: torch.device | str
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared = shared
         self._rows: Rows | None = None  # from the first write on
@@ -122,23 +125,42 @@ class PackedStorage(LazyTensorStorage):
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
 
-    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> None:
-        if not prod(lanes):
-            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
-        if self.device == "auto":
-            self.device = device or torch.device("cpu")
-        steps = -(-self.max_size // prod(lanes))
+    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        if self.device != "auto":
+            device = self.device
+        elif device is None:
+            device = torch.device("cpu")
+        steps = self._steps(lanes)
         nbytes = steps * prod(lanes) * layout.row_bytes
-        memory = allocate_bytes(nbytes, self.device, scratch_dir=self.scratch_dir, shared=self.shared)
-        self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
+        with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
+            memory = allocate_bytes(nbytes, device, scratch_dir=self.scratch_dir, shared=self.shared)
+            self.device = device
+            return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
-    def _adopt(self, rows: Rows) -> None:
+    def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
         self._rows, self._live = rows, None
         self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
+        return rows
+
+    def _steps(self, lanes: torch.Size) -> int:
+        """Return the capacity in time steps of these lanes."""
+        if not prod(lanes):
+            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+        return -(-self.max_size // prod(lanes))
+
+    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
+        """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
+        if self._rows is not None:
+            return self._rows.steps
+        if self.ndim == 1:
+            return self.max_size
+        single = single_data is not None
+        data = _as_tensordict(single_data if single else batched_data)
+        return self._steps(data.batch_size[1 - single : self.ndim - single])
 
     def _written(self) -> Rows:
         """Return the rows that have been written."""
@@ -165,15 +187,15 @@ class PackedStorage(LazyTensorStorage):
             KeyError: no such key.
         """
         rows = self._written()
-        if _is_key(index):
-            return rows.view().get(index)
+        if is_key(index):
+            return rows.view()[index]
         if isinstance(index, list | range | np.ndarray):
-            index = torch.as_tensor(np.asarray(index))
-        if _is_mask(index) and index.shape == rows.shape:
+            index = as_index(index)
+        if is_mask(index) and index.shape == rows.shape:
             index = index.nonzero(as_tuple=True)
-        if _is_index(index):
+        if is_index(index):
             return rows.at_steps(index.to(self.device, torch.int64))
-        if isinstance(index, tuple) and len(index) == self.ndim and all(map(_is_index, index)):
+        if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
         return super().get(index)
 
@@ -199,10 +221,9 @@ class PackedStorage(LazyTensorStorage):
         data = _as_tensordict(data)
         if self._rows is None:
             data = data.exclude("index")
-        leaves, count = self._admit(data, single)
-        steps = self._rows.steps
-        self._rows.copy_(start, count, leaves)
-        self._advance(min(start + count, steps), (start + count - 1) % steps)
+        rows, leaves, count = self._admit(data, single)
+        rows.copy_(start, count, leaves)
+        self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
@@ -219,49 +240,50 @@ class PackedStorage(LazyTensorStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         data = _as_tensordict(data)
-        if isinstance(cursor, tuple) or _is_mask(cursor):
+        if isinstance(cursor, tuple) or is_mask(cursor):
             rows = self._written()
-            rows.replace_(cursor, rows.layout.collect(data, rows.shape_of(cursor)))
+            cells = rows.cells_of(cursor)
+            rows.replace_(cells, rows.layout.collect(data, cells.shape))
             return self._bump_mutation_revision()
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
         live = 0 if self._rows is None else self._written().steps
-        steps = _as_steps(cursor, total if set_cursor else live)
-        _refuse_steps(steps, total, live, set_cursor)
+        steps = as_steps(cursor, total if set_cursor else live)
+        refuse_steps(steps, total, live, set_cursor)
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
-        leaves, count = self._admit(data, single)
+        rows, leaves, count = self._admit(data, single)
         if single or (np.diff(steps) == 1).all():
-            self._rows.copy_(int(steps[0]), count, leaves)
+            rows.copy_(int(steps[0]), count, leaves)
         else:
-            self._rows.scatter_(steps, leaves)
+            rows.scatter_(steps, leaves)
         if set_cursor:
-            self._advance(int(steps.max()) + 1, int(steps[-1]))
+            self._advance(rows, int(steps.max()) + 1, int(steps[-1]))
         else:
             self._bump_mutation_revision()
 
-    def _admit(self, data: TensorDictBase, single: bool) -> tuple[list[torch.Tensor], int]:
-        """Return the leaves of transitions that fit the rows, and the number of time steps.
+    def _admit(self, data: TensorDictBase, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
+        """Return the rows, the leaves of transitions that fit them, and the number of time steps.
 
         The first time, the rows are made to fit.
         """
-        if self._rows is None:
+        rows = self._rows
+        if rows is None:
             lead_dims = self.ndim - single
             if data.batch_dims < lead_dims:
                 raise SchemaError(
                     f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
                     f"(time, lanes), got batch size {tuple(data.batch_size)}"
                 )
-            self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
-        rows = self._rows
+            rows = self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
         if single:
-            return rows.layout.collect(data, rows.lanes), 1
+            return rows, rows.layout.collect(data, rows.lanes), 1
         lead = data.batch_size[:1] + rows.lanes
-        return rows.layout.collect(data, lead), lead[0]
+        return rows, rows.layout.collect(data, lead), lead[0]
 
-    def _advance(self, steps: int, last: int) -> None:
+    def _advance(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
-        cells = steps * prod(self._rows.lanes)
+        cells = steps * prod(rows.lanes)
         if cells > self._len_value.value:
             self._len_value.value = cells
         self._last_cursor = last
@@ -276,23 +298,31 @@ class PackedStorage(LazyTensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
-            settings = ("max_size", "device", "ndim", "shared", "_attached_entities_list", "_checkpointer")
-            return {name: self.__dict__[name] for name in settings} | {"_saved": self.state_dict()}
+            kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
+            return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": self.state_dict()}
         if self._rows is None:
             raise RuntimeError(
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
                 "the processes would not share them. Write one batch first."
             )
-        return self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
+            state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_saved" not in state:  # another process: the same rows
-            self.__dict__.update(state)
-            self._adopt(self._rows)
-            return
-        self.__init__(state["max_size"], device=state["device"], ndim=state["ndim"], shared=state["shared"])
-        self.__dict__.update({name: state[name] for name in ("_attached_entities_list", "_checkpointer")})
-        self.load_state_dict(state["_saved"])
+        saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
+        self.__dict__.update(state)
+        if saved is not None:  # a copy: rows and counters of its own
+            self._rows = self._live = self._storage = None
+            self._make_counters()
+            self.load_state_dict(saved)
+        elif mapped is not None:  # another process: the same rows
+            layout, shape = mapped
+            memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)
+            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+        else:
+            self._adopt(state["_rows"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
@@ -321,15 +351,14 @@ class PackedStorage(LazyTensorStorage):
             raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
         if self._rows is not None and lanes != self._rows.lanes:
             raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
-        capacity = -(-self.max_size // prod(lanes)) * prod(lanes)
+        capacity = self._steps(lanes) * prod(lanes)
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
-        if self._rows is None:
-            self._allocate(layout, lanes, matrix.device)
-        self._rows.matrix[: matrix.shape[0]].copy_(matrix)
+        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        rows.matrix[: matrix.shape[0]].copy_(matrix)
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()
@@ -352,20 +381,6 @@ class PackedStorage(LazyTensorStorage):
         )
 
 
-def _is_key(index: Any) -> bool:
-    return isinstance(index, str) or (
-        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
-    )
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
-
-
-def _is_index(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
-
-
 def _as_tensordict(data: Any) -> TensorDictBase:
     """Return the data of a write as one TensorDict.
 
@@ -382,33 +397,3 @@ def _as_tensordict(data: Any) -> TensorDictBase:
             "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
         )
     return data
-
-
-def _as_steps(cursor: Any, total: int) -> np.ndarray:
-    """Return a cursor along time as int64 positions; a slice counts from a storage of ``total`` steps."""
-    if isinstance(cursor, slice):
-        cursor = range(*cursor.indices(total))
-    if isinstance(cursor, torch.Tensor):
-        cursor = cursor.cpu().numpy()
-    steps = np.atleast_1d(np.asarray(cursor))
-    if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
-        raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
-    return steps.astype(np.int64)
-
-
-def _refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
-    """Refuse positions that are out of range, or that would leave a row unwritten before the last one.
-
-    Raises:
-        IndexError: see above.
-    """
-    if not len(steps):
-        raise IndexError("cannot write at an empty set of positions")
-    if steps.min() < 0 or steps.max() >= total:
-        bad = steps[(steps < 0) | (steps >= total)][0]
-        raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
-    if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
-        raise IndexError(
-            f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
-            "or pass set_cursor=False to write without counting the rows"
-        )

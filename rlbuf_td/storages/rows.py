@@ -88,18 +88,22 @@ class Rows:
         torch._foreach_copy_(self.layout.columns(block), leaves)
         self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
 
-    def shape_of(self, region: Any) -> torch.Size:
-        """Return the shape of a region, given by a mask or by one index a dim.
+    def cells_of(self, region: Any) -> torch.Tensor:
+        """Return the flat positions of a region, given by a mask or by one index a dim, in the region's shape.
 
         Raises:
             IndexError: it is out of range.
         """
-        return torch.zeros((), device=self.matrix.device).expand(self.shape)[region].shape
+        cells: torch.Tensor | int = 0
+        for dim, size in enumerate(self.shape):
+            coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
+            cells = cells * size + coordinate.expand(self.shape)[region]
+        return torch.as_tensor(cells)
 
-    def replace_(self, region: Any, leaves: list[torch.Tensor]) -> None:
-        """Write into a region, given by a mask or by one index a dim."""
-        for column, leaf in zip(self.layout.columns(self.matrix), leaves, strict=True):
-            column[region] = leaf
+    def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+        """Write at flat positions of any shape; of one that is named twice, the last row stays."""
+        flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
+        Rows(self.layout, self.flat).scatter_(cells.reshape(-1).cpu().numpy(), flat)
 
 
 def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
@@ -123,6 +127,6 @@ def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     flat = index.reshape(-1)
     try:
         block = matrix.index_select(0, flat)
-    except IndexError:
+    except (IndexError, RuntimeError):  # the latter when no row has been written
         block = matrix.index_select(0, _wrapped(flat, matrix.shape[0]))
     return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])

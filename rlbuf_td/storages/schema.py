@@ -44,7 +44,7 @@ def show_key(key: tuple[str, ...]) -> str:
 def walk(data: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every leaf of ``data`` with its full key."""
     for name, value in entries_of(data).items():
-        if isinstance(value, TensorDictBase):
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
         else:
             yield (*path, name), value
@@ -74,15 +74,26 @@ def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
         )
 
 
-def refuse_ragged(data: TensorDictBase) -> None:
-    """Refuse a lazy stack whose members differ in keys or shapes: reading it would drop or break a key.
+def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
+    """Refuse lazy stacks, at any depth, whose members differ in keys or shapes: reading them would drop or break a key.
+
+    Args:
+        data: what is to be written, or one level of it.
+        path: the key of that level.
 
     Raises:
         SchemaError: names the key and the storage of TorchRL's that takes such data.
     """
-    if not isinstance(data, LazyStackedTensorDict):
+    if is_non_tensor(data):
         return
-    first, *others = (dict(walk(member)) for member in data.tensordicts)
+    if not isinstance(data, LazyStackedTensorDict):
+        for name, value in entries_of(data).items():
+            if isinstance(value, TensorDictBase):
+                refuse_ragged(value, (*path, name))
+        return
+    for member in data.tensordicts:
+        refuse_ragged(member, path)
+    first, *others = (dict(walk(member, path)) for member in data.tensordicts)
     for other in others:
         for key in {**first, **other}:
             shapes = [getattr(leaves[key], "shape", None) if key in leaves else "absent" for leaves in (first, other)]

@@ -53,12 +53,12 @@ class RingWriter(RoundRobinWriter):
             SchemaError: the data does not match the rows; nothing has changed.
         """
         storage = self._storage
-        cursor = self._cursor_value.value
+        steps = storage._max_size_along_dim0(single_data=data)
+        cursor = self._cursor_value.value % steps
         if isinstance(storage, PackedStorage):
             storage.write(cursor, data, single=True)
         else:
             storage.set(cursor, _without_index(data))
-        steps = storage._max_size_along_dim0(single_data=data)
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
         self._bump_generation(cursor, data)
@@ -78,8 +78,8 @@ class RingWriter(RoundRobinWriter):
             SchemaError: the data does not match the rows; nothing has changed.
         """
         storage = self._storage
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
+        if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
+            data = torch.stack(data) if data else data
         count = _length(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
@@ -94,7 +94,10 @@ class RingWriter(RoundRobinWriter):
         if isinstance(storage, PackedStorage):
             storage.write(start, data if kept == count else data[count - kept :])
         else:
-            storage.set(index, _without_index(data))
+            data = _without_index(data)
+            for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
+                last = first + steps
+                storage.set(index[first:last], data if count <= steps else _part(data, first, last))
         self._cursor_value.value = (cursor + count) % steps
         self._write_count_value.value += count
         self._bump_generation(index, data)
@@ -102,6 +105,19 @@ class RingWriter(RoundRobinWriter):
             index = self._replicate_index(index)
         self._announce(start, kept, steps, index)
         return index
+
+    def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
+        """Write at given time steps without moving the cursor, and return their index; see TorchRL's writer.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        count = self._write_count_value.value
+        try:
+            return super().write_at(index, _without_index(data))
+        except Exception:
+            self._write_count_value.value = count
+            raise
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
         """Tell everything attached to the storage which rows were written.
@@ -137,9 +153,17 @@ class RingWriter(RoundRobinWriter):
 
 
 def _without_index(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_without_index(item) for item in data]
     if isinstance(data, TensorDictBase) and "index" in entries_of(data):
         return data.exclude("index")
     return data
+
+
+def _part(data: Any, first: int, last: int) -> Any:
+    if is_tensor_collection(data) or isinstance(data, torch.Tensor | list):
+        return data[first:last]
+    return torch.utils._pytree.tree_map(lambda leaf: leaf[first:last], data)
 
 
 def _length(data: Any) -> int:

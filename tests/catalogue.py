@@ -1,0 +1,148 @@
+"""The kinds of transition that every part of the package must carry: one catalogue for all tests.
+
+``SCHEMAS`` maps a name to a :class:`Schema`; ``transitions(schema, n, lanes)`` makes random data of it;
+``assert_same(left, right)`` compares two TensorDicts byte for byte. To run a test over all of them::
+
+    @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+Key = tuple[str, ...]
+Fields = Mapping[str, Any]  # a leaf is (dtype, *shape), a node another mapping
+
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
+)
+DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+
+
+@dataclass(frozen=True, eq=False)
+class Schema:
+    """What a transition holds.
+
+    Args:
+        name: for test ids.
+        fields: the leaves of one transition, nested as they are.
+        element: batch dims of the TensorDict behind those that index transitions; leaves get them in front.
+        node_dims: further batch dims of the nested TensorDict at a key, beyond ``element``.
+    """
+
+    name: str
+    fields: Fields
+    element: tuple[int, ...] = ()
+    node_dims: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_SCHEMAS = (
+    Schema("vector", {"observation": (torch.float32, 3), "action": (torch.float32, 2), "done": (torch.bool, 1)}),
+    Schema(
+        "halfcheetah",
+        {
+            "observation": (torch.float32, 17),
+            "action": (torch.float32, 6),
+            "next": {
+                "observation": (torch.float32, 17),
+                "reward": (torch.float32, 1),
+                "done": (torch.bool, 1),
+                "terminated": (torch.bool, 1),
+                "truncated": (torch.bool, 1),
+            },
+        },
+    ),
+    Schema(
+        "nested",
+        {
+            "first": (torch.float32, 2),
+            "next": {"done": (torch.bool, 1), "deep": {"er": {"x": (torch.int64, 2)}}, "y": (torch.float32,)},
+            "last": (torch.float32, 2),
+        },
+    ),
+    Schema("dtypes", {_dtype_name(dtype): (dtype, 3) for dtype in DTYPES}),
+    Schema("scalars", {"reward": (torch.float32,), "step": (torch.int64,), "done": (torch.bool,)}),
+    Schema("single byte", {"done": (torch.bool,)}),
+    Schema("complex", {"wave": (torch.complex128, 2), "flag": (torch.bool,)}),
+    Schema("image", {"pixels": (torch.uint8, 4, 12, 12), "action": (torch.int64,), "reward": (torch.float32, 1)}),
+    Schema("many leaves", {f"leaf {j}": (DTYPES[j % len(DTYPES)], 1 + j % 3) for j in range(60)}),
+    Schema("no columns", {"observation": (torch.float32, 3), "nothing": (torch.float32, 0)}),
+    Schema("empty nodes", {"x": (torch.float32, 2), "void": {}, "next": {"void": {"void": {}}, "y": (torch.int32,)}}),
+    Schema("element dims", {"x": (torch.float32, 2), "next": {"done": (torch.bool,)}}, element=(3, 2)),
+    Schema(
+        "agents",
+        {"state": (torch.float32, 4), "agents": {"observation": (torch.float32, 2), "action": (torch.int64,)}},
+        node_dims={("agents",): (3,)},
+    ),
+)
+SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in _SCHEMAS}
+
+
+def transitions(
+    schema: Schema, n: int | None, lanes: Sequence[int] = (), *, seed: int = 0, device: torch.device | str = "cpu"
+) -> TensorDict:
+    """Return random transitions ``[n, *lanes, *element]``, or one time step ``[*lanes, *element]`` for ``n=None``.
+
+    Integers are of their dtype's whole range, floats finite; the same arguments give the same data.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lead = (*(() if n is None else (n,)), *lanes, *schema.element)
+    return _node(schema, schema.fields, (), lead, generator).to(device)
+
+
+def _node(schema: Schema, fields: Fields, path: Key, lead: tuple[int, ...], generator: torch.Generator) -> TensorDict:
+    lead = (*lead, *schema.node_dims.get(path, ()))
+    data = TensorDict({}, batch_size=lead)
+    for name, kind in fields.items():
+        if isinstance(kind, Mapping):
+            data[name] = _node(schema, kind, (*path, name), lead, generator)
+        else:
+            data[name] = random_leaf((*lead, *kind[1:]), kind[0], generator)
+    return data
+
+
+def random_leaf(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Return random values: of the dtype's whole range where it is an integer, normal where it is not."""
+    if dtype is torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, dtype=wide, generator=generator).to(dtype)
+    raw = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).squeeze(-1)
+
+
+def as_bytes(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a leaf, ``[*shape, itemsize]``, so that NaN equals itself and -0.0 is not 0.0."""
+    return leaf.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Compare two TensorDicts (or leaves) in keys, nesting, batch sizes, dtypes, shapes and, byte for byte, values."""
+    assert isinstance(left, TensorDictBase) == isinstance(right, TensorDictBase)
+    if not isinstance(left, TensorDictBase):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert torch.equal(as_bytes(left), as_bytes(right))
+        return
+    assert left.batch_size == right.batch_size
+    assert set(left.keys()) == set(right.keys())
+    for key in left.keys():
+        assert_same(left.get(key), right.get(key))
+
+
+def copied(data: TensorDictBase) -> TensorDictBase:
+    """Return a copy of any dtype: ``TensorDict.clone`` adds 0, which torch cannot do for all of them."""
+    return data.apply(torch.clone, filter_empty=False)

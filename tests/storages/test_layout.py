@@ -1,0 +1,165 @@
+"""The layout of a row: where each leaf lies, how much is padding, and what a saved layout says."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
+from tests.catalogue import SCHEMAS, Schema, assert_same, transitions
+
+over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+
+
+def layout_of(schema: Schema) -> RowLayout:
+    return RowLayout(transitions(schema, 2), lead_dims=1)
+
+
+def bytes_layout(nbytes: int) -> RowLayout:
+    return RowLayout(TensorDict({"x": torch.zeros(1, nbytes, dtype=torch.uint8)}, [1]), lead_dims=1)
+
+
+def offsets(layout: RowLayout) -> list[int]:
+    """Return where each leaf begins, measured on memory."""
+    rows = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
+    return [column[1].data_ptr() - rows[1].data_ptr() for column in layout.columns(rows)]
+
+
+@over_schemas
+def test_every_leaf_is_aligned_to_its_item_size(schema: Schema) -> None:
+    layout = layout_of(schema)
+    for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
+        assert offset % leaf.dtype.itemsize == 0, leaf
+        assert layout.row_bytes % leaf.dtype.itemsize == 0, leaf
+
+
+@over_schemas
+def test_leaves_follow_each_other_without_a_gap_or_an_overlap(schema: Schema) -> None:
+    layout = layout_of(schema)
+    end = 0
+    for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
+        if leaf.nbytes:
+            assert offset == end, leaf
+        end += leaf.nbytes
+    assert end == layout.data_bytes <= layout.row_bytes
+
+
+@over_schemas
+def test_there_is_one_view_per_dtype_however_many_leaves(schema: Schema) -> None:
+    layout = layout_of(schema)
+    dtypes = [group.dtype for group in layout.groups]
+    assert len(dtypes) == len(set(dtypes)) == len({leaf.dtype for leaf in layout.leaves})
+    assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
+
+
+@over_schemas
+def test_leaves_are_in_descending_order_of_item_size(schema: Schema) -> None:
+    sizes = [leaf.dtype.itemsize for leaf in layout_of(schema).leaves]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("nbytes", range(1, 400))
+def test_a_row_is_padded_to_8_bytes_or_to_a_cache_line_where_that_costs_at_most_a_sixteenth(nbytes: int) -> None:
+    small, lines = (-(-nbytes // unit) * unit for unit in (8, CACHE_LINE))
+    expected = lines if 16 * (lines - small) <= small else small
+    assert bytes_layout(nbytes).row_bytes == expected
+
+
+def test_a_row_of_16_byte_numbers_is_padded_to_16_bytes() -> None:
+    assert layout_of(SCHEMAS["complex"]).row_bytes == 48
+
+
+def test_rows_like_those_of_halfcheetah_take_at_most_15_percent_more_than_their_leaves() -> None:
+    data = transitions(SCHEMAS["halfcheetah"], 1)
+    leaves = sum(leaf.numel() * leaf.element_size() for leaf in data.values(True, True))
+    layout = layout_of(SCHEMAS["halfcheetah"])
+    assert layout.data_bytes == leaves == 167
+    assert layout.row_bytes <= 1.15 * leaves
+
+
+@over_schemas
+@pytest.mark.parametrize("lanes", [(), (2,)], ids=["one lane", "two lanes"])
+def test_what_is_collected_and_copied_is_unpacked_again(schema: Schema, lanes: tuple[int, ...]) -> None:
+    data = transitions(schema, 3, lanes)
+    layout = RowLayout(data, lead_dims=1 + len(lanes))
+    rows = torch.zeros(3, *lanes, layout.row_bytes, dtype=torch.uint8)
+    for column, leaf in zip(layout.columns(rows), layout.collect(data, rows.shape[:-1]), strict=True):
+        column.copy_(leaf)
+    assert_same(layout.unpack(rows), data)
+    assert_same(layout.unpack(rows.view(layout.carrier)), data)
+
+
+@over_schemas
+def test_columns_are_views_of_the_rows(schema: Schema) -> None:
+    layout = layout_of(schema)
+    rows = torch.zeros(4, layout.row_bytes, dtype=torch.uint8)
+    for leaf, column in zip(layout.leaves, layout.columns(rows), strict=True):
+        assert column.shape == (4, *leaf.shape)
+        assert column.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        if prod(leaf.shape):
+            assert column.stride(0) * leaf.dtype.itemsize == layout.row_bytes
+
+
+@over_schemas
+def test_a_saved_layout_is_read_back_equal_after_json_too(schema: Schema) -> None:
+    layout = layout_of(schema)
+    for state in (layout.state(), json.loads(json.dumps(layout.state()))):
+        again = RowLayout.from_state(state)
+        assert again == layout
+        assert hash(again) == hash(layout)
+        assert (again.leaves, again.row_bytes, again.groups) == (layout.leaves, layout.row_bytes, layout.groups)
+        assert again.state() == state
+
+
+def test_leaves_and_nodes_in_turn_are_read_back_in_place() -> None:
+    data = TensorDict({"a": torch.full((1, 2), 1.0), "n": {"b": torch.full((1, 2), 2.0)}, "c": torch.full((1, 2), 3.0)})
+    data.batch_size = [1]
+    layout = RowLayout(data, lead_dims=1)
+    rows = torch.cat([leaf.view(1, -1) for leaf in layout.collect(data, torch.Size([1]))], -1).view(torch.uint8)
+    padded = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
+    padded[:, : rows.shape[1]] = rows
+    assert_same(RowLayout.from_state(layout.state()).unpack(padded), data)
+
+
+def test_the_order_of_the_keys_makes_no_difference() -> None:
+    data = transitions(SCHEMAS["nested"], 1)
+    reverse = TensorDict({}, [1])
+    for key in reversed(list(data.keys(True, True))):
+        reverse[key] = data[key]
+    left, right = RowLayout(data, 1), RowLayout(reverse, 1)
+    assert left == right
+    assert left.leaves == right.leaves
+
+
+def test_each_schema_has_a_layout_of_its_own() -> None:
+    layouts = [layout_of(schema) for schema in SCHEMAS.values()]
+    for j, left in enumerate(layouts):
+        assert [left == right for right in layouts] == [j == k for k in range(len(layouts))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(2, 3), "y": torch.zeros(2)},
+        {"x": torch.zeros(2, 3, dtype=torch.int32)},
+        {"x": torch.zeros(2, 1, 3)},
+        {"z": torch.zeros(2, 3)},
+        {"x": torch.zeros(2, 3), "n": {}},
+    ],
+    ids=["a key more", "another dtype", "another shape", "another name", "a node more"],
+)
+def test_layouts_differ_where_keys_dtypes_shapes_or_nodes_do(other: dict[str, object]) -> None:
+    layout = RowLayout(TensorDict({"x": torch.zeros(2, 3)}, [2]), 1)
+    assert layout != RowLayout(TensorDict(other, [2]), 1)
+    assert layout != "a layout"
+
+
+def test_an_unknown_dtype_in_a_saved_layout_is_refused() -> None:
+    state = layout_of(SCHEMAS["vector"]).state()
+    state["leaves"]["done"] = ["float3", [1]]
+    with pytest.raises(ValueError, match=r"'done' an unknown dtype 'float3'"):
+        RowLayout.from_state(state)

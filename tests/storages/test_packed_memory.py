@@ -1,0 +1,289 @@
+"""Where the rows live, and how they get elsewhere: files, shared memory, processes, pickles, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import multiprocessing
+from torchrl.data import TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, RingWriter
+from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
+from tests.catalogue import SCHEMAS, Schema, as_bytes, assert_same, copied, transitions
+
+over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+NESTED = SCHEMAS["nested"]
+PLACES = ["RAM", "shared", "file"]
+
+
+def stored(
+    place: str, folder: Path, *, ndim: int = 1, steps: int = 3, capacity: int = 5, schema: Schema = NESTED
+) -> Any:
+    lanes = (2,) * (ndim - 1)
+    settings: dict[str, Any] = {
+        "shared": place == "shared",
+        "scratch_dir": folder / "rows" if place == "file" else None,
+    }
+    storage = PackedStorage(capacity * torch.Size(lanes).numel(), ndim=ndim, **settings)
+    if steps:
+        storage.set(range(steps), transitions(schema, steps, lanes))
+    return storage
+
+
+# -- places
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_rows_are_the_same_wherever_they_live(place: str, ndim: int, tmp_path: Path) -> None:
+    storage = stored(place, tmp_path, ndim=ndim)
+    data = transitions(NESTED, 3, (2,) * (ndim - 1))
+    assert_same(storage[:], data)
+    assert_same(storage[torch.tensor([2, 0])], data[torch.tensor([2, 0])])
+    assert storage._rows.matrix.untyped_storage().is_shared() == (place != "RAM")
+    assert not storage[torch.tensor([0])]["first"].is_shared()
+    assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[place] in repr(storage)
+
+
+@pytest.mark.parametrize("device_argument", ["auto", "own"])
+def test_rows_live_on_the_device_asked_for(device: torch.device, device_argument: str) -> None:
+    storage = PackedStorage(5, device="auto" if device_argument == "auto" else device)
+    storage.set(range(3), transitions(NESTED, 3, device=device))
+    assert (
+        torch.device(storage.device).type
+        == storage["first"].device.type
+        == storage[[0]]["first"].device.type
+        == device.type
+    )
+    storage.set([3], transitions(NESTED, 1))
+    assert_same(storage[3], transitions(NESTED, 1)[0])
+
+
+def test_auto_takes_the_cpu_for_data_without_a_device() -> None:
+    storage = PackedStorage(5, device="auto")
+    storage.set([0], TensorDict({"x": torch.zeros(1)}, [1]))
+    assert storage.device == torch.device("cpu")
+
+
+def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_path: Path) -> None:
+    storage = stored("file", tmp_path)
+    path = tmp_path / "rows" / ROWS_FILE
+    assert path.stat().st_size == storage.nbytes == 5 * storage.row_bytes
+    storage.set([4, 3], transitions(NESTED, 2, seed=3))
+    on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(5, -1)
+    assert torch.equal(on_disk, storage._rows.matrix.view(torch.uint8))
+
+
+def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
+    first = stored("file", tmp_path)
+    path = tmp_path / "rows" / ROWS_FILE
+    before = path.read_bytes()
+    second = stored("file", tmp_path, steps=0)
+    for write in (
+        lambda: second.set(range(3), transitions(NESTED, 3)),
+        lambda: second.write(0, transitions(NESTED, 3)),
+    ):
+        with pytest.raises(FileExistsError, match="not overwritten: choose another scratch_dir, or delete the file"):
+            write()
+        assert (second.initialized, len(second), second.layout) == (False, 0, None)
+    assert path.read_bytes() == before
+    del first
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    storage = stored("file", tmp_path, steps=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            storage.set(range(3), transitions(NESTED, 3))
+    assert not list((tmp_path / "rows").iterdir())
+    assert not storage.initialized
+    storage.set(range(3), transitions(NESTED, 3))
+    assert_same(storage[:], transitions(NESTED, 3))
+
+
+def test_a_file_is_mapped_where_the_disk_cannot_reserve_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    memory = allocate_bytes(1000, torch.device("cpu"), scratch_dir=tmp_path)
+    memory.fill_(3)
+    assert (tmp_path / ROWS_FILE).read_bytes() == b"\3" * 1000
+
+
+# -- processes
+
+
+def _change(storage: PackedStorage, done: Any) -> None:
+    storage.set([1], transitions(NESTED, 1, seed=7))
+    storage.set([3], transitions(NESTED, 1, seed=8))
+    done.put((len(storage), storage._last_cursor_index, float(storage[torch.tensor([0])]["first"].sum())))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) -> None:
+    storage = stored(place, tmp_path)
+    before, revision = copied(storage[:]), storage._mutation_revision
+    context = multiprocessing.get_context("spawn")
+    done = context.Queue()
+    child = context.Process(target=_change, args=(storage, done))
+    child.start()
+    seen = done.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    assert seen == (4, 3, float(before["first"][0].sum()))
+    assert (len(storage), storage._last_cursor_index, storage._mutation_revision) == (4, 3, revision + 2)
+    changed = [transitions(NESTED, 1, seed=seed) for seed in (7, 8)]
+    assert_same(storage[:], torch.cat([before[:1], changed[0], before[2:], changed[1]]))
+
+
+def test_a_storage_without_rows_cannot_be_sent_to_a_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=_change, args=(PackedStorage(5, shared=True), None))
+    with pytest.raises(RuntimeError, match="before its first write, which allocates the rows"):
+        child.start()
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("steps", [0, 3, 5])
+def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(
+    how: str, place: str, steps: int, tmp_path: Path
+) -> None:
+    storage = stored(place, tmp_path, ndim=2, steps=steps)
+    again = pickle.loads(pickle.dumps(storage)) if how == "pickle" else copy.deepcopy(storage)
+    for name in ("ndim", "max_size", "device", "shared", "initialized", "_is_full", "shape", "_last_cursor_index"):
+        assert getattr(again, name) == getattr(storage, name), name
+    assert len(again) == len(storage) == 2 * steps
+    assert again.scratch_dir is None
+    if steps:
+        before = copied(storage[:])
+        assert_same(again[:], before)
+        again["first"].zero_()
+        again.set(range(2), transitions(NESTED, 2, (2,), seed=5))
+        assert_same(storage[:], before)
+    storage._empty()
+    assert len(again) == 2 * steps
+    again.set(range(3), transitions(NESTED, 3, (2,)))
+
+
+def test_a_copy_keeps_the_generations_of_its_slots() -> None:
+    rb = TensorDictReplayBuffer(storage=PackedStorage(4), writer=RingWriter(track_generations=True), batch_size=2)
+    index = rb.extend(transitions(NESTED, 6))
+    for again in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)):
+        assert again.writer.generations_of(index).tolist() == [1, 1, 0, 0, 1, 1]
+        assert_same(again.storage[:], rb.storage[:])
+
+
+# -- saved state
+
+
+@over_schemas
+@pytest.mark.parametrize("target", ["new", "used"])
+def test_a_loaded_state_gives_the_same_rows(schema: Schema, target: str) -> None:
+    for steps in (3, 5):
+        storage = stored("RAM", Path(), ndim=2, steps=steps, schema=schema)
+        again = PackedStorage(10, ndim=2)
+        if target == "used":
+            again.set(range(4), transitions(schema, 4, (2,), seed=3))
+        again.load_state_dict(storage.state_dict())
+        assert_same(again[:], storage[:])
+        assert again.layout == storage.layout
+        assert (len(again), again._last_cursor_index) == (2 * steps, steps - 1)
+        assert again._is_full == (steps == 5)
+
+
+def test_a_state_is_a_copy_of_tensors_numbers_and_strings(tmp_path: Path) -> None:
+    storage = stored("RAM", Path())
+    before = copied(storage[:])
+    state = storage.state_dict()
+    storage["first"].zero_()
+    json.dumps({key: value for key, value in state.items() if key != "rows"})
+    torch.save(state, tmp_path / "state.pt")
+    again = PackedStorage(5)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert_same(again[:], before)
+
+
+def test_an_empty_state_empties_the_storage() -> None:
+    storage = stored("RAM", Path())
+    revision = storage._mutation_revision
+    storage.load_state_dict(PackedStorage(5).state_dict())
+    assert len(storage) == 0
+    assert storage._mutation_revision == revision + 1
+
+
+def test_a_state_of_part_of_the_rows_is_loaded_into_another_capacity() -> None:
+    storage = PackedStorage(20)
+    storage.load_state_dict(stored("RAM", Path()).state_dict())
+    assert_same(storage[:], transitions(NESTED, 3))
+    storage.write(3, transitions(NESTED, 2, seed=1))
+    assert len(storage) == 5
+
+
+def state_of(schema: Schema = NESTED, *, ndim: int = 1, lanes: tuple[int, ...] = (), steps: int, capacity: int) -> Any:
+    storage = PackedStorage(capacity * torch.Size(lanes).numel(), ndim=ndim)
+    storage.set(range(steps), transitions(schema, steps, lanes))
+    return storage.state_dict()
+
+
+BAD_STATES = {
+    "other keys": (1, 3, state_of(SCHEMAS["vector"], steps=3, capacity=5), "other keys, dtypes or shapes"),
+    "other lanes": (2, 3, state_of(ndim=2, lanes=(3,), steps=3, capacity=5), r"lanes \(3,\) do not fit lanes \(2,\)"),
+    "too many rows": (1, 3, state_of(steps=7, capacity=9), "7 rows of a buffer do not fit a capacity of 5"),
+    "a full buffer": (1, 3, state_of(steps=4, capacity=4), "4 rows of a full buffer do not fit a capacity of 5"),
+    "too many rows at first": (1, 0, state_of(steps=7, capacity=9), "7 rows of a buffer do not fit a capacity of 5"),
+}
+
+
+@pytest.mark.parametrize(("ndim", "steps", "state", "match"), BAD_STATES.values(), ids=BAD_STATES)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    ndim: int, steps: int, state: Any, match: str
+) -> None:
+    storage = stored("RAM", Path(), ndim=ndim, steps=steps)
+    rows = as_bytes(storage._rows.matrix) if steps else None
+    counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized)
+    with pytest.raises(ValueError, match=match):
+        storage.load_state_dict(state)
+    assert (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized) == counters
+    assert (rows is None) == (storage._rows is None)
+    if rows is not None:
+        assert torch.equal(as_bytes(storage._rows.matrix), rows)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("target", ["new", "used"])
+def test_the_default_checkpointer_of_torchrl_saves_and_loads(
+    ndim: int, steps: int, target: str, tmp_path: Path
+) -> None:
+    storage = stored("RAM", tmp_path, ndim=ndim, steps=steps)
+    storage.dumps(tmp_path / "saved")
+    again = stored("RAM", tmp_path, ndim=ndim, steps=4 if target == "used" else 0)
+    again.loads(tmp_path / "saved")
+    assert_same(again[:], storage[:])
+    assert again._is_full == (steps == 5)
+    again.set([0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9))
+    assert_same(again[0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9)[0])
+
+
+def test_rows_take_at_most_15_percent_more_memory_than_their_leaves() -> None:
+    storage = stored("RAM", Path(), capacity=100, schema=SCHEMAS["halfcheetah"])
+    assert storage.nbytes == storage._rows.matrix.untyped_storage().nbytes()
+    assert storage.nbytes <= 1.15 * 100 * 167

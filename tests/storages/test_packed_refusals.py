@@ -1,0 +1,347 @@
+"""What must not be written is refused before anything changes, with a word on what came and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage
+
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter, SchemaError
+from tests.catalogue import SCHEMAS, as_bytes, transitions
+
+
+@tensorclass
+class Point:
+    """A tensorclass, as users have them."""
+
+    x: torch.Tensor
+
+
+def point(n: int) -> Any:
+    return Point(x=torch.zeros(n), batch_size=[n])  # type: ignore[call-arg]
+
+
+def good(n: int = 3) -> TensorDict:
+    return TensorDict({"x": torch.rand(n, 2), "next": {"done": torch.zeros(n, 1).bool(), "y": torch.rand(n)}}, [n])
+
+
+def changed(**leaves: Any) -> TensorDict:
+    """Return good data with some entries replaced; ``None`` takes one out, ``next__y`` is ``("next", "y")``."""
+    data = good()
+    for name, value in leaves.items():
+        key = tuple(name.split("__"))
+        if value is None:
+            del data[key]
+        else:
+            data.set(key, value)
+    return data
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
+
+
+def snapshot(storage: PackedStorage) -> Any:
+    """Return everything that a refused write could have changed."""
+    rows = None if storage._rows is None else as_bytes(storage._rows.matrix)
+    counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.max_size)
+    return rows, (*counters, storage.initialized, storage.shape, storage.device)
+
+
+def assert_refused(storage: PackedStorage, write: Callable[[], Any], error: type[Exception], match: str) -> None:
+    rows, counters = snapshot(storage)
+    with pytest.raises(error, match=match):
+        write()
+    assert snapshot(storage)[1] == counters
+    assert (rows is None) == (storage._rows is None)
+    if rows is not None:
+        assert torch.equal(snapshot(storage)[0], rows)
+
+
+MISFITS = {
+    "missing": (lambda: changed(x=None), r"key 'x' is missing, expected as float32 of shape \(3, 2\)"),
+    "missing nested": (
+        lambda: changed(next__y=None),
+        r"key \('next', 'y'\) is missing, expected as float32 of shape \(3,\)",
+    ),
+    "missing node": (lambda: changed(next=None), r"key \('next', '(done|y)'\) is missing"),
+    "unknown": (lambda: changed(z=torch.zeros(3)), r"unknown key 'z': the rows hold .*'x'.*exclude"),
+    "unknown nested": (lambda: changed(next__z=torch.zeros(3)), r"unknown key \('next', 'z'\)"),
+    "unknown index below the root": (lambda: changed(next__index=torch.zeros(3)), r"unknown key \('next', 'index'\)"),
+    "renamed": (lambda: good().rename_key_("x", "z"), r"unknown key 'z'"),
+    "dtype": (
+        lambda: changed(x=torch.zeros(3, 2, dtype=torch.float64)),
+        r"key 'x' came as float64 of shape \(3, 2\), expected float32 of shape \(3, 2\): cast it with "
+        r"\.to\(torch\.float32\)",
+    ),
+    "dtype of the same size": (
+        lambda: changed(next__done=torch.zeros(3, 1).byte()),
+        r"\('next', 'done'\) came as uint8",
+    ),
+    "shape": (
+        lambda: changed(x=torch.zeros(3, 3)),
+        r"key 'x' came as float32 of shape \(3, 3\), expected float32 of shape \(3, 2\): reshape",
+    ),
+    "shape of as many numbers": (lambda: changed(x=torch.zeros(3, 1, 2)), r"'x' came as float32 of shape \(3, 1, 2\)"),
+    "a dim more": (lambda: changed(next__y=torch.zeros(3, 1)), r"\('next', 'y'\) came as float32 of shape \(3, 1\)"),
+    "extra batch dims": (lambda: good().unsqueeze(1), r"key 'x' came as float32 of shape \(3, 1, 2\)"),
+    "a leaf for a node": (lambda: changed(next=torch.zeros(3, 1)), r"unknown key 'next'"),
+    "a node for a leaf": (lambda: changed(x=TensorDict({"z": torch.zeros(3)}, [3])), r"unknown key \('x', 'z'\)"),
+    "an empty node more": (
+        lambda: changed(void=TensorDict({}, [3])),
+        r"the nesting of \['next', 'void', 'x'\] differs",
+    ),
+    "an empty node for a leaf": (lambda: changed(x=TensorDict({}, [3])), r"key 'x' is missing"),
+    "nothing": (lambda: TensorDict({}, [3]), r"key .* is missing"),
+    "sparse": (lambda: changed(x=torch.ones(3, 2).to_sparse()), r"key 'x' is a nested, sparse or quantized tensor"),
+    "jagged": (lambda: changed(x=jagged()), r"key 'x' is a nested, sparse or quantized tensor"),
+    "string": (lambda: changed(x=NonTensorData("a", batch_size=[3])), r"key 'x' holds non-tensor data"),
+    "ragged": (
+        lambda: lazy_stack([good(1)[0], good(1)[0].exclude(("next", "y")), good(1)[0]]),
+        r"\('next', 'y'\) is ragged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "match"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_the_rows_is_refused_and_changes_nothing(make: Any, match: str) -> None:
+    storage = PackedStorage(5)
+    storage.set(range(3), good())
+    data = make()
+    for cursor in (range(3), slice(0, 3), torch.tensor([3, 0, 4]), (torch.tensor([2, 1, 0]),)):
+        assert_refused(storage, partial(storage.set, cursor, data), SchemaError, match)
+    assert_refused(storage, lambda: storage.write(3, data), SchemaError, match)
+
+
+@pytest.mark.parametrize("name", sorted(MISFITS.keys() - {"sparse", "jagged", "ragged"}))
+def test_a_single_transition_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
+    storage = PackedStorage(5)
+    storage.set(range(3), good())
+    data = MISFITS[name][0]()[0]
+    for cursor in (0, 3, torch.tensor(1), (2,)):
+        assert_refused(storage, partial(storage.set, cursor, data), SchemaError, "key|nesting")
+    assert_refused(storage, lambda: storage.write(3, data, single=True), SchemaError, "key|nesting")
+
+
+@pytest.mark.parametrize(("make", "match"), MISFITS.values(), ids=MISFITS)
+def test_a_refused_extend_moves_no_counter_of_buffer_or_writer(make: Any, match: str) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(5), writer=RingWriter())
+    rb.extend(good(4))
+    data = make()
+    assert_refused(rb.storage, lambda: rb.extend(data), SchemaError, match)
+    assert (rb.write_count, rb.writer._cursor) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "n", "match"),
+    [
+        ((2,), 3, r"came as .* of shape \(3, 2, \d\), expected .* of shape \(3, 3, \d\)"),
+        ((), 3, r"came as .* of shape \(3, \d\), expected .* of shape \(3, 3, \d\)"),
+        ((3, 1), 3, r"came as .* of shape \(3, 3, 1, \d\), expected .* of shape \(3, 3, \d\)"),
+    ],
+    ids=["fewer lanes", "no lanes", "extra dims"],
+)
+def test_other_lanes_are_refused(lanes: tuple[int, ...], n: int, match: str) -> None:
+    storage = PackedStorage(15, ndim=2)
+    storage.set(range(3), transitions(SCHEMAS["vector"], 3, (3,)))
+    data = transitions(SCHEMAS["vector"], n, lanes)
+    for write in (lambda: storage.set(range(3), data), lambda: storage.write(3, data)):
+        assert_refused(storage, write, SchemaError, match)
+
+
+@pytest.mark.parametrize("n", [0, 2, 4])
+@pytest.mark.parametrize("cursor", [range(3), [0, 1, 2], slice(0, 3), torch.tensor([2, 0, 1])], ids=str)
+def test_another_number_of_transitions_than_positions_is_refused(n: int, cursor: Any) -> None:
+    storage = PackedStorage(5)
+    match = rf"batch size \({n},\) cannot fill 3 positions"
+    assert_refused(storage, lambda: storage.set(cursor, good(n)), SchemaError, match)
+    storage.set(range(3), good())
+    assert_refused(storage, lambda: storage.set(cursor, good(n)), SchemaError, match)
+    assert_refused(storage, lambda: storage.set((torch.arange(3),), good(n)), SchemaError, "expected .* of shape")
+
+
+HOLES = {
+    "int": (4, 1),
+    "range": (range(4, 6), 2),
+    "slice": (slice(4, 6), 2),
+    "tensor": (torch.tensor([0, 4]), 2),
+    "gap": ([3, 5], 2),
+    "beyond": ([9, 10], 2),
+    "negative": (-1, 1),
+    "negative tensor": (torch.tensor([0, -1]), 2),
+    "far beyond": (torch.tensor([3, 4, 5, 100]), 4),
+}
+
+
+@pytest.mark.parametrize(("cursor", "n"), HOLES.values(), ids=HOLES)
+def test_positions_that_leave_a_hole_or_lie_outside_are_refused(cursor: Any, n: int) -> None:
+    storage = PackedStorage(10)
+    storage.set(range(3), good())
+    data = good(n) if n > 1 else good(1)[0]
+    assert_refused(storage, lambda: storage.set(cursor, data), IndexError, "leave rows after 2 unwritten|out of range")
+
+
+@pytest.mark.parametrize("cursor", [[], range(0), torch.zeros(0).long(), slice(2, 2)], ids=str)
+def test_an_empty_set_of_positions_is_refused(cursor: Any) -> None:
+    storage = PackedStorage(10)
+    storage.set(range(3), good())
+    assert_refused(storage, lambda: storage.set(cursor, good(0)), IndexError, "empty set of positions")
+
+
+@pytest.mark.parametrize("cursor", [[0.5], torch.tensor([[0, 1, 2]]), "x", Ellipsis, None], ids=str)
+def test_a_cursor_that_names_no_positions_is_refused(cursor: Any) -> None:
+    storage = PackedStorage(10)
+    storage.set(range(3), good())
+    assert_refused(storage, lambda: storage.set(cursor, good()), IndexError, "cannot write at a cursor")
+
+
+def test_a_region_outside_the_rows_written_is_refused() -> None:
+    storage = PackedStorage(10, ndim=2)
+    storage.set(range(2), transitions(SCHEMAS["vector"], 2, (2,)))
+    data = transitions(SCHEMAS["vector"], 1)
+    for cursor in ((torch.tensor([2]), torch.tensor([0])), (torch.tensor([0]), torch.tensor([2])), (-3, 0)):
+        assert_refused(storage, partial(storage.set, cursor, data), IndexError, "out of (range|bounds)")
+    for mask in (torch.ones(5, 2).bool(), torch.ones(3).bool()):
+        assert_refused(storage, partial(storage.set, mask, data), IndexError, "shape of the mask")
+
+
+# -- the first write
+
+
+NOT_TENSORDICTS = {
+    "tensor": torch.zeros(3),
+    "dict": {"x": torch.zeros(3)},
+    "none": None,
+    "list": [1, 2, 3],
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("data", NOT_TENSORDICTS.values(), ids=NOT_TENSORDICTS)
+def test_data_that_is_no_tensordict_is_refused(data: Any) -> None:
+    storage = PackedStorage(5)
+    for _ in range(2):
+        for write in (lambda: storage.set(range(3), data), lambda: storage.write(0, data)):
+            assert_refused(storage, write, TypeError, "stores TensorDicts, got .*LazyTensorStorage")
+        storage.set(range(3), good())
+
+
+UNPACKABLE: dict[str, tuple[Callable[[], Any], str, type]] = {
+    "string": (lambda: TensorDict({"x": torch.zeros(3), "s": "hello"}, [3]), "'s'", ListStorage),
+    "strings": (lambda: TensorDict({"x": torch.zeros(3), "s": ["a", "b", "c"]}, [3]), "'s'", ListStorage),
+    "stack of strings": (
+        lambda: TensorDict({"x": torch.zeros(3), "n": {"s": NonTensorStack("a", "b", "c")}}, [3]),
+        r"\('n', 's'\)",
+        ListStorage,
+    ),
+    "object": (
+        lambda: TensorDict({"x": torch.zeros(3), "n": {"s": NonTensorData({1: 2}, batch_size=[3])}}, [3]),
+        r"\('n', 's'\)",
+        ListStorage,
+    ),
+    "jagged": (lambda: TensorDict({"x": jagged()}, [3]), "'x'", ListStorage),
+    "sparse": (lambda: TensorDict({"n": {"x": torch.ones(3, 2).to_sparse()}}, [3]), r"\('n', 'x'\)", ListStorage),
+    "ragged shapes": (
+        lambda: lazy_stack([TensorDict({"x": torch.zeros(j + 1)}) for j in range(3)]),
+        "'x'",
+        LazyStackStorage,
+    ),
+    "ragged keys": (
+        lambda: lazy_stack([TensorDict({"x": torch.zeros(1), "n": {str(j): torch.zeros(1)}}) for j in range(3)]),
+        r"\('n', '[01]'\)",
+        LazyStackStorage,
+    ),
+    "ragged below the root": (
+        lambda: TensorDict({"n": lazy_stack([TensorDict({"x": torch.zeros(j + 1)}) for j in range(3)])}, [3]),
+        r"\('n', 'x'\)",
+        LazyStackStorage,
+    ),
+    "ragged keys below the root": (
+        lambda: TensorDict(
+            {"n": lazy_stack([TensorDict({"x": torch.ones(1), str(j): torch.ones(1)}) for j in range(3)])}
+        ),
+        r"\('n', '[01]'\)",
+        LazyStackStorage,
+    ),
+    "tensorclass": (
+        lambda: TensorDict({"n": {"p": point(3)}}, [3]),
+        r"\('n', 'p'\)",
+        LazyTensorStorage,
+    ),
+}
+
+
+def unpackable(make: Callable[[], Any]) -> Any:
+    data = make()
+    if not data.batch_size:
+        data.batch_size = [3]
+    return data
+
+
+@pytest.mark.parametrize(("make", "key", "taker"), UNPACKABLE.values(), ids=UNPACKABLE)
+def test_what_cannot_be_packed_is_refused_with_the_storage_that_takes_it(make: Any, key: str, taker: type) -> None:
+    storage = PackedStorage(5)
+    data = unpackable(make)
+    match = rf"key {key} .*torchrl\.data\.{taker.__name__}, which takes it"
+    assert_refused(storage, lambda: storage.set(range(3), data), SchemaError, match)
+    assert_refused(storage, lambda: storage.write(0, data), SchemaError, match)
+    assert storage.layout is None
+    storage.set(range(3), good())
+    assert len(storage) == 3
+
+
+@pytest.mark.parametrize(("make", "key", "taker"), UNPACKABLE.values(), ids=UNPACKABLE)
+def test_the_storage_named_in_a_refusal_does_take_the_data(make: Any, key: str, taker: type) -> None:
+    theirs = taker(5)
+    data = unpackable(make)
+    if taker is LazyTensorStorage:
+        theirs.set(slice(0, 3), data)
+        assert isinstance(theirs[1]["n", "p"], Point)
+    else:
+        items = list(data.unbind(0))
+        theirs.set(range(3), items)
+        for j, item in enumerate(items):
+            assert set(theirs.get(j).keys(True, True)) == set(item.keys(True, True))
+    assert len(theirs) == 3
+
+
+FIRST = {
+    "no tensor": (1, lambda: TensorDict({"n": {}}, [3]), "without a single tensor"),
+    "too few dims": (2, lambda: good(), r"ndim=2 takes TensorDicts with 2 or more batch dims.*got batch size \(3,\)"),
+    "no lanes": (2, lambda: transitions(SCHEMAS["vector"], 3, (0,)), r"transitions of no lanes.*\(0,\)"),
+}
+
+
+@pytest.mark.parametrize(("ndim", "make", "match"), FIRST.values(), ids=FIRST)
+def test_a_first_write_that_is_refused_leaves_the_storage_uninitialised(ndim: int, make: Any, match: str) -> None:
+    storage = PackedStorage(12, ndim=ndim, device="auto")
+    data = make()
+    for write in (lambda: storage.set(range(3), data), lambda: storage.write(0, data)):
+        assert_refused(storage, write, SchemaError, match)
+    writer = RingWriter()
+    writer.register_storage(storage)
+    assert_refused(storage, lambda: writer.extend(data), SchemaError, match)
+    assert (writer._cursor, writer._write_count) == (0, 0)
+    storage.set(range(2), transitions(SCHEMAS["vector"], 2, (3,) * (ndim - 1)))
+    assert storage.initialized
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"max_size": 0}, "max_size must be at least 1, got 0"),
+        ({"ndim": 0}, "ndim must be at least 1, got 0"),
+        ({"scratch_dir": "x", "shared": True}, "scratch_dir or shared, not both"),
+        ({"scratch_dir": "x", "device": "cuda"}, "need device='cpu', got device='cuda'"),
+        ({"shared": True, "device": "cuda:0"}, "need device='cpu', got device='cuda:0'"),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_or_at_odds_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        PackedStorage(**{"max_size": 4, **arguments})
