@@ -50,9 +50,9 @@ def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
     return dict(data.items())
 
 
-def set_entry_(data: TensorDictBase, key: str, value: torch.Tensor) -> None:
-    """Set an entry that is known to fit the batch size and device of ``data``, which must not be locked."""
+def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> None:
+    """Set entries that are known to fit the batch size and device of ``data``, which must not be locked."""
     if type(data) is TensorDict and _HAS_DICT:
-        data._tensordict[key] = value
+        dict.update(data._tensordict, entries)
     else:
-        data.set(key, value)
+        data.update(dict(entries))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers import (
+    ConsumingSampler,
     PrioritizedSampler,
     RoundRobinWriter,
     Sampler,
@@ -18,7 +18,8 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td._tensordict import set_entry_
+from rlbuf_td._tensordict import entries_of, set_entries_
+from rlbuf_td.batches import by_row, index_like, merge_, one_a_row
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.indices import coordinates
 from rlbuf_td.samplers.prioritized import Prioritized, refuse_errors
@@ -83,6 +84,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             and hasattr(self._sampler, "draw")
             and not self._writer.tracks_generations
         )
+        sampler = self._sampler  # asking an abstract class for its instances takes longer than the question is worth
+        self._prioritized = sampler if isinstance(sampler, Prioritized) else None
+        self._writes_generally = isinstance(sampler, ConsumingSampler) or (
+            isinstance(sampler, PrioritizedSampler) and self._prioritized is None
+        )
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
         """Put another storage in place, and return the old one."""
@@ -140,7 +146,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if storage.ndim > 1:
             index = coordinates(index, storage)
         info["index"] = index
-        _merge_(batch, info)
+        merge_(batch, info)
         batch = self._transformed(batch)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
@@ -183,52 +189,52 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _write(self, data: TensorDictBase, how: str, update_priority: bool = True) -> Any:
         if not self._initialized:
             self._init()
-        sampler = self._sampler
-        if not isinstance(data, TensorDictBase):
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
-        if self._is_consuming() or (isinstance(sampler, PrioritizedSampler) and not isinstance(sampler, Prioritized)):
+        if self._writes_generally:
             return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
         if len(self._stages):
             with _set_dispatch_td_nn_modules(True):
                 data = self._transform.inv(data)
             if data is None:  # a transform may keep data back
                 return torch.zeros((0, self._storage.ndim), dtype=torch.long)
-        transposed = how == "extend" and self._dim_extend > 0
-        rows = self._transpose(data) if transposed else data
+        rows = self._transpose(data) if how == "extend" and self._dim_extend > 0 else data
+        row_dims = self._storage.ndim - (how == "add")
         td_error = None
-        if update_priority and isinstance(sampler, Prioritized):
+        sampler = self._prioritized
+        if update_priority and sampler is not None:
             td_error = rows.get(self.priority_key, None)
-        if td_error is not None:
-            td_error = self._reduced(td_error, rows.ndim)
+        if sampler is not None and td_error is not None:
+            td_error = one_a_row(td_error, row_dims, sampler.reduction)
             if not td_error.is_cuda:
                 refuse_errors(td_error)
         with self._replay_lock, self._write_lock:
             index = getattr(self._writer, how)(rows)
-            getattr(sampler, how)(index)
-            if td_error is not None:
+            getattr(self._sampler, how)(index)
+            if sampler is not None and td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
-        self._set_index(data, index, rows.shape if transposed else None)
+        self._set_index(data, rows, index, row_dims)
         return index
 
-    def _set_index(self, data: TensorDictBase, index: Any, transposed: torch.Size | None) -> None:
+    def _set_index(self, data: TensorDictBase, rows: TensorDictBase, index: Any, row_dims: int) -> None:
+        """Tell the data where it lies, as TorchRL does (which fails on one time step of several lanes)."""
         if data.is_locked:
             return
-        if transposed is not None:
-            data.set("index", index.view(*transposed[: self._storage.ndim], -1).transpose(0, self._dim_extend))
-        elif isinstance(index, int) and not data.ndim:
-            set_entry_(data, "index", torch.tensor(index))
-        elif isinstance(index, torch.Tensor) and index.shape == data.shape:
-            set_entry_(data, "index", index)
-        else:
+        if isinstance(index, int) and not data.ndim:
+            set_entries_(data, {"index": torch.tensor(index)})
+        elif isinstance(index, int) or index.ndim == 1:
             self._set_index_in_td(data, index)
+        else:
+            index = index_like(index, rows.shape, row_dims)
+            data.set("index", index if rows is data else index.transpose(0, self._dim_extend))
 
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
-        if isinstance(self._sampler, Prioritized):
-            self._sampler.mark_range(start, count, storage=self._storage)
+        if self._prioritized is not None:
+            self._prioritized.mark_range(start, count, storage=self._storage)
         elif type(self._sampler).mark_update is not Sampler.mark_update:
-            index = torch.arange(start, start + count, device=self._storage.device)
-            self.mark_update(coordinates(index, self._storage))
+            index = coordinates(torch.arange(start, start + count, device=self._storage.device), self._storage)
+            self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     # -- priorities
 
@@ -245,31 +251,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """
         if not self._initialized:
             self._init()
-        sampler = self._sampler
-        if not isinstance(sampler, Prioritized) or self._sample_unit is not None:
+        sampler = self._prioritized
+        if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
-        td_error, index = data.get(self.priority_key, None), data.get("index", None)
+        key, entries = self.priority_key, entries_of(data)
+        td_error = entries.get(key) if type(key) is str else data.get(key, None)
+        index = entries.get("index")
         if td_error is None or index is None:
             missing = self.priority_key if td_error is None else "index"
             raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
-        td_error = self._reduced(td_error, min(data.ndim, 1))
-        ndim = self._storage.ndim
-        if index.ndim > 1 + (ndim > 1):  # rows that are batches themselves: their index is repeated along these dims
-            index = index.flatten(1, index.ndim - 1 - (ndim > 1))[:, 0]
+        td_error, index = by_row(td_error, index, data.ndim, self._storage, sampler.reduction)
         with self._replay_lock, self._write_lock:
             sampler.update_priority(index, td_error, storage=self._storage)
-
-    def _reduced(self, td_error: torch.Tensor, batch_dims: int) -> torch.Tensor:
-        """Return one TD error a row, ``[B]``, from errors ``[*batch, ...]``."""
-        td_error = td_error.detach()
-        if td_error.ndim <= 1:
-            return td_error.reshape(-1)
-        td_error = td_error.flatten(0, max(batch_dims, 1) - 1) if batch_dims else td_error[None]
-        td_error = td_error.flatten(1) if td_error.ndim > 1 else td_error[:, None]
-        if td_error.shape[1] == 1:
-            return td_error[:, 0]
-        reduced = getattr(td_error.abs(), self._sampler.reduction)(1)
-        return reduced if isinstance(reduced, torch.Tensor) else reduced.values
 
     # -- looking
 
@@ -325,14 +318,3 @@ class ReplayBuffer(TensorDictReplayBuffer):
             lines.append(f"transform={self._transform!r},".replace("\n", "\n    "))
         lines.append(f"batch_size={self._batch_size}, fill={fill:.1%}")
         return f"{type(self).__name__}(\n    " + "\n    ".join(lines) + "\n)"
-
-
-def _merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Put what a sampler reports into a batch that nobody else has seen."""
-    for key, value in info.items():
-        if isinstance(value, tuple):
-            value = torch.stack(value, -1)
-        if type(key) is str and value.ndim >= batch.ndim:
-            set_entry_(batch, key, value)
-        else:
-            batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)

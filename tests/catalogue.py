@@ -139,7 +139,7 @@ def assert_same(left: Any, right: Any) -> None:
         return
     assert left.batch_size == right.batch_size
     assert set(left.keys()) == set(right.keys())
-    for key in left.keys():  # noqa: SIM118  (a TensorDict iterates over its rows)
+    for key in left.keys():
         assert_same(left.get(key), right.get(key))
 
 

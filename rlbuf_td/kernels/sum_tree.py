@@ -108,7 +108,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: torch.Tensor | float
 
 def reweigh_(tree: SumTree, alpha: float, eps: float) -> None:
     """Compute every weight anew from its magnitude (after a change of alpha). O(N)."""
-    torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps), out=tree.weight)
+    tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
     _rebuild(tree)
 
 
@@ -141,8 +141,9 @@ def draw(
 
 def weight_of(magnitude: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
     """Return ``(magnitude + eps) ** alpha``, bounded; 0 stays 0 unless alpha is 0."""
-    weight = (magnitude + eps).pow(alpha)
-    return torch.where(weight == 0.0, (magnitude + eps > 0) * SMALLEST, weight.clamp(SMALLEST, LARGEST))
+    priority = magnitude + eps
+    weight = priority.pow(alpha)
+    return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
 
 
 def arrays(tree: SumTree) -> tuple[Any, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchrl.data.replay_buffers import Storage
 
-Index = torch.Tensor | tuple[torch.Tensor, ...]
+Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def device_of(storage: Storage) -> torch.device:

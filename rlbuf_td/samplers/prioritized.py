@@ -151,7 +151,6 @@ class Prioritized(PrioritizedSampler):
         rows = len(storage)
         if rows == 0:
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
-        self._follow(storage)
         source = self._device if self._rng is None else self._rng.device
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
         flat, weight = self._pick(rows, uniform if source == self._device else uniform.to(self._device))

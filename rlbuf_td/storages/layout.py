@@ -74,6 +74,7 @@ class RowLayout:
         self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
         self.row_bytes = _padded(self.data_bytes, max(8, self.leaves[0].dtype.itemsize))
         self.groups = tuple(self._groups())
+        self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
         self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the common dtype saves one view
@@ -115,7 +116,7 @@ class RowLayout:
         return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data`` in the order of :attr:`leaves`, having checked every one.
+        """Return the leaves of ``data`` in the order of :attr:`leaves`, each checked, and detached from autograd.
 
         Args:
             data: what is to be written, of batch size ``[*lead, ...]``.
@@ -128,11 +129,12 @@ class RowLayout:
             SchemaError: a key is missing or unknown, or has another dtype or shape than the rows.
         """
         leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
-        unknown = _collect(self.root, data, leaves)
+        unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
         try:
-            for value, leaf, shape in zip(leaves, self.leaves, self._expected[1], strict=True):
+            for slot, (leaf, shape) in enumerate(zip(self.leaves, self._expected[1], strict=True)):
+                value = leaves[slot]
                 if (
                     not isinstance(value, torch.Tensor)
                     or value.dtype is not leaf.dtype
@@ -140,9 +142,11 @@ class RowLayout:
                     or value.shape != shape
                 ):
                     refuse(data, self.leaves, lead)
+                if value.requires_grad:
+                    leaves[slot] = value.detach()
         except RuntimeError:  # a nested tensor has no shape to look at
             refuse(data, self.leaves, lead)
-        if unknown and ("index" not in entries_of(data) or _collect(self.root, data.exclude("index"), leaves)):
+        if unknown:
             refuse(data, self.leaves, lead)
         return leaves
 
@@ -193,7 +197,7 @@ def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: t
     return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
 
 
-def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
+def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
     """Put the leaves of ``data`` into their slots; return whether it holds something else beside them."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
@@ -202,7 +206,7 @@ def _collect(node: _Node, data: Any, leaves: list[torch.Tensor]) -> bool:
     entries = entries_of(data)
     for name, slot in node.leaves:
         leaves[slot] = entries.get(name, _NO_VALUE)
-    unknown = len(entries) != len(node.leaves) + len(node.nodes)
+    unknown = len(entries) - (reserved in entries) != len(node.leaves) + len(node.nodes)
     for name, child in node.nodes:
         unknown |= _collect(child, entries.get(name), leaves)
     return unknown

@@ -205,7 +205,6 @@ class PackedStorage(LazyTensorStorage):
 
     # -- writing
 
-    @torch.no_grad()
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write consecutive time steps from ``start`` on, wrapping at the capacity: the way in of :class:`RingWriter`.
 
@@ -226,7 +225,6 @@ class PackedStorage(LazyTensorStorage):
         rows.copy_(start, count, leaves)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
-    @torch.no_grad()
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
 
@@ -389,7 +387,9 @@ def _as_tensordict(data: Any) -> TensorDictBase:
     Raises:
         TypeError: it is none.
     """
-    if isinstance(data, list | tuple) and data and all(map(is_tensor_collection, data)):
+    if type(data) is TensorDict:
+        return data
+    if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
         data = torch.stack(list(data))
     if not isinstance(data, TensorDictBase):
         raise TypeError(

@@ -166,6 +166,6 @@ def _part(data: Any, first: int, last: int) -> Any:
 
 
 def _length(data: Any) -> int:
-    if is_tensor_collection(data) or isinstance(data, torch.Tensor | list):
+    if is_tensor_collection(data) or isinstance(data, (torch.Tensor, list)):
         return len(data)
     return len(torch.utils._pytree.tree_leaves(data)[0])

@@ -1,0 +1,52 @@
+"""The command line: ``python -m rlbuf_td {demo, bench}``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+OPERATIONS = ("uniform", "proportional", "update", "cycle", "extend", "add")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="train a DQN from prioritized replay")
+    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment with discrete actions")
+    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional"))
+    demo.add_argument("--steps", type=int, default=50_000, help="environment steps at most")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--device", default="cpu", help="where network and buffer live")
+    demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
+    bench = commands.add_parser("bench", help="time this package against others")
+    bench.add_argument(
+        "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6], help="capacities, full; 1e7 needs 12 GB"
+    )
+    bench.add_argument("--images", type=float, default=5e3, help="capacity of the image buffers; 0 for none")
+    bench.add_argument("--batch", type=int, default=256)
+    bench.add_argument("--rounds", type=int, default=15, help="interleaved blocks of 10 ms each")
+    bench.add_argument(
+        "--only", nargs="*", default=None, choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS)
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "demo":
+            from rlbuf_td.demos.dqn import main as command
+        else:
+            from rlbuf_td.bench.compare import main as command
+    except ModuleNotFoundError as error:
+        extra = options.command
+        print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
+        return 1
+    return command(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Interleaved timing, and the table of it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlbuf_td.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
+
+OPERATIONS = {
+    "uniform": "sample, uniform",
+    "proportional": "sample, proportional",
+    "update": "update priorities",
+    "cycle": "sample + update, proportional",
+    "extend": "extend by a batch",
+    "add": "add one",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call of every contender, block by block; the blocks took turns."""
+
+    operation: str
+    rows: int
+    kind: str
+    blocks: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Return the median of the blocks."""
+        return statistics.median(self.blocks[name])
+
+    def ratio(self, name: str) -> float:
+        """Return how many times as long ``name`` takes as this package: the median over the rounds."""
+        return statistics.median(
+            theirs / ours for theirs, ours in zip(self.blocks[name], self.blocks[Ours.name], strict=True)
+        )
+
+
+def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Time calls in turns: ``rounds`` blocks each, every block about ``seconds`` long; microseconds a call."""
+    sizes = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        for _ in range(5):
+            call()
+        sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(sizes[name]):
+                call()
+            blocks[name].append((time.perf_counter() - start) / sizes[name] * 1e6)
+    return blocks
+
+
+def run(
+    rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01
+) -> Iterator[Timing]:
+    """Time every operation at every size, one thread; yield each result as it is there."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
+            if not count:
+                continue
+            contenders = [contender(count, batch, make_rows) for contender in available()]
+            for operation in operations:
+                calls = {c.name: getattr(c, operation) for c in contenders if hasattr(c, operation)}
+                yield Timing(operation, count, kind, interleave(calls, rounds, seconds))
+            del contenders, calls
+            gc.collect()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
+    """Return the results as a table: microseconds, and in brackets the ratio to this package."""
+    result = Table(title="Microseconds a call (in brackets: how many times as long as rlbuf_td)", title_justify="left")
+    result.add_column("operation")
+    result.add_column("rows", justify="right")
+    for name in names:
+        result.add_column(name, justify="right", style="bold" if name == Ours.name else "")
+    for timing in timings:
+        cells = [OPERATIONS[timing.operation], f"{timing.rows:,} {timing.kind}"]
+        for name in names:
+            if name not in timing.blocks:
+                cells.append("")
+            elif name == Ours.name:
+                cells.append(f"{timing.median(name):.1f}")
+            else:
+                cells.append(f"{timing.median(name):.1f} ({timing.ratio(name):.1f}x)")
+        result.add_row(*cells)
+    return result
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the comparison and print its table (``python -m rlbuf_td bench``)."""
+    operations = options.only or list(OPERATIONS)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    timings: list[Timing] = []
+    with console.status("filling buffers") as status:
+        for timing in run(
+            [int(n) for n in options.rows], int(options.images), options.batch, options.rounds, operations
+        ):
+            timings.append(timing)
+            status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
+    console.print(table(timings, [contender.name for contender in available()]))
+    console.print(
+        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
+        "; rlbuf_td[bench] installs the other libraries",
+        markup=False,
+    )
+    return 0

@@ -1,0 +1,33 @@
+"""The cases of ``python -m rlbuf_td bench`` under pytest-benchmark; not collected unless named.
+
+pip install -e '.[tests,bench]' && pytest tests/benchmarks/bench_buffers.py --benchmark-columns=median,iqr
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from rlbuf_td.bench.compare import OPERATIONS
+from rlbuf_td.bench.contenders import Contender, available, image_rows, small_rows
+
+KINDS = {"small": (100_000, small_rows), "image": (2_000, image_rows)}
+
+
+@functools.lru_cache(maxsize=1)
+def contender(cls: type[Contender], kind: str) -> Contender:
+    torch.set_num_threads(1)
+    rows, make_rows = KINDS[kind]
+    return cls(rows, 256, make_rows)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("cls", available(), ids=lambda cls: cls.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_time(benchmark, kind, cls, operation):
+    if not hasattr(cls, operation):
+        pytest.skip(f"{cls.name} does not offer it")
+    benchmark.group = f"{OPERATIONS[operation]}, {kind} rows"
+    benchmark(getattr(contender(cls, kind), operation))

@@ -1,0 +1,157 @@
+"""The sum tree: twin against specification, invariants, edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree
+from tests.statistics import assert_follows, power
+
+
+def naive_weights(capacity: int, history: list[tuple[torch.Tensor, torch.Tensor]], alpha: float, eps: float) -> dict:
+    """Apply updates one row after the other, in Python."""
+    weights: dict[int, float] = {}
+    for index, td_error in history:
+        for row, error in zip(index.tolist(), td_error.tolist(), strict=True):
+            if row >= 0:
+                priority = abs(error) + eps
+                weight = 1.0 if alpha == 0 else 0.0 if priority == 0 else priority**alpha
+                weights[row] = min(max(weight, SMALLEST), LARGEST) if weight else 0.0
+    return weights
+
+
+@st.composite
+def histories(draw: st.DrawFn):
+    capacity = draw(st.integers(1, 200))
+    history = []
+    for _ in range(draw(st.integers(1, 8))):
+        batch = draw(st.integers(1, 40))
+        rows = draw(st.lists(st.integers(-1, capacity - 1), min_size=batch, max_size=batch))
+        sizes = st.sampled_from([0.0, 1e-30, 1e-6, 0.3, 1.0, 7.0, 1e6, 1e30])
+        errors = draw(st.lists(st.tuples(sizes, st.sampled_from([-1.0, 1.0])), min_size=batch, max_size=batch))
+        history.append((torch.tensor(rows), torch.tensor([s * sign for s, sign in errors], dtype=torch.float64)))
+    return capacity, history
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(), st.sampled_from([0.0, 0.5, 0.6, 1.0, 2.0]), st.sampled_from([0.0, 1e-6]))
+def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha, eps):
+    capacity, history = case
+    tree, spec = SumTree.empty(capacity), SumTree.empty(capacity)
+    for step, (index, td_error) in enumerate(history):
+        largest = sum_tree.update_(tree, index, td_error, capacity, alpha, eps)
+        assert largest == sum_tree._update_torch(spec, index, td_error, alpha, eps)
+        sum_tree.check(tree, alpha, eps)
+        for name, tensor in tree.tensors().items():
+            torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
+        weights = naive_weights(capacity, history[: step + 1], alpha, eps)
+        expected = torch.tensor([weights.get(row, 0.0) for row in range(capacity)], dtype=torch.float64)
+        torch.testing.assert_close(tree.weight[:capacity], expected, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(float(tree.sums[1]), sum(weights.values()), rtol=1e-12, atol=0.0)
+        positive = [w for w in weights.values() if w > 0]
+        assert float(tree.minima[1]) == pytest.approx(min(positive, default=np.inf), rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories(), st.booleans(), st.sampled_from(["buffer", "batch", None]), st.integers(1, 70), st.integers(0, 99))
+def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(case, stratified, norm, batch, seed):
+    capacity, history = case
+    tree = SumTree.empty(capacity)
+    for index, td_error in history:
+        sum_tree.update_(tree, index, td_error, capacity, 0.6, 0.0)
+    uniform = torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    uniform[-1] = 1.0 - 2**-53
+    drawn = sum_tree.draw(tree, uniform, stratified, capacity, 0.4, norm)
+    if drawn is None:
+        assert not (tree.weight > 0).any()
+        return
+    rows, importance = drawn
+    spec_rows, spec_importance = sum_tree._draw_torch(tree, uniform, stratified, capacity, 0.4, norm)
+    assert torch.equal(rows, spec_rows)
+    torch.testing.assert_close(importance, spec_importance)
+    assert (tree.weight[rows] > 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 300), st.data())
+def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
+    start = data.draw(st.integers(0, capacity - 1))
+    count = data.draw(st.integers(1, capacity - start))
+    filled, updated = SumTree.empty(capacity), SumTree.empty(capacity)
+    for tree in (filled, updated):
+        sum_tree.update_(tree, torch.arange(capacity), torch.linspace(0, 2, capacity), capacity, 0.7, 1e-6)
+    sum_tree.fill_(filled, start, count, 3.0, 0.7, 1e-6)
+    index = torch.arange(start, start + count)
+    sum_tree.update_(updated, index, torch.full((count,), 3.0), capacity, 0.7, 1e-6)
+    for name, tensor in filled.tensors().items():
+        assert torch.equal(tensor, updated.tensors()[name]), name
+
+
+def test_of_a_row_named_twice_the_last_error_stays(device):
+    tree = SumTree.empty(10, device)
+    index = torch.tensor([3, 3, 5, 3], device=device)
+    sum_tree.update_(tree, index, torch.tensor([9.0, 8.0, 7.0, 2.0], device=device), 10, 1.0, 0.0)
+    assert tree.magnitude[3] == 2.0
+    assert tree.sums[1] == 9.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_batch_with_a_bad_error_is_refused_whole(bad):
+    tree = SumTree.empty(10)
+    sum_tree.update_(tree, torch.arange(10), torch.ones(10), 10, 0.6, 1e-6)
+    before = {name: tensor.clone() for name, tensor in tree.tensors().items()}
+    assert sum_tree.update_(tree, torch.tensor([1, 2]), torch.tensor([5.0, bad]), 10, 0.6, 1e-6) == REFUSED
+    assert sum_tree.update_(tree, torch.tensor([1, 10]), torch.tensor([5.0, 5.0]), 10, 0.6, 1e-6) == REFUSED
+    assert sum_tree.update_(tree, torch.tensor([1, -2]), torch.tensor([5.0, 5.0]), 10, 0.6, 1e-6) == REFUSED
+    for name, tensor in tree.tensors().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_the_torch_path_keeps_the_old_priority_where_an_error_is_bad():
+    tree = SumTree.empty(4)
+    sum_tree._update_torch(tree, torch.arange(4), torch.ones(4), 1.0, 0.0)
+    index = torch.tensor([0, 1, -1, 2])
+    sum_tree._update_torch(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 1.0, 0.0)
+    assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
+    sum_tree._update_torch(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 1.0, 0.0)
+    assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
+
+
+def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
+    generator = torch.Generator().manual_seed(0)
+    capacity = 4_096
+    tree = SumTree.empty(capacity)
+    for _ in range(400):
+        index = torch.randint(capacity, (256,), generator=generator)
+        td_error = torch.rand(256, generator=generator).log_().mul_(-3).exp_()
+        sum_tree.update_(tree, index, td_error, capacity, 0.6, 1e-6)
+    sum_tree.check(tree, 0.6, 1e-6)
+    counts = torch.zeros(capacity)
+    draws = 4_000
+    for _ in range(draws // 8):
+        uniform = torch.rand(2_048, dtype=torch.float64, generator=generator)
+        rows, _ = sum_tree.draw(tree, uniform, False, capacity, 0.4, "buffer") or pytest.fail("nothing to draw")
+        counts += torch.bincount(rows, minlength=capacity)
+    probability = (tree.weight[:capacity] / tree.sums[1]).numpy()
+    assert power(probability, int(counts.sum()), bias=0.1) > 0.99
+    assert_follows(counts, probability)
+
+
+def test_huge_and_tiny_priorities_stay_finite_and_positive():
+    tree = SumTree.empty(3)
+    sum_tree.update_(tree, torch.arange(3), torch.tensor([1e300, 1e-300, 1.0], dtype=torch.float64), 3, 2.0, 0.0)
+    assert tree.weight.tolist()[:3] == [LARGEST, SMALLEST, 1.0]
+    assert tree.sums[1].isfinite()
+    sum_tree.check(tree, 2.0, 0.0)
+
+
+def test_a_tree_takes_at_most_twenty_four_bytes_a_row():
+    for capacity in (10_000, 131_073, 1_000_000):
+        tree = SumTree.empty(capacity)
+        used = sum(tensor.numel() * tensor.element_size() for tensor in tree.tensors().values())
+        assert used <= 24.1 * capacity, capacity

@@ -1,0 +1,335 @@
+"""The proportional sampler: its law, its weights, its memory for priorities, its answers to bad input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.kernels import sum_tree
+from tests.statistics import assert_follows, power
+
+
+def buffer(capacity: int, rows: int, *, lanes: int = 0, **settings) -> ReplayBuffer:
+    cells = capacity * max(lanes, 1)
+    rb = ReplayBuffer(
+        storage=PackedStorage(cells, ndim=2 if lanes else 1),
+        sampler=ProportionalSampler(cells, **settings),
+        generator=torch.Generator().manual_seed(0),
+        batch_size=64,
+    )
+    shape = [lanes, rows] if lanes else [rows]
+    if rows:
+        rb.extend(TensorDict({"x": torch.zeros(shape)}, shape))
+    return rb
+
+
+def law(magnitude: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
+    weight = (magnitude.double().abs() + eps) ** alpha
+    return weight / weight.sum()
+
+
+def draws(rb: ReplayBuffer, batch: int, batches: int) -> torch.Tensor:
+    sampler, storage = rb.sampler, rb.storage
+    counts = torch.zeros(storage.max_size)
+    for _ in range(batches):
+        counts += torch.bincount(sampler.draw(storage, batch)[0], minlength=storage.max_size)
+    return counts
+
+
+def check(rb: ReplayBuffer) -> None:
+    sum_tree.check(rb.sampler._tree, rb.sampler.alpha, rb.sampler.eps)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.5])
+@pytest.mark.parametrize("rows", [1, 2, 9, 100])
+def test_independent_draws_follow_the_law(alpha, rows):
+    rb = buffer(128, rows, alpha=alpha, stratified=False)
+    td_error = torch.linspace(-2.0, 3.0, rows)
+    rb.update_priority(torch.arange(rows), td_error)
+    probability = law(td_error, alpha, 1e-6)
+    counts = draws(rb, 1_000, 400)
+    assert rows < 2 or alpha > 1 or power(probability.numpy(), 400_000, bias=0.02) > 0.95
+    assert_follows(counts[:rows], probability)
+    assert not counts[rows:].any()
+    torch.testing.assert_close(rb.sampler.probability(torch.arange(rows)), probability)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 300])
+def test_in_a_stratified_batch_a_row_comes_as_often_as_the_law_says_and_never_far_from_it(batch):
+    rb = buffer(128, 100, alpha=0.6)
+    td_error = torch.rand(100, generator=torch.Generator().manual_seed(1)) * 4
+    rb.update_priority(torch.arange(100), td_error)
+    expected = law(td_error, 0.6, 1e-6) * batch
+    total = torch.zeros(100)
+    batches = 200_000 // batch
+    for _ in range(batches):
+        counts = torch.bincount(rb.sampler.draw(rb.storage, batch)[0], minlength=100)
+        # a row that spans several segments is drawn in each that it fills, and at most twice besides
+        assert ((counts - expected).abs() <= 2.0).all()
+        total += counts
+    assert_follows(total, expected / batch)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_the_law_holds_after_the_wrap_and_new_rows_enter_at_the_maximum(lanes):
+    rb = buffer(20, 20, lanes=lanes, alpha=1.0, eps=0.0, stratified=False)
+    cells = 20 * max(lanes, 1)
+    rb.sampler.update_priority(torch.arange(cells), torch.linspace(0.5, 4.0, cells), storage=rb.storage)
+    shape = [lanes, 7] if lanes else [7]
+    rb.extend(TensorDict({"x": torch.ones(shape)}, shape))
+    magnitude = torch.linspace(0.5, 4.0, cells)
+    magnitude[: 7 * max(lanes, 1)] = 4.0
+    torch.testing.assert_close(rb.sampler.priority(torch.arange(cells)), magnitude.double())
+    check(rb)
+    assert_follows(draws(rb, 1_000, 300), law(magnitude, 1.0, 0.0))
+
+
+def test_the_law_holds_after_a_hundred_thousand_random_updates_while_filling_and_wrapping():
+    rb = buffer(1_000, 0, alpha=0.6, stratified=False)
+    generator = torch.Generator().manual_seed(5)
+    naive = torch.zeros(1_000)
+    largest, cursor = 1.0, 0
+    for step in range(500):
+        count = int(torch.randint(1, 9, (), generator=generator))
+        rb.extend(TensorDict({"x": torch.zeros(count)}, [count]))
+        naive[(cursor + torch.arange(count)) % 1_000] = largest
+        cursor += count
+        rows = len(rb)
+        index = torch.randint(rows, (200,), generator=generator)
+        td_error = torch.randn(200, generator=generator) * 2
+        rb.update_priority(index, td_error)
+        for row, error in zip(index.tolist(), td_error.abs().tolist(), strict=True):
+            naive[row] = error
+        largest = max(largest if step else 0.0, float(td_error.abs().max()))
+        if step % 50 == 0:
+            check(rb)
+    torch.testing.assert_close(rb.sampler.priority(torch.arange(1_000)).float(), naive)
+    assert_follows(draws(rb, 10_000, 100), law(naive, 0.6, 1e-6))
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_importance_weights_are_those_of_the_formula(norm, lanes):
+    rb = buffer(50, 40, lanes=lanes, alpha=0.7, beta=0.5, weight_norm=norm)
+    rows = len(rb)
+    td_error = torch.rand(rows, generator=torch.Generator().manual_seed(2))
+    rb.sampler.update_priority(torch.arange(rows), td_error, storage=rb.storage)
+    index, info = rb.sampler.sample(rb.storage, 32)
+    flat = index if not lanes else index[0] * lanes + index[1]
+    every = (rows * law(td_error, 0.7, 1e-6)) ** -0.5
+    scale = {"buffer": every.max(), "batch": every[flat].max(), None: 1.0}[norm]
+    assert info["priority_weight"].dtype is torch.float32
+    torch.testing.assert_close(info["priority_weight"].double(), every[flat] / scale, rtol=1e-6, atol=0.0)
+
+
+def test_weighted_averages_are_unbiased_when_beta_is_one():
+    rb = buffer(64, 64, alpha=0.8, beta=1.0, weight_norm=None, stratified=False)
+    generator = torch.Generator().manual_seed(0)
+    rb.update_priority(torch.arange(64), torch.rand(64, generator=generator) + 0.1)
+    values = torch.randn(64, generator=generator, dtype=torch.float64)
+    flat, info = rb.sampler.draw(rb.storage, 1_000_000)
+    estimate = (info["priority_weight"] * values[flat]).mean()
+    spread = (info["priority_weight"] * values[flat]).std() / 1_000
+    assert abs(estimate - values.mean()) < 4.5 * spread
+
+
+def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
+    rb = buffer(10, 10, alpha=0.6)
+    td_error = torch.linspace(0.1, 5.0, 10)
+    rb.update_priority(torch.arange(10), td_error)
+    for alpha in (0.0, 1.0, np.float64(0.3), torch.tensor(0.9)):
+        rb.sampler.alpha = alpha
+        check(rb)
+        torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), 1e-6))
+
+
+def test_torchrls_schedulers_set_alpha_and_beta():
+    rb = buffer(10, 10, alpha=0.6, beta=0.4)
+    schedulers = [LinearScheduler(rb, "beta", 1.0, 10), LinearScheduler(rb, "alpha", 0.0, 10)]
+    for _ in range(10):
+        for scheduler in schedulers:
+            scheduler.step()
+    assert (rb.sampler.alpha, rb.sampler.beta) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+def test_a_bad_exponent_is_refused(name, bad):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
+        ProportionalSampler(10, **{name: bad})
+    sampler = ProportionalSampler(10)
+    with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
+        setattr(sampler, name, bad)
+    assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps": -1.0}, "eps must be"),
+        ({"weight_norm": "rows"}, "weight_norm must be"),
+        ({"reduction": "sum"}, "reduction must be"),
+        ({"max_capacity": 0}, "max_capacity must be at least 1"),
+    ],
+)
+def test_a_bad_setting_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ProportionalSampler(**{"max_capacity": 10, **settings})
+
+
+@pytest.mark.parametrize(
+    ("index", "td_error", "error", "message"),
+    [
+        (torch.arange(3), torch.tensor([1.0, float("nan"), float("inf")]), ValueError, r"2 of 3 TD errors .*1, 2"),
+        (torch.arange(3), torch.ones(2), ValueError, "2 priorities .* for 3 rows"),
+        (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
+        (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
+        (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "named by integers"),
+        (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, "last dim must be 1"),
+    ],
+)
+def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message):
+    rb = buffer(20, 10)
+    before = {name: tensor.clone() for name, tensor in rb.sampler._tensors().items()}
+    with pytest.raises(error, match=message):
+        rb.sampler.update_priority(index, td_error, storage=rb.storage)
+    for name, tensor in rb.sampler._tensors().items():
+        assert torch.equal(tensor, before[name])
+    assert rb.sampler.default_priority == 1.0
+
+
+def test_a_row_named_minus_one_is_skipped_and_a_sign_does_not_matter():
+    rb = buffer(10, 10)
+    rb.update_priority(torch.tensor([-1, 4]), torch.tensor([9.0, -3.0]))
+    assert rb.sampler.priority([4, 9]).tolist() == [3.0, 1.0]
+    assert rb.sampler.default_priority == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_errors_of_any_dtype_are_taken_and_gradients_left_behind(dtype):
+    rb = buffer(10, 10)
+    td_error = torch.tensor([2.0, -4.0]).to(dtype)
+    rb.update_priority(torch.tensor([1, 2]), td_error.requires_grad_(dtype.is_floating_point))
+    assert rb.sampler.priority(torch.tensor([1, 2])).tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("form", ["tuple", "stacked", "flat"])
+def test_rows_of_two_dims_can_be_named_in_every_form(form):
+    rb = buffer(5, 5, lanes=3)
+    time, lane = torch.tensor([0, 4, 2]), torch.tensor([2, 0, 1])
+    index = {"tuple": (time, lane), "stacked": torch.stack([time, lane], -1), "flat": time * 3 + lane}[form]
+    rb.sampler.update_priority(index, torch.tensor([5.0, 6.0, 7.0]), storage=rb.storage)
+    assert rb.sampler.priority(index, storage=rb.storage).tolist() == [5.0, 6.0, 7.0]
+    assert int((rb.sampler.priority(torch.arange(15)) > 4).sum()) == 3
+
+
+def test_rows_of_priority_zero_are_never_drawn_and_all_zero_is_an_error():
+    rb = buffer(10, 10, eps=0.0)
+    rb.update_priority(torch.arange(10), torch.tensor([0.0, 1.0] * 5))
+    assert not draws(rb, 64, 200)[::2].any()
+    rb.update_priority(torch.arange(10), torch.zeros(10))
+    with pytest.raises(RuntimeError, match="no row has a positive priority"):
+        rb.sample()
+
+
+def test_emptying_forgets_every_priority_and_shrinking_leaves_only_new_rows():
+    rb = buffer(10, 10)
+    rb.update_priority(torch.arange(10), torch.full((10,), 50.0))
+    rb.empty()
+    with pytest.raises(RuntimeError, match="empty buffer"):
+        rb.sample()
+    rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+    assert rb.sampler.default_priority == 1.0
+    counts = draws(rb, 64, 50)
+    assert not counts[3:].any()
+    check(rb)
+
+
+def test_new_rows_enter_at_the_highest_now_stored_if_asked():
+    rb = buffer(4, 4, max_priority_within_buffer=True)
+    rb.update_priority(torch.arange(4), torch.tensor([1.0, 9.0, 2.0, 3.0]))
+    assert rb.sampler.default_priority == 9.0
+    rb.update_priority(torch.tensor([1]), torch.tensor([0.5]))
+    rb.add(TensorDict({"x": 0.0}))
+    assert rb.sampler.priority([0]).tolist() == [3.0]
+
+
+def test_a_sampler_too_small_for_the_storage_is_refused():
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(5))
+    with pytest.raises(ValueError, match="make it with max_capacity=10"):
+        rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+
+
+def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps():
+    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
+    assert rb.storage.max_size == 12
+    assert rb.sample()["x"].shape == (4,)
+    check(rb)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copied_sampler_draws_the_same_and_is_independent(copied):
+    rb = buffer(10, 10)
+    rb.update_priority(torch.arange(10), torch.linspace(1, 9, 10))
+    twin = copied(rb.sampler)
+    for sampler in (rb.sampler, twin):
+        sampler._rng = torch.Generator().manual_seed(7)
+    expected, info = rb.sampler.draw(rb.storage, 20)
+    drawn, twin_info = twin.draw(rb.storage, 20)
+    assert torch.equal(expected, drawn)
+    assert torch.equal(info["priority_weight"], twin_info["priority_weight"])
+    twin.update_priority(torch.tensor([0]), torch.tensor([100.0]))
+    sum_tree.check(twin._tree, 0.6, 1e-6)
+    assert rb.sampler.priority([0]).item() == 1.0
+
+
+def test_state_is_complete_through_state_dict_and_files(tmp_path):
+    rb = buffer(10, 10, alpha=0.6)
+    rb.update_priority(torch.arange(10), torch.linspace(1, 9, 10))
+    rb.sampler.beta = 0.9
+    rb.sampler.dumps(tmp_path / "sampler")
+    for load in (lambda s: s.load_state_dict(rb.sampler.state_dict()), lambda s: s.loads(tmp_path / "sampler")):
+        other = ProportionalSampler(10)
+        load(other)
+        assert other.beta == 0.9
+        assert other.default_priority == 9.0
+        torch.testing.assert_close(other.priority(torch.arange(10)), rb.sampler.priority(torch.arange(10)))
+        other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
+        sum_tree.check(other._tree, 0.6, 1e-6)
+    with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
+        ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())
+
+
+def test_torchrls_buffers_take_it_for_a_prioritized_sampler_but_no_cpp_tree_is_built():
+    sampler = ProportionalSampler(10)
+    assert isinstance(sampler, PrioritizedSampler)
+    assert not hasattr(sampler, "_sum_tree")
+
+
+def test_the_default_generator_governs_draws():
+    rb = buffer(50, 50)
+    rb.set_rng(None)
+    torch.manual_seed(1)
+    first = rb.sample()["index"]
+    torch.manual_seed(1)
+    assert torch.equal(first, rb.sample()["index"])
+
+
+def test_priorities_live_where_the_rows_live(device):
+    rb = ReplayBuffer(storage=PackedStorage(10, device=device), sampler=ProportionalSampler(10), batch_size=32)
+    rb.extend(TensorDict({"x": torch.arange(10.0)}, [10]))
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(32, device=device)
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.device.type == device.type
+    assert batch["priority_weight"].device.type == device.type
+    check(rb)

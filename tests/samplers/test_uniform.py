@@ -1,0 +1,104 @@
+"""The uniform sampler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from rlbuf_td import PackedStorage, UniformSampler
+from rlbuf_td.samplers.uniform import first_mentions
+from tests.statistics import assert_follows, power
+
+
+def filled(rows: int, capacity: int, *, lanes: int = 0) -> PackedStorage:
+    storage = PackedStorage(capacity * max(lanes, 1), ndim=2 if lanes else 1)
+    shape = [rows, lanes] if lanes else [rows]
+    storage.set(range(rows), TensorDict({"x": torch.zeros(shape)}, shape))
+    return storage
+
+
+@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize(("rows", "batch"), [(50, 10), (50, 3), (5, 5), (200, 5)])
+def test_every_written_row_is_as_likely_as_every_other(unique, rows, batch):
+    storage, sampler = filled(rows, 300), UniformSampler(unique=unique)
+    sampler._rng = torch.Generator().manual_seed(0)
+    counts = torch.zeros(rows)
+    draws = 200_000
+    for _ in range(draws // batch):
+        counts += torch.bincount(sampler.draw(storage, batch)[0], minlength=rows)
+    assert power(torch.full((rows,), 1 / rows).numpy(), draws, bias=0.05) > 0.99
+    assert_follows(counts, torch.full((rows,), 1 / rows, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_unique_batch_takes_every_ordered_selection_with_equal_probability(batch):
+    storage, sampler = filled(8 * batch + 1, 100), UniformSampler(unique=True)
+    sampler._rng = torch.Generator().manual_seed(1)
+    first_two: dict[tuple[int, int], int] = {}
+    for _ in range(30_000):
+        drawn = sampler.draw(storage, batch)[0].tolist()
+        pair = (drawn[0] % 4, drawn[1] % 4)
+        first_two[pair] = first_two.get(pair, 0) + 1
+    n = 8 * batch + 1
+    sizes = [len(range(r, n, 4)) for r in range(4)]
+    law = {(a, b): sizes[a] * (sizes[b] - (a == b)) / (n * (n - 1)) for a in range(4) for b in range(4)}
+    assert_follows([first_two.get(pair, 0) for pair in law], list(law.values()))
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed):
+    storage, sampler = filled(rows, 60), UniformSampler(unique=True)
+    sampler._rng = torch.Generator().manual_seed(seed)
+    if batch > rows:
+        with pytest.raises(ValueError, match=f"cannot draw {batch} distinct rows of {rows}"):
+            sampler.draw(storage, batch)
+        return
+    drawn = sampler.draw(storage, batch)[0]
+    assert drawn.shape == (batch,)
+    assert len(set(drawn.tolist())) == batch
+    assert drawn.min() >= 0
+    assert drawn.max() < rows
+
+
+@given(st.lists(st.integers(0, 9)))
+def test_first_mentions_keeps_the_order(values):
+    assert first_mentions(torch.tensor(values, dtype=torch.int64)).tolist() == list(dict.fromkeys(values))
+
+
+def test_with_two_dims_the_index_is_a_tuple_over_all_cells():
+    storage, sampler = filled(6, 10, lanes=3), UniformSampler()
+    sampler._rng = torch.Generator().manual_seed(0)
+    counts = torch.zeros(6, 3)
+    for _ in range(100):
+        index, info = sampler.sample(storage, 1_000)
+        assert isinstance(index, tuple)
+        counts.index_put_(index, torch.ones(1_000), accumulate=True)
+    assert info == {}
+    assert_follows(counts.flatten(), torch.full((18,), 1 / 18, dtype=torch.float64))
+
+
+def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
+    storage, sampler = filled(100, 100), UniformSampler()
+    torch.manual_seed(3)
+    first = sampler.draw(storage, 20)[0]
+    torch.manual_seed(3)
+    assert torch.equal(first, sampler.draw(storage, 20)[0])
+    sampler._rng = torch.Generator().manual_seed(3)
+    torch.manual_seed(4)
+    assert torch.equal(first, sampler.draw(storage, 20)[0])
+
+
+def test_an_empty_storage_is_refused():
+    with pytest.raises(RuntimeError, match="empty buffer: extend it first"):
+        UniformSampler().sample(PackedStorage(3), 1)
+
+
+def test_draws_live_where_the_rows_live(device):
+    storage = PackedStorage(10, device=device)
+    storage.set(range(10), TensorDict({"x": torch.zeros(10)}, [10]))
+    for unique in (False, True):
+        assert UniformSampler(unique=unique).draw(storage, 4)[0].device.type == device.type

@@ -1,0 +1,518 @@
+"""The replay buffer: its direct path against TorchRL's general one, and everything that TorchRL's users do with one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers import (
+    ReplayBuffer as TorchRLReplayBuffer,
+)
+from torchrl.data.replay_buffers.sample_units import Sequence
+from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, SchemaError, UniformSampler
+
+SAMPLERS = {
+    "uniform": UniformSampler,
+    "unique": lambda: UniformSampler(unique=True),
+    "proportional": lambda: ProportionalSampler(60),
+    "independent": lambda: ProportionalSampler(60, stratified=False, weight_norm="batch"),
+}
+
+
+def transitions(count: int, *, lanes: int = 0, start: int = 0) -> TensorDict:
+    """Return transitions that count: ``[count]``, or ``[lanes, count]`` as collectors give them."""
+    shape = [lanes, count] if lanes else [count]
+    number = torch.arange(start, start + count * max(lanes, 1)).view(shape)
+    return TensorDict(
+        {
+            "observation": number[..., None].expand(*shape, 3).float().clone(),
+            "action": (number % 5)[..., None].clone(),
+            "next": {"reward": number[..., None].double(), "done": (number % 7 == 0)[..., None]},
+        },
+        shape,
+    )
+
+
+def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> TensorDictReplayBuffer:
+    return cls(
+        storage=PackedStorage(60, ndim=2 if lanes else 1),
+        sampler=SAMPLERS[sampler](),
+        writer=RingWriter(),
+        batch_size=8,
+        generator=torch.Generator().manual_seed(seed),
+        **kwargs,
+    )
+
+
+def assert_same(first: TensorDict, second: TensorDict) -> None:
+    assert set(first.keys(True, True)) == set(second.keys(True, True))
+    assert first.batch_size == second.batch_size
+    for key in first.keys(True, True):
+        assert first[key].dtype == second[key].dtype, key
+        assert torch.equal(first[key], second[key]), key
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler, lanes):
+    direct, general = (make(cls, sampler, lanes=lanes) for cls in (ReplayBuffer, TensorDictReplayBuffer))
+    assert direct._is_direct
+    generator = torch.Generator().manual_seed(1)
+    for round_ in range(12):  # 12 rounds of up to 9 time steps wrap both
+        count = int(torch.randint(2 if lanes else 1, 10, (), generator=generator))  # TorchRL fails on [E, 1]
+        first, second = transitions(count, lanes=lanes, start=round_ * 100), transitions(count, lanes=lanes)
+        second.update(first)
+        assert torch.equal(direct.extend(first), general.extend(second))
+        if sampler == "unique" and len(direct) < 8:
+            continue
+        batch, other = direct.sample(), general.sample()
+        assert_same(batch, other)
+        td_error = torch.rand(8, generator=generator)
+        for rb, data in ((direct, batch), (general, other)):
+            data["td_error"] = td_error.clone()
+            rb.update_tensordict_priority(data)
+    if not lanes:
+        single = transitions(1, start=999)[0]
+        assert direct.add(single.clone()) == general.add(single.clone())
+    assert_same(direct.sample(), general.sample())
+    assert direct.write_count == general.write_count
+
+
+def test_a_batch_is_fresh_memory():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(20))
+    before = rb.storage["observation"].clone()
+    batch = rb.sample()
+    batch["observation"].zero_()
+    batch["next", "reward"].add_(5)
+    assert torch.equal(rb.storage["observation"], before)
+
+
+def test_a_batch_can_be_changed_in_place_inside_autograd():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(20))
+    batch = rb.sample()
+    scale = torch.ones(1, requires_grad=True)
+    batch["observation"].mul_(scale)
+    batch["observation"].sum().backward()
+    assert scale.grad is not None
+
+
+def test_the_index_names_the_rows_that_the_batch_holds():
+    rb = make(ReplayBuffer, "proportional", lanes=3)
+    rb.extend(transitions(30, lanes=3))
+    batch, info = rb.sample(return_info=True)
+    assert batch["index"].shape == (8, 2)
+    assert isinstance(info["index"], tuple)
+    assert torch.equal(rb.storage.get(info["index"])["observation"], batch["observation"])
+    assert info["priority_weight"].shape == (8,)
+
+
+def test_transforms_see_the_index_and_run_on_samples_and_in_reverse_on_writes():
+    seen = []
+
+    def look(td: TensorDict) -> TensorDict:
+        seen.append(sorted(td.keys()))
+        return td
+
+    rb = make(ReplayBuffer, "proportional", transform=look)
+    rb.extend(transitions(20))
+    rb.append_transform(RenameTransform(["observation"], ["state"]))
+    batch = rb.sample()
+    assert {"index", "priority_weight"} <= set(seen[0])
+    assert "state" in batch.keys()
+
+
+def test_a_transform_may_cast_what_a_batch_holds():
+    rb = make(ReplayBuffer, "uniform", transform=DoubleToFloat(in_keys=[("next", "reward")]))
+    rb.extend(transitions(4))
+    assert rb.sample()["next", "reward"].dtype is torch.float32
+    assert rb.storage["next", "reward"].dtype is torch.float64
+
+
+def test_a_transform_on_the_way_in_changes_what_is_stored():
+    norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
+    rb = make(ReplayBuffer, "uniform", transform=Compose(norm))
+    rb.extend(transitions(4))
+    assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
+    assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_prefetch_gives_what_the_sampler_drew(prefetch):
+    rb = make(ReplayBuffer, "proportional", prefetch=prefetch)
+    rb.extend(transitions(40))
+    for _ in range(6):
+        batch = rb.sample()
+        assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
+    rb.shutdown()
+
+
+def test_sample_units_take_the_general_path():
+    rb = make(ReplayBuffer, "uniform", sample_unit=Sequence(4))
+    assert not rb._is_direct
+    data = transitions(40)
+    data["next", "done"].zero_()
+    rb.extend(data)
+    batch = rb.sample()
+    assert batch.numel() % 4 == 0
+    assert torch.equal(batch["observation"][:, 0].long(), batch["index"].reshape(-1))
+
+
+def test_return_info_and_include_info_do_as_in_torchrl():
+    rb = make(ReplayBuffer, "proportional")
+    rb.extend(transitions(20))
+    _, info = rb.sample(return_info=True)
+    assert set(info) == {"index", "priority_weight"}
+    assert "index" not in rb.sample(include_info=False).keys()
+    assert rb.sample(8).batch_size == (8,)
+    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
+        assert rb.sample(5).batch_size == (5,)
+
+
+def test_iteration_gives_batches_until_the_caller_stops():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(20))
+    for number, batch in enumerate(rb):
+        assert batch.batch_size == (8,)
+        if number == 3:
+            break
+    assert number == 3
+
+
+def test_without_a_batch_size_sampling_says_so():
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    rb.extend(transitions(3))
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
+        rb.sample()
+    assert rb.sample(2).batch_size == (2,)
+
+
+def test_defaults_are_the_parts_of_this_package():
+    rb = ReplayBuffer(batch_size=2)
+    assert isinstance(rb.storage, PackedStorage)
+    assert isinstance(rb.sampler, UniformSampler)
+    assert isinstance(rb.writer, RingWriter)
+    assert rb.storage.max_size == 1_000
+
+
+def test_a_delayed_buffer_comes_to_life_with_its_first_use():
+    rb = ReplayBuffer(storage=lambda: PackedStorage(10), batch_size=2, delayed_init=True)
+    assert "not initialized" in repr(rb)
+    rb.extend(transitions(3))
+    assert rb.sample()["observation"].shape == (2, 3)
+
+
+def test_shared_buffers_lock_for_other_processes():
+    rb = ReplayBuffer(storage=PackedStorage(10, shared=True), batch_size=2, shared=True)
+    rb.extend(transitions(3))
+    assert rb.sample().batch_size == (2,)
+    assert rb.share().shared
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_copied_buffer_gives_the_same_batches_from_there_on(sampler, copied):
+    rb = make(ReplayBuffer, sampler)
+    rb.extend(transitions(70))
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(8)
+    rb.update_tensordict_priority(batch)
+    twin = copied(rb)
+    for _ in range(3):
+        assert_same(rb.sample(), twin.sample())
+        for each in (rb, twin):
+            each.extend(transitions(5))
+    twin.storage["observation"].zero_()
+    assert rb.storage["observation"].any()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_state_dict_and_files_restore_a_buffer_exactly(sampler, tmp_path):
+    rb = make(ReplayBuffer, sampler, lanes=3)
+    rb.extend(transitions(25, lanes=3))
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(8)
+    rb.update_tensordict_priority(batch)
+    state = rb.state_dict()
+    rb.dumps(tmp_path / "rb")
+    by_state, by_files = make(ReplayBuffer, sampler, lanes=3, seed=5), make(ReplayBuffer, sampler, lanes=3, seed=6)
+    by_state.load_state_dict(state)
+    by_files.loads(tmp_path / "rb")
+    for _ in range(3):
+        expected = rb.sample()
+        assert_same(expected, by_state.sample())
+        assert_same(expected, by_files.sample())
+        for each in (rb, by_state, by_files):
+            each.extend(transitions(2, lanes=3))
+    assert rb.write_count == by_state.write_count == by_files.write_count
+
+
+@pytest.mark.parametrize("how", ["add", "extend"])
+def test_td_errors_that_come_with_the_data_are_the_rows_priorities(how):
+    rb = make(ReplayBuffer, "proportional")
+    data = transitions(4)
+    data["td_error"] = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+    if how == "extend":
+        rb.extend(data)
+    else:
+        for each in data.unbind(0):
+            rb.add(each)
+    assert rb.sampler.priority(torch.arange(4)).tolist() == [1.0, 2.0, 3.0, 0.5]
+    if how == "extend":
+        rb.extend(data, update_priority=False)
+        assert rb.sampler.priority(torch.arange(4, 8)).tolist() == [3.0] * 4
+
+
+def test_a_bad_td_error_in_the_data_is_refused_before_anything_is_written():
+    rb = make(ReplayBuffer, "proportional")
+    rb.extend(transitions(4).set("td_error", torch.ones(4)))
+    with pytest.raises(ValueError, match="1 of 2 TD errors are NaN or infinite"):
+        rb.extend(transitions(2).set("td_error", torch.tensor([1.0, float("nan")])))
+    assert (len(rb), rb.write_count) == (4, 4)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape):
+    rb = make(ReplayBuffer, "proportional", lanes=lanes)
+    rb.extend(transitions(20, lanes=lanes))
+    batch = rb.sample()
+    batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
+    td_error = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape)).expand(8, *shape).clone()
+    if shape == (4,):
+        td_error[:, 1] *= -3
+    batch["td_error"] = td_error
+    rb.update_tensordict_priority(batch)
+    last = rb.sampler.priority(batch["index"][:1], storage=rb.storage)
+    assert last.tolist() == [24.0 if shape == (4,) else 8.0]
+
+
+def test_a_batch_without_td_errors_or_index_is_refused():
+    rb = make(ReplayBuffer, "proportional")
+    rb.extend(transitions(4))
+    with pytest.raises(KeyError, match="no 'td_error'"):
+        rb.update_tensordict_priority(rb.sample())
+    with pytest.raises(KeyError, match="no 'index'"):
+        rb.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
+    make(ReplayBuffer, "uniform").update_tensordict_priority(rb.sample())  # nothing to do, as in TorchRL
+
+
+def test_the_priority_key_may_be_another_or_nested():
+    rb = make(ReplayBuffer, "proportional", priority_key=("loss", "error"))
+    rb.extend(transitions(4))
+    batch = rb.sample()
+    batch["loss", "error"] = torch.full((8, 1), 7.0)
+    rb.update_tensordict_priority(batch)
+    assert rb.sampler.priority(batch["index"]).tolist() == [7.0] * 8
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_order_of_age_is_kept_across_the_wrap(lanes):
+    rb = make(ReplayBuffer, "uniform", lanes=lanes)
+    steps = 20 if lanes else 60
+    history: list[int] = []
+    for round_ in range(9):
+        rb.extend(transitions(7, lanes=lanes, start=round_ * 100))
+        history += [round_ * 100 + t for t in range(7)]
+        age = rb.chronological()
+        assert age.batch_size == ((min(len(history), steps), 3) if lanes else (min(len(history), steps),))
+        first_lane = age["observation"][:, 0, 0] if lanes else age["observation"][:, 0]
+        assert first_lane.long().tolist() == history[-steps:]
+        last = rb.last(3)["observation"]
+        assert (last[:, 0, 0] if lanes else last[:, 0]).long().tolist() == history[-3:]
+    assert rb.full
+    age.zero_()
+    assert rb.storage["observation"].any()
+
+
+def test_last_and_chronological_refuse_what_they_cannot_give():
+    rb = make(ReplayBuffer, "uniform")
+    assert not rb.full
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.chronological()
+    rb.extend(transitions(4))
+    for n in (0, 5):
+        with pytest.raises(ValueError, match=f"cannot return the last {n} time steps: 4 are stored"):
+            rb.last(n)
+
+
+def test_empty_starts_anew_and_keeps_the_schema():
+    rb = make(ReplayBuffer, "proportional")
+    rb.extend(transitions(70))
+    rb.empty()
+    assert (len(rb), rb.write_count) == (0, 0)
+    with pytest.raises(SchemaError, match="'other'"):
+        rb.extend(TensorDict({"other": torch.zeros(2)}, [2]))
+    rb.extend(transitions(3))
+    assert rb.sample()["observation"].max() <= 2
+
+
+def test_the_index_is_set_in_the_data_unless_it_is_locked():
+    rb = make(ReplayBuffer, "uniform")
+    data = transitions(3)
+    rb.extend(data)
+    rb.extend(data)
+    assert data["index"].tolist() == [3, 4, 5]
+    rb.extend(transitions(2).lock_())
+    single = transitions(1)[0]
+    rb.add(single)
+    assert single["index"].item() == 8
+    lanes = make(ReplayBuffer, "uniform", lanes=3)
+    data = transitions(2, lanes=3)
+    lanes.extend(data)
+    assert data["index"].shape == (3, 2, 2)
+    assert data["index"][2, 1].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["add", "extend"])
+def test_what_is_no_tensordict_is_refused(how):
+    rb = make(ReplayBuffer, "uniform")
+    with pytest.raises(TypeError, match=f"{how} takes a TensorDict, got dict"):
+        getattr(rb, how)({"observation": torch.zeros(3)})
+
+
+def test_rows_that_are_batches_themselves_come_back_as_such():
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb.extend(transitions(6, lanes=5))  # five trajectories of six steps, one a row
+    batch = rb.sample()
+    assert batch.batch_size == (4, 6)
+    assert batch["index"].shape == batch["priority_weight"].shape == (4, 6)
+    batch["td_error"] = torch.full((4, 6, 1), 3.0)
+    rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(batch["index"][:, 0]) == 3.0).all()
+
+
+def test_rows_of_several_lanes_may_be_batches_too():
+    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), sampler=ProportionalSampler(12), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(24.0).view(2, 3, 4)}, [2, 3, 4]))  # two lanes, three steps, rows of four
+    batch = rb.sample()
+    assert batch["index"].shape == (4, 4, 2)
+    batch["td_error"] = batch["x"] + 1
+    rb.update_tensordict_priority(batch)
+    time, lane = batch["index"][:, 0].unbind(-1)
+    expected = (lane * 12 + time * 4 + 4).double()  # the largest of each row
+    assert torch.equal(rb.sampler.priority((time, lane), storage=rb.storage), expected)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_what_has_been_extended_or_added_can_be_given_priorities_afterwards(lanes):
+    rb = make(ReplayBuffer, "proportional", lanes=lanes)
+    data = transitions(4, lanes=lanes)
+    rb.extend(data)
+    data["td_error"] = data["observation"][..., :1] + 1
+    rb.update_tensordict_priority(data)
+    stored = rb.storage["observation"][..., 0].flatten()[: len(rb)]
+    assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double())
+    single = transitions(1, lanes=lanes, start=50)[..., 0]
+    rb.add(single)
+    single["td_error"] = torch.full((3, 2) if lanes else (2,), -77.0)
+    rb.update_tensordict_priority(single)
+    assert (rb.sampler.priority(torch.arange(len(rb))) == 77).sum() == max(lanes, 1)
+
+
+def test_repr_tells_what_is_inside():
+    rb = make(ReplayBuffer, "proportional")
+    rb.extend(transitions(15))
+    text = repr(rb)
+    for part in (
+        "15 of 60 rows",
+        "bytes a row",
+        "'observation': float32 (3,)",
+        "ProportionalSampler(alpha=0.6",
+        "25.0%",
+    ):
+        assert part in text, part
+
+
+# -- our parts and TorchRL's, mixed
+
+PARTS = {
+    "storage": {
+        "ours": lambda ndim: PackedStorage(60, ndim=ndim),
+        "theirs": lambda ndim: LazyTensorStorage(60, ndim=ndim),
+    },
+    "sampler": {
+        "ours": lambda: ProportionalSampler(60),
+        "our uniform": UniformSampler,
+        "their uniform": RandomSampler,
+        "their prioritized": lambda: PrioritizedSampler(60, 0.6, 0.4),
+        "their epochs": SamplerWithoutReplacement,
+    },
+    "writer": {"ours": RingWriter, "theirs": TensorDictRoundRobinWriter},
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # TorchRL's sampler, NumPy 2
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer, TorchRLReplayBuffer])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("writer", PARTS["writer"])
+@pytest.mark.parametrize("sampler", PARTS["sampler"])
+@pytest.mark.parametrize("storage", PARTS["storage"])
+def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buffer):
+    if buffer is TorchRLReplayBuffer and writer == "theirs":
+        pytest.skip("TorchRL's ReplayBuffer takes its TensorDict writer for TensorDictReplayBuffer only")
+    rb = buffer(
+        storage=PARTS["storage"][storage](2 if lanes else 1),
+        sampler=PARTS["sampler"][sampler](),
+        writer=PARTS["writer"][writer](),
+        batch_size=6,
+    )
+    for round_ in range(5):  # wraps
+        rb.extend(transitions(8 if lanes else 17, lanes=lanes, start=round_ * 1_000))
+        batch, info = rb.sample(return_info=True)
+        index = info["index"]
+        stored = rb.storage.get(index)
+        assert torch.equal(batch["observation"], stored["observation"])
+        assert torch.equal(batch["next", "reward"][:, 0].float(), batch["observation"][:, 0])
+        if buffer is not TorchRLReplayBuffer:
+            batch["td_error"] = torch.rand(6) + 0.1
+            rb.update_tensordict_priority(batch)
+        elif "rioritized" in sampler or sampler == "ours":
+            rb.update_priority(index, torch.rand(6) + 0.1)
+    if not lanes:
+        rb.add(transitions(1, start=9_999)[0])
+    assert len(rb) == 60
+    if sampler == "ours":
+        assert (rb.sampler.priority(torch.arange(60)) > 0).all()
+
+
+def test_torchrls_slice_sampler_cuts_trajectories_out_of_packed_rows():
+    rb = ReplayBuffer(
+        storage=PackedStorage(60), sampler=SliceSampler(num_slices=2, end_key=("next", "done")), batch_size=8
+    )
+    rb.extend(transitions(49))
+    batch = rb.sample()
+    assert batch.numel() == 8
+    steps = batch["observation"][:, 0].view(2, 4)
+    assert (steps.diff(dim=1) == 1).all()
+
+
+def test_indexing_a_buffer_reads_its_rows():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(9))
+    assert rb[:]["observation"].shape == (9, 3)
+    assert rb[2:4]["action"].shape == (2, 1)
+    assert rb[torch.tensor([1, 5])]["next", "done"].shape == (2, 1)
+
+
+def test_one_time_step_of_several_lanes_can_be_extended():
+    rb = make(ReplayBuffer, "proportional", lanes=3)
+    data = transitions(1, lanes=3)
+    rb.extend(data)
+    assert data["index"].tolist() == [[[0, 0]], [[0, 1]], [[0, 2]]]
+    assert len(rb) == 3

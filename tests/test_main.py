@@ -1,0 +1,59 @@
+"""The command line, run as a user runs it, only shorter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlbuf_td.__main__ import OPERATIONS, main
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "rlbuf_td", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "proportional"])
+def test_the_demo_learns_a_little_in_two_thousand_steps_and_leaves_its_picture_and_policy(tmp_path, sampler):
+    done = run("demo", "--steps", "2048", "--sampler", sampler, "--seed", "1", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "mean return of the best policy over 10 new episodes" in done.stdout
+    assert "next:" in done.stdout
+    assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run" / "policy.pt").stat().st_size > 10_000
+    assert "in buffer=" in done.stderr
+    assert "return=" in done.stderr
+
+
+def test_the_benchmark_prints_a_row_for_every_operation():
+    done = run("bench", "--rows", "1000", "--images", "64", "--batch", "32", "--rounds", "2", COLUMNS="160")
+    assert done.returncode == 0, done.stderr
+    assert "1,000 small" in done.stdout
+    assert "64 image" in done.stdout
+    assert done.stdout.count("(") > 2 * len(OPERATIONS)
+
+
+def test_operations_named_on_the_command_line_are_those_that_the_benchmark_knows():
+    from rlbuf_td.bench import compare
+
+    assert tuple(compare.OPERATIONS) == OPERATIONS
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rlbuf_td.demos.dqn", None)
+    assert main(["demo"]) == 1
+    assert "pip install 'rlbuf_td[demo]'" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["play"])
+    assert "invalid choice: 'play'" in capsys.readouterr().err
