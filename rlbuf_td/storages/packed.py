@@ -39,6 +39,9 @@ class PackedStorage(LazyTensorStorage):
             already is never overwritten.
         shared: put the rows into shared memory (CPU only).
 
+    A copy, pickled or deep, has rows of its own in RAM or shared memory, never in the file of its original. Sent to a
+    spawned process, the storage keeps its rows: both processes read and write the same ones.
+
     Raises:
         ValueError: an argument is out of range, or two of them exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing has been written.

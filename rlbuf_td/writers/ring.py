@@ -154,7 +154,7 @@ class RingWriter(RoundRobinWriter):
 def _without_index(data: Any) -> Any:
     if isinstance(data, list):
         return [_without_index(item) for item in data]
-    if isinstance(data, TensorDictBase) and "index" in data.keys():  # noqa: SIM118 (it iterates over rows)
+    if isinstance(data, TensorDictBase) and "index" in data.keys():
         return data.exclude("index")
     return data
 
