@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import multiprocessing
 from torchrl.data import TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, RingWriter
+from rlbuf_td import PackedStorage, RingWriter, SchemaError
 from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, Schema, as_bytes, assert_same, copied, transitions
 
@@ -98,6 +98,17 @@ def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     del first
     assert path.read_bytes() == before
+
+
+def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
+    storage = stored("file", tmp_path, steps=0)
+    data = transitions(NESTED, 3)
+    for bad, cursor in ((data.clone().set("s", "text"), range(3)), (data, range(2)), (data, range(1, 4))):
+        with pytest.raises((SchemaError, IndexError)):
+            storage.set(cursor, bad)
+        assert not (tmp_path / "rows").exists()
+    storage.set(range(3), data)
+    assert (tmp_path / "rows" / ROWS_FILE).exists()
 
 
 def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
