@@ -35,7 +35,9 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Return any form of an index as flat rows, contiguous ``[B]`` int64: an int, flat rows, a tuple, or a stack ``[B, ndim]``.
+    """Return any form of an index as flat rows, contiguous ``[B]`` int64.
+
+    The forms: an int, flat rows, a tuple of one tensor a dim, or their stack ``[B, ndim]``.
 
     Rows named -1 ("skip") stay -1.
 
