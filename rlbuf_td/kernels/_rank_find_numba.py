@@ -1,0 +1,155 @@
+"""Looking things up in the chunked order: key to place, rank to row, row to rank.
+
+Batches go down in lockstep (levels outside, entries inside, no branches), so that their cache misses overlap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, NO_KEY, WIDTH, Chunks
+
+_TOP_BIT = 0x7FFFFFFF
+_ROW = 0xFFFFFFFF
+
+
+@njit(cache=True, nogil=True)
+def key_of(bits: int, row: int) -> int:
+    """Sort key of a row: the larger the magnitude the smaller, ties by row. Positive float bits sort as floats do."""
+    return ((_TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
+
+
+@njit(cache=True, nogil=True)
+def top_span(groups: int) -> int:
+    """Half of the smallest power of two that holds ``groups``: the first step of a search."""
+    step = 1
+    while step * 2 < groups:
+        step *= 2
+    return step if groups > 1 else 0
+
+
+@njit(cache=True, nogil=True)
+def find_place(st: Chunks, key: int) -> tuple[int, int]:
+    """Position in the top and slot of the chunk that holds ``key``, or would."""
+    p = 0
+    step = top_span(st.head[GROUPS])
+    while step > 0:
+        if st.top_first[p + step] <= key:
+            p += step
+        step >>= 1
+    g = st.top_group[p]
+    s = 0
+    step = WIDTH // 2
+    while step > 0:
+        if st.first[g, s + step] <= key:
+            s += step
+        step >>= 1
+    return p, s
+
+
+@njit(cache=True, nogil=True)
+def next_bound(st: Chunks, p: int, s: int) -> int:
+    """Lower bound of the chunk after slot ``s``: all keys of slot ``s`` lie below it."""
+    g = st.top_group[p]
+    if s + 1 < st.size[g]:
+        return st.first[g, s + 1]
+    if p + 1 < st.head[GROUPS]:
+        return st.top_first[p + 1]
+    return NO_KEY
+
+
+@njit(cache=True, nogil=True)
+def find_places(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
+    """``find_place`` for ``keys[:n]``, in lockstep."""
+    top_first, top_group, first = st.top_first, st.top_group, st.first
+    for i in range(n):
+        pos[i] = 0
+        slot[i] = 0
+    step = top_span(st.head[GROUPS])
+    while step > 0:
+        for i in range(n):
+            p = pos[i]
+            pos[i] = p + step * (top_first[np.uint64(p + step)] <= keys[i])
+        step >>= 1
+    step = WIDTH // 2
+    while step > 0:
+        for i in range(n):
+            s = slot[i]
+            g = top_group[np.uint64(pos[i])]
+            slot[i] = s + step * (first[np.uint64(g), np.uint64(s + step)] <= keys[i])
+        step >>= 1
+
+
+@njit(cache=True, nogil=True)
+def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
+    """How many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
+    count = 0
+    for t in range(n):
+        count += keys[np.uint64(c), np.uint64(t)] < key
+    return count
+
+
+@njit(cache=True, nogil=True)
+def rows_at(st: Chunks, ranks: np.ndarray, rows: np.ndarray) -> None:
+    """Write the row of each rank (1 the largest magnitude) into ``rows``. Ranks must lie in ``1 .. N``."""
+    n = len(ranks)
+    top_tree, top_group, before = st.top_tree, st.top_group, st.before
+    pos = np.zeros(n, np.int64)
+    rest = np.empty(n, np.int64)
+    for i in range(n):
+        rest[i] = ranks[i] - 1
+        rows[i] = 0
+    groups = st.head[GROUPS]
+    step = 1
+    while step * 2 <= groups:
+        step *= 2
+    while step > 0:
+        for i in range(n):
+            # Past the last group the tree's nodes hold what FULL holds in a group: they are never entered.
+            p = pos[i] + step
+            inside = p < groups
+            mass = top_tree[np.uint64(p * inside)]
+            go = inside & (mass <= rest[i])
+            pos[i] += step * go
+            rest[i] -= mass * go
+        step >>= 1
+    slot = rows
+    step = WIDTH // 2
+    while step > 0:
+        for i in range(n):
+            s = slot[i]
+            g = top_group[np.uint64(pos[i])]
+            slot[i] = s + step * (before[np.uint64(g), np.uint64(s + step)] <= rest[i])
+        step >>= 1
+    for i in range(n):
+        g = np.uint64(top_group[np.uint64(pos[i])])
+        s = np.uint64(slot[i])
+        rest[i] -= before[g, s]
+        pos[i] = st.child[g, s]
+    for i in range(n):
+        rows[i] = st.keys[np.uint64(pos[i]), np.uint64(rest[i])] & _ROW
+
+
+@njit(cache=True, nogil=True)
+def rank_of(st: Chunks, row: int) -> int:
+    """Rank of one row, 1 the largest magnitude; 0 if the row holds none."""
+    bits = st.bits[row]
+    if bits == ABSENT:
+        return 0
+    key = key_of(bits, row)
+    p, s = find_place(st, key)
+    g = st.top_group[p]
+    c = st.child[g, s]
+    rank = st.before[g, s] + count_below(st.keys, c, st.fill[c], key) + 1
+    while p > 0:
+        rank += st.top_tree[p]
+        p -= p & -p
+    return rank
+
+
+@njit(cache=True, nogil=True)
+def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> None:
+    """Write the rank of each row into ``ranks``."""
+    for i in range(len(rows)):
+        ranks[i] = rank_of(st, rows[i])
