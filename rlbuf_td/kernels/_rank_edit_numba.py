@@ -7,7 +7,7 @@ holds N / 8,000 entries or so.
 
 from __future__ import annotations
 
-from numba import njit
+import numpy as np
 
 from rlbuf_td.kernels._rank_chunks import (
     FULL,
@@ -21,11 +21,22 @@ from rlbuf_td.kernels._rank_chunks import (
     Chunks,
 )
 from rlbuf_td.kernels._rank_find_numba import count_below, find_place
+from rlbuf_td.kernels._rank_jit import bare, move
 
 _HALF = WIDTH // 2
 
 
-@njit(cache=True, nogil=True)
+@bare
+def add_count(before: np.ndarray, group: int, s: int, size: int, delta: int) -> None:
+    """Count ``delta`` more keys in slot ``s``."""
+    # Unsigned indices spare numba's test for negative ones, which would keep LLVM from vectorising.
+    g = np.uint64(group)
+    d = np.int32(delta)
+    for t in range(np.uint64(s + 1), np.uint64(size + 1)):
+        before[g, t] += d
+
+
+@bare
 def add_total(st: Chunks, p: int, delta: int) -> None:
     """Change the total of the group at position ``p`` in the top's Fenwick tree."""
     node = p + 1
@@ -35,7 +46,7 @@ def add_total(st: Chunks, p: int, delta: int) -> None:
         node += node & -node
 
 
-@njit(cache=True, nogil=True)
+@bare
 def rebuild_totals(st: Chunks) -> None:
     """Make the Fenwick tree afresh from the groups' totals."""
     groups = st.head[GROUPS]
@@ -48,7 +59,7 @@ def rebuild_totals(st: Chunks) -> None:
             st.top_tree[parent] += st.top_tree[node]
 
 
-@njit(cache=True, nogil=True)
+@bare
 def split_group(st: Chunks, p: int) -> None:
     """Move the upper half of the full group at ``p`` into a new group at ``p + 1``."""
     g = st.top_group[p]
@@ -75,7 +86,7 @@ def split_group(st: Chunks, p: int) -> None:
     rebuild_totals(st)
 
 
-@njit(cache=True, nogil=True)
+@bare
 def merge_chunks(st: Chunks, g: int, s: int) -> bool:
     """Merge the chunks in slots ``s`` and ``s + 1`` if both exist and they are small."""
     size = st.size[g]
@@ -101,7 +112,7 @@ def merge_chunks(st: Chunks, g: int, s: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@bare
 def merge_groups(st: Chunks, p: int) -> bool:
     """Merge the groups at ``p`` and ``p + 1`` if both exist and they are small."""
     groups = st.head[GROUPS]
@@ -134,7 +145,7 @@ def merge_groups(st: Chunks, p: int) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@bare
 def rebalance(st: Chunks, key: int) -> None:
     """Restore the lower bounds on chunk and group sizes around the place of ``key``."""
     p, s = find_place(st, key)
@@ -149,7 +160,7 @@ def rebalance(st: Chunks, key: int) -> None:
         p -= 1
 
 
-@njit(cache=True, nogil=True)
+@bare
 def new_chunk_after(st: Chunks, p: int, s: int, bound: int, moved: int, added: int) -> tuple[int, int]:
     """Put an empty chunk with lower bound ``bound`` after slot ``s``; return the place of the chunk.
 
@@ -180,7 +191,7 @@ def new_chunk_after(st: Chunks, p: int, s: int, bound: int, moved: int, added: i
     return p, s + 1
 
 
-@njit(cache=True, nogil=True)
+@bare
 def split_chunk(st: Chunks, p: int, s: int, cut: int, bound: int) -> tuple[int, int]:
     """Move the keys from ``cut`` on into a new chunk after slot ``s``; return its place."""
     c = st.child[st.top_group[p], s]
@@ -194,7 +205,7 @@ def split_chunk(st: Chunks, p: int, s: int, cut: int, bound: int) -> tuple[int, 
     return p, s
 
 
-@njit(cache=True, nogil=True)
+@bare
 def insert_key(st: Chunks, p: int, s: int, key: int) -> bool:
     """Insert a key at its place. Returns whether chunks moved, so that places found before no longer hold."""
     keys = st.keys
@@ -215,12 +226,10 @@ def insert_key(st: Chunks, p: int, s: int, key: int) -> bool:
         n = st.fill[c]
     g = st.top_group[p]
     at = count_below(keys, c, n, key)
-    for t in range(n, at, -1):
-        keys[c, t] = keys[c, t - 1]
+    move(keys, c, at + 1, at, n - at)
     keys[c, at] = key
     st.fill[c] = n + 1
-    for t in range(s + 1, st.size[g] + 1):
-        st.before[g, t] += 1
+    add_count(st.before, g, s, st.size[g], 1)
     add_total(st, p, 1)
     st.head[ROWS] += 1
     if bound > 0:
@@ -229,7 +238,7 @@ def insert_key(st: Chunks, p: int, s: int, key: int) -> bool:
     return bound > 0
 
 
-@njit(cache=True, nogil=True)
+@bare
 def delete_key(st: Chunks, p: int, s: int, key: int) -> bool:
     """Delete a key at its place. Returns whether its chunk and a neighbour should now merge."""
     keys = st.keys
@@ -237,12 +246,10 @@ def delete_key(st: Chunks, p: int, s: int, key: int) -> bool:
     c = st.child[g, s]
     n = st.fill[c]
     at = count_below(keys, c, n, key)
-    for t in range(at, n - 1):
-        keys[c, t] = keys[c, t + 1]
+    move(keys, c, at, at + 1, n - at - 1)
     st.fill[c] = n - 1
     size = st.size[g]
-    for t in range(s + 1, size + 1):
-        st.before[g, t] -= 1
+    add_count(st.before, g, s, size, -1)
     add_total(st, p, -1)
     st.head[ROWS] -= 1
     if s > 0 and st.before[g, s + 1] - st.before[g, s - 1] <= MERGE:

@@ -6,21 +6,21 @@ Batches go down in lockstep (levels outside, entries inside, no branches), so th
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, NO_KEY, WIDTH, Chunks
+from rlbuf_td.kernels._rank_jit import bare, compiled, prefetch
 
 _TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@bare
 def key_of(bits: int, row: int) -> int:
     """Sort key of a row: the larger the magnitude the smaller, ties by row. Positive float bits sort as floats do."""
     return ((_TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
-@njit(cache=True, nogil=True)
+@bare
 def top_span(groups: int) -> int:
     """Half of the smallest power of two that holds ``groups``: the first step of a search."""
     step = 1
@@ -29,7 +29,7 @@ def top_span(groups: int) -> int:
     return step if groups > 1 else 0
 
 
-@njit(cache=True, nogil=True)
+@bare
 def find_place(st: Chunks, key: int) -> tuple[int, int]:
     """Position in the top and slot of the chunk that holds ``key``, or would."""
     p = 0
@@ -48,7 +48,7 @@ def find_place(st: Chunks, key: int) -> tuple[int, int]:
     return p, s
 
 
-@njit(cache=True, nogil=True)
+@bare
 def next_bound(st: Chunks, p: int, s: int) -> int:
     """Lower bound of the chunk after slot ``s``: all keys of slot ``s`` lie below it."""
     g = st.top_group[p]
@@ -59,7 +59,7 @@ def next_bound(st: Chunks, p: int, s: int) -> int:
     return NO_KEY
 
 
-@njit(cache=True, nogil=True)
+@bare
 def find_places(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
     """``find_place`` for ``keys[:n]``, in lockstep."""
     top_first, top_group, first = st.top_first, st.top_group, st.first
@@ -81,7 +81,14 @@ def find_places(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray,
         step >>= 1
 
 
-@njit(cache=True, nogil=True)
+@bare
+def fetch_chunk(keys: np.ndarray, chunk: int) -> None:
+    """Start loading a chunk that is needed soon: its 16 cache lines then arrive together."""
+    for column in range(0, WIDTH, 8):
+        prefetch(keys, chunk, column)
+
+
+@bare
 def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
     """How many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
     count = 0
@@ -90,7 +97,25 @@ def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
+@bare
+def find_in_chunks(
+    st: Chunks, wanted: np.ndarray, pos: np.ndarray, slot: np.ndarray, at: np.ndarray, n: int
+) -> None:
+    """Positions in their chunks of keys that are there, in lockstep."""
+    keys, fill, child, top_group = st.keys, st.fill, st.child, st.top_group
+    for i in range(n):
+        at[i] = 0
+    step = WIDTH // 2
+    while step > 0:
+        for i in range(n):
+            c = np.uint64(child[np.uint64(top_group[np.uint64(pos[i])]), np.uint64(slot[i])])
+            t = at[i] + step
+            inside = t < fill[c]
+            at[i] += step * (inside & (keys[c, np.uint64(t * inside)] <= wanted[i]))
+        step >>= 1
+
+
+@compiled
 def rows_at(st: Chunks, ranks: np.ndarray, rows: np.ndarray) -> None:
     """Write the row of each rank (1 the largest magnitude) into ``rows``. Ranks must lie in ``1 .. N``."""
     n = len(ranks)
@@ -131,7 +156,7 @@ def rows_at(st: Chunks, ranks: np.ndarray, rows: np.ndarray) -> None:
         rows[i] = st.keys[np.uint64(pos[i]), np.uint64(rest[i])] & _ROW
 
 
-@njit(cache=True, nogil=True)
+@bare
 def rank_of(st: Chunks, row: int) -> int:
     """Rank of one row, 1 the largest magnitude; 0 if the row holds none."""
     bits = st.bits[row]
@@ -148,7 +173,7 @@ def rank_of(st: Chunks, row: int) -> int:
     return rank
 
 
-@njit(cache=True, nogil=True)
+@bare
 def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> None:
     """Write the rank of each row into ``ranks``."""
     for i in range(len(rows)):

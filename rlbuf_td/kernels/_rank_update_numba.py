@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, ROWS, WIDTH, Chunks
+from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, MERGE, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels._rank_edit_numba import (
+    add_count,
     add_total,
     delete_key,
     insert_key,
@@ -17,14 +17,16 @@ from rlbuf_td.kernels._rank_edit_numba import (
     rebuild_totals,
     split_chunk,
 )
-from rlbuf_td.kernels._rank_find_numba import count_below, find_place, find_places, key_of, next_bound
+from rlbuf_td.kernels._rank_find_numba import count_below, find_place, find_places, key_of, next_bound, fetch_chunk, find_in_chunks
+from rlbuf_td.kernels._rank_jit import bare, compiled, move
 
 # Rows that are found in lockstep before they are changed one by one: enough to overlap cache misses, few enough for
 # their scratch space to stay in the first cache.
 BLOCK = 256
+AHEAD = 4
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def update_rows(st: Chunks, rows: np.ndarray, bits: np.ndarray) -> None:
     """Give each row a magnitude (as float bits). Rows of -1 are skipped; of equal rows the last one counts."""
     keys = np.empty(BLOCK, np.int64)
@@ -50,10 +52,12 @@ def update_rows(st: Chunks, rows: np.ndarray, bits: np.ndarray) -> None:
         _insert_block(st, keys, pos, slot, n)
 
 
-@njit(cache=True, nogil=True)
+@bare
 def _delete_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
     find_places(st, keys, pos, slot, n)
     for i in range(n):
+        if i + AHEAD < n:
+            fetch_chunk(st.keys, st.child[st.top_group[pos[i + AHEAD]], slot[i + AHEAD]])
         # Nothing merges before all are deleted: the places stay right.
         slot[i] = delete_key(st, pos[i], slot[i], keys[i])
     for i in range(n):
@@ -61,18 +65,20 @@ def _delete_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarra
             rebalance(st, keys[i])
 
 
-@njit(cache=True, nogil=True)
+@bare
 def _insert_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
     find_places(st, keys, pos, slot, n)
     moved = False
     for i in range(n):
+        if i + AHEAD < n:
+            fetch_chunk(st.keys, st.child[st.top_group[pos[i + AHEAD]], slot[i + AHEAD]])
         p, s = pos[i], slot[i]
         if moved:
             p, s = find_place(st, keys[i])
         moved |= insert_key(st, p, s, keys[i])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def take_range(st: Chunks, start: int, stop: int) -> np.ndarray:
     """Mark rows ``start .. stop - 1`` absent and return the keys that must now be deleted."""
     keys = np.empty(stop - start, np.int64)
@@ -85,60 +91,62 @@ def take_range(st: Chunks, start: int, stop: int) -> np.ndarray:
     return keys[:n]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def delete_sorted(st: Chunks, keys: np.ndarray) -> None:
-    """Delete many keys, given in ascending order: each group is visited once."""
+    """Delete many keys, given in ascending order."""
+    pos = np.empty(BLOCK, np.int64)
+    slot = np.empty(BLOCK, np.int64)
+    at = np.empty(BLOCK, np.int64)
+    for start in range(0, len(keys), BLOCK):
+        block = keys[start : start + BLOCK]
+        find_places(st, block, pos, slot, len(block))
+        find_in_chunks(st, block, pos, slot, at, len(block))
+        _delete_sorted_block(st, pos, slot, at, len(block))
+    if len(keys):
+        _merge_between(st, keys[0], keys[-1])
+
+
+@bare
+def _delete_sorted_block(st: Chunks, pos: np.ndarray, slot: np.ndarray, at: np.ndarray, n: int) -> None:
     i = 0
-    while i < len(keys):
-        p, s = find_place(st, keys[i])
-        i = _delete_in_group(st, p, s, keys, i)
+    while i < n:
+        p, s = pos[i], slot[i]
+        g = st.top_group[p]
+        c = st.child[g, s]
+        begin = i
+        # What lies between one deleted key and the next moves down by the number deleted so far.
+        while i < n and pos[i] == p and slot[i] == s:
+            stop = at[i + 1] if i + 1 < n and pos[i + 1] == p and slot[i + 1] == s else np.int64(st.fill[c])
+            move(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
+            i += 1
+        gone = i - begin
+        st.fill[c] -= gone
+        add_count(st.before, g, s, st.size[g], -gone)
+        add_total(st, p, -gone)
+        st.head[ROWS] -= gone
+
+
+@bare
+def _merge_between(st: Chunks, low: int, high: int) -> None:
+    """Merge what has become small among the groups that hold ``low`` to ``high``."""
+    p, _ = find_place(st, low)
+    last, _ = find_place(st, high)
+    while p <= last:
         g = st.top_group[p]
         s = 0
-        while s < st.size[g]:
-            if not merge_chunks(st, g, s):
+        while s + 1 < st.size[g]:
+            if st.before[g, s + 2] - st.before[g, s] > MERGE:
                 s += 1
-        while merge_groups(st, p):
-            pass
-        while merge_groups(st, p - 1):
-            p -= 1
-
-
-@njit(cache=True, nogil=True)
-def _delete_in_group(st: Chunks, p: int, s: int, keys: np.ndarray, i: int) -> int:
-    g = st.top_group[p]
-    size = st.size[g]
-    gone = 0
-    while s < size:
-        bound = next_bound(st, p, s)
-        begin = i
-        while i < len(keys) and keys[i] < bound:
-            i += 1
-        if i > begin:
-            _delete_in_chunk(st, st.child[g, s], keys, begin, i)
-            gone += i - begin
-        s += 1
-        st.before[g, s] -= gone
-    add_total(st, p, -gone)
-    st.head[ROWS] -= gone
-    return i
-
-
-@njit(cache=True, nogil=True)
-def _delete_in_chunk(st: Chunks, c: int, keys: np.ndarray, begin: int, end: int) -> None:
-    n = st.fill[c]
-    kept = count_below(st.keys, c, n, keys[begin])
-    i = begin
-    for t in range(kept, n):
-        key = st.keys[c, t]
-        if i < end and key == keys[i]:
-            i += 1
+            else:
+                merge_chunks(st, g, s)
+        if merge_groups(st, p - 1):
+            last -= 1
         else:
-            st.keys[c, kept] = key
-            kept += 1
-    st.fill[c] = kept
+            p += 1
+    merge_groups(st, last)
 
 
-@njit(cache=True, nogil=True)
+@bare
 def insert_range(st: Chunks, start: int, stop: int, bits: int) -> None:
     """Insert rows ``start .. stop - 1``, all absent, at one magnitude.
 
@@ -171,25 +179,23 @@ def insert_range(st: Chunks, start: int, stop: int, bits: int) -> None:
         rebalance(st, above)
 
 
-@njit(cache=True, nogil=True)
+@bare
 def _insert_run(st: Chunks, p: int, s: int, at: int, key: int, end: int) -> int:
     """Put the keys ``key .. end`` into one chunk that has room, at ``at``; return the key after them."""
     g = st.top_group[p]
     c = st.child[g, s]
     n = st.fill[c]
     count = end - key + 1
-    for t in range(n - 1, at - 1, -1):
-        st.keys[c, t + count] = st.keys[c, t]
+    move(st.keys, c, at + count, at, n - at)
     for t in range(count):
         st.keys[c, at + t] = key + t
     st.fill[c] = n + count
-    for t in range(s + 1, st.size[g] + 1):
-        st.before[g, t] += count
+    add_count(st.before, g, s, st.size[g], count)
     add_total(st, p, count)
     return end + 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def keys_of(bits: np.ndarray) -> np.ndarray:
     """Keys of all rows that have a magnitude, by row."""
     keys = np.empty(len(bits), np.int64)
@@ -201,7 +207,7 @@ def keys_of(bits: np.ndarray) -> np.ndarray:
     return keys[:n]
 
 
-@njit(cache=True, nogil=True)
+@bare
 def append_sorted(st: Chunks, keys: np.ndarray) -> None:
     """Append ascending keys, all above those present, leaving each chunk some room."""
     room = 3 * WIDTH // 4
