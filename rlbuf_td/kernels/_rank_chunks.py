@@ -22,7 +22,8 @@ import torch
 
 WIDTH = 128
 MERGE = 96
-ABSENT = -1
+#: The bits of -1.0: rows without a magnitude. All others are positive.
+ABSENT = -1082130432
 NO_KEY = (1 << 63) - 1
 FULL = 1 << 30
 MAX_CAPACITY = (1 << 32) - 1

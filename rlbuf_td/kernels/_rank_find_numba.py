@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, NO_KEY, WIDTH, Chunks
+from rlbuf_td.kernels._rank_chunks import GROUPS, NO_KEY, WIDTH, Chunks
 from rlbuf_td.kernels._rank_jit import bare, compiled, prefetch
 
+#: Rows that are found in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in the first
+#: cache.
+BLOCK = 256
 _TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
 
@@ -116,16 +119,27 @@ def find_in_chunks(
 
 
 @compiled
-def rows_at(st: Chunks, ranks: np.ndarray, rows: np.ndarray) -> None:
-    """Write the row of each rank (1 the largest magnitude) into ``rows``. Ranks must lie in ``1 .. N``."""
+def rows_at(
+    head: np.ndarray,
+    top_tree: np.ndarray,
+    top_group: np.ndarray,
+    before: np.ndarray,
+    child: np.ndarray,
+    keys: np.ndarray,
+    ranks: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    """Write the row of each rank (1 the largest magnitude) into ``rows``. Ranks must lie in ``1 .. N``.
+
+    Takes its arrays one by one: handing over the whole state costs more than a third of the search.
+    """
     n = len(ranks)
-    top_tree, top_group, before = st.top_tree, st.top_group, st.before
     pos = np.zeros(n, np.int64)
     rest = np.empty(n, np.int64)
     for i in range(n):
         rest[i] = ranks[i] - 1
         rows[i] = 0
-    groups = st.head[GROUPS]
+    groups = head[GROUPS]
     step = 1
     while step * 2 <= groups:
         step *= 2
@@ -151,30 +165,28 @@ def rows_at(st: Chunks, ranks: np.ndarray, rows: np.ndarray) -> None:
         g = np.uint64(top_group[np.uint64(pos[i])])
         s = np.uint64(slot[i])
         rest[i] -= before[g, s]
-        pos[i] = st.child[g, s]
+        pos[i] = child[g, s]
     for i in range(n):
-        rows[i] = st.keys[np.uint64(pos[i]), np.uint64(rest[i])] & _ROW
+        rows[i] = keys[np.uint64(pos[i]), np.uint64(rest[i])] & _ROW
 
 
-@bare
-def rank_of(st: Chunks, row: int) -> int:
-    """Rank of one row, 1 the largest magnitude; 0 if the row holds none."""
-    bits = st.bits[row]
-    if bits == ABSENT:
-        return 0
-    key = key_of(bits, row)
-    p, s = find_place(st, key)
-    g = st.top_group[p]
-    c = st.child[g, s]
-    rank = st.before[g, s] + count_below(st.keys, c, st.fill[c], key) + 1
-    while p > 0:
-        rank += st.top_tree[p]
-        p -= p & -p
-    return rank
-
-
-@bare
+@compiled
 def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> None:
-    """Write the rank of each row into ``ranks``."""
-    for i in range(len(rows)):
-        ranks[i] = rank_of(st, rows[i])
+    """Write the rank of each row (1 the largest magnitude; 0 for a row without) into ``ranks``."""
+    pos = np.empty(BLOCK, np.int64)
+    slot = np.empty(BLOCK, np.int64)
+    keys = np.empty(BLOCK, np.int64)
+    for start in range(0, len(rows), BLOCK):
+        n = min(BLOCK, len(rows) - start)
+        for i in range(n):
+            keys[i] = key_of(max(st.bits[rows[start + i]], 0), rows[start + i])
+        at = ranks[start : start + n]
+        find_places(st, keys, pos, slot, n)
+        find_in_chunks(st, keys, pos, slot, at, n)
+        for i in range(n):
+            p = pos[i]
+            rank = at[i] + 1 + st.before[st.top_group[p], slot[i]]
+            while p > 0:
+                rank += st.top_tree[p]
+                p -= p & -p
+            at[i] = rank if st.bits[rows[start + i]] >= 0 else 0

@@ -17,39 +17,62 @@ from rlbuf_td.kernels._rank_edit_numba import (
     rebuild_totals,
     split_chunk,
 )
-from rlbuf_td.kernels._rank_find_numba import count_below, find_place, find_places, key_of, next_bound, fetch_chunk, find_in_chunks
+from rlbuf_td.kernels._rank_find_numba import (
+    BLOCK,
+    count_below,
+    fetch_chunk,
+    find_in_chunks,
+    find_place,
+    find_places,
+    key_of,
+    next_bound,
+)
 from rlbuf_td.kernels._rank_jit import bare, compiled, move
 
-# Rows that are found in lockstep before they are changed one by one: enough to overlap cache misses, few enough for
-# their scratch space to stay in the first cache.
-BLOCK = 256
+#: How many chunks ahead of the one that is being changed are fetched.
 AHEAD = 4
+_LARGEST = np.float32(3.4028234663852886e38)
 
 
 @compiled
-def update_rows(st: Chunks, rows: np.ndarray, bits: np.ndarray) -> None:
-    """Give each row a magnitude (as float bits). Rows of -1 are skipped; of equal rows the last one counts."""
+def acceptable(index: np.ndarray, td_error: np.ndarray, rows: int) -> bool:
+    """Whether every row lies in ``[-1, rows)`` and every error is finite."""
+    good = True
+    for i in range(len(index)):
+        good &= (index[i] >= -1) & (index[i] < rows) & (abs(td_error[i]) <= _LARGEST)
+    return good
+
+
+@compiled
+def update_rows(st: Chunks, index: np.ndarray, td_error: np.ndarray) -> float:
+    """Give rows the magnitudes of float32 errors; return the largest. -1 is skipped; of equal rows the last one counts."""
+    magnitude = np.abs(td_error)
+    bits = magnitude.view(np.int32)
     keys = np.empty(BLOCK, np.int64)
     pos = np.empty(BLOCK, np.int64)
     slot = np.empty(BLOCK, np.int64)
-    for start in range(0, len(rows), BLOCK):
-        stop = min(start + BLOCK, len(rows))
+    largest = np.float32(-1.0)
+    for start in range(0, len(index), BLOCK):
+        stop = min(start + BLOCK, len(index))
         n = 0
         for i in range(start, stop):
-            row = rows[i]
-            if row >= 0 and st.bits[row] != ABSENT:
-                keys[n] = key_of(st.bits[row], row)
-                st.bits[row] = ABSENT
-                n += 1
+            row = index[i]
+            if row >= 0:
+                largest = max(largest, magnitude[i])
+                if st.bits[row] >= 0:
+                    keys[n] = key_of(st.bits[row], row)
+                    st.bits[row] = ABSENT
+                    n += 1
         _delete_block(st, keys, pos, slot, n)
         n = 0
         for i in range(stop - 1, start - 1, -1):
-            row = rows[i]
-            if row >= 0 and st.bits[row] == ABSENT:
+            row = index[i]
+            if row >= 0 and st.bits[row] < 0:
                 st.bits[row] = bits[i]
                 keys[n] = key_of(bits[i], row)
                 n += 1
         _insert_block(st, keys, pos, slot, n)
+    return np.float64(largest)
 
 
 @bare
@@ -84,7 +107,7 @@ def take_range(st: Chunks, start: int, stop: int) -> np.ndarray:
     keys = np.empty(stop - start, np.int64)
     n = 0
     for row in range(start, stop):
-        if st.bits[row] != ABSENT:
+        if st.bits[row] >= 0:
             keys[n] = key_of(st.bits[row], row)
             st.bits[row] = ABSENT
             n += 1
@@ -201,7 +224,7 @@ def keys_of(bits: np.ndarray) -> np.ndarray:
     keys = np.empty(len(bits), np.int64)
     n = 0
     for row in range(len(bits)):
-        if bits[row] != ABSENT:
+        if bits[row] >= 0:
             keys[n] = key_of(bits[row], row)
             n += 1
     return keys[:n]
