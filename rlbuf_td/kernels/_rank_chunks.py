@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rlbuf_td._huge_pages import advise_huge_pages
+
 WIDTH = 128
 MERGE = 96
 #: The bits of -1.0: rows without a magnitude. All others are positive.
@@ -75,6 +77,8 @@ def allocate(capacity: int) -> dict[str, torch.Tensor]:
         "top_group": torch.empty(top, dtype=torch.int32),
         "top_tree": torch.empty(top + 1, dtype=torch.int64),
     }
+    for name in ("bits", "keys"):
+        advise_huge_pages(tensors[name])
     clear(tensors)
     return tensors
 

@@ -171,8 +171,13 @@ def rows_at(
 
 
 @compiled
-def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> None:
-    """Write the rank of each row (1 the largest magnitude; 0 for a row without) into ``ranks``."""
+def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> bool:
+    """Write the rank of each row (1 the largest; 0 for a row without) into ``ranks``; False if a row is out of range."""
+    inside = True
+    for row in rows:
+        inside &= (row >= 0) & (row < len(st.bits))
+    if not inside:
+        return False
     pos = np.empty(BLOCK, np.int64)
     slot = np.empty(BLOCK, np.int64)
     keys = np.empty(BLOCK, np.int64)
@@ -190,3 +195,4 @@ def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> None:
                 rank += st.top_tree[p]
                 p -= p & -p
             at[i] = rank if st.bits[rows[start + i]] >= 0 else 0
+    return True

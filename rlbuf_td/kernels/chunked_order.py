@@ -13,7 +13,7 @@ from torch import Tensor
 from rlbuf_td.kernels import _rank_chunks
 from rlbuf_td.kernels._rank_chunks import ROWS, Chunks
 from rlbuf_td.kernels.rank_law import RankLaw
-from rlbuf_td.kernels.rank_order import as_float32
+from rlbuf_td.kernels.rank_order import LARGEST, as_float32
 
 #: From this many rows on, ``fill_`` goes through the old keys in their order.
 _MANY = 256
@@ -69,7 +69,9 @@ class ChunkedOrder:
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.fill_`. O(count), and the deletion of the old keys."""
-        value = as_float32(torch.tensor(float(magnitude), dtype=torch.float64)).numpy()
+        if count < 1:
+            return
+        value = np.float32(min(float(magnitude), LARGEST))
         if count < _MANY:
             index = np.arange(start, start + count)
             _update().update_rows(self._chunks, index, np.full(count, value))
@@ -77,7 +79,7 @@ class ChunkedOrder:
         old = _update().take_range(self._chunks, start, start + count)
         old.sort()
         _update().delete_sorted(self._chunks, old)
-        _update().insert_range(self._chunks, start, start + count, value.view(np.int32)[()])
+        _update().insert_range(self._chunks, start, start + count, value.view(np.int32))
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -97,7 +99,9 @@ class ChunkedOrder:
     def ranks_of(self, index: Tensor) -> Tensor:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
-        _find().ranks_of(self._chunks, index.numpy(), ranks)
+        if not _find().ranks_of(self._chunks, index.numpy(), ranks):
+            low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
+            raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
         return torch.from_numpy(ranks)
 
     def count(self) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rlbuf_td.kernels.rank_law import RankLaw, mass, ranks_of_mass
 
-_LARGEST = torch.finfo(torch.float32).max
+#: Larger errors count as this one.
+LARGEST = torch.finfo(torch.float32).max
 
 
 class RankOrder(Protocol):
@@ -156,7 +157,7 @@ def as_float32(td_error: Tensor) -> Tensor:
     """Return errors as float32; finite ones stay finite."""
     if td_error.dtype is torch.float32:
         return td_error
-    return torch.where(td_error.isfinite(), td_error.clamp(-_LARGEST, _LARGEST), td_error).to(torch.float32)
+    return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
