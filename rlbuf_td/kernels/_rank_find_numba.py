@@ -102,16 +102,17 @@ def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
 
 @bare
 def find_in_chunks(
-    st: Chunks, wanted: np.ndarray, pos: np.ndarray, slot: np.ndarray, at: np.ndarray, n: int
+    st: Chunks, wanted: np.ndarray, pos: np.ndarray, slot: np.ndarray, chunk: np.ndarray, at: np.ndarray, n: int
 ) -> None:
-    """Positions in their chunks of keys that are there, in lockstep."""
+    """Chunks at the places given, and positions therein of keys that are there, in lockstep."""
     keys, fill, child, top_group = st.keys, st.fill, st.child, st.top_group
     for i in range(n):
+        chunk[i] = child[np.uint64(top_group[np.uint64(pos[i])]), np.uint64(slot[i])]
         at[i] = 0
     step = WIDTH // 2
     while step > 0:
         for i in range(n):
-            c = np.uint64(child[np.uint64(top_group[np.uint64(pos[i])]), np.uint64(slot[i])])
+            c = np.uint64(chunk[i])
             t = at[i] + step
             inside = t < fill[c]
             at[i] += step * (inside & (keys[c, np.uint64(t * inside)] <= wanted[i]))
@@ -180,6 +181,7 @@ def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> bool:
         return False
     pos = np.empty(BLOCK, np.int64)
     slot = np.empty(BLOCK, np.int64)
+    chunk = np.empty(BLOCK, np.int64)
     keys = np.empty(BLOCK, np.int64)
     for start in range(0, len(rows), BLOCK):
         n = min(BLOCK, len(rows) - start)
@@ -187,7 +189,7 @@ def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> bool:
             keys[i] = key_of(max(st.bits[rows[start + i]], 0), rows[start + i])
         at = ranks[start : start + n]
         find_places(st, keys, pos, slot, n)
-        find_in_chunks(st, keys, pos, slot, at, n)
+        find_in_chunks(st, keys, pos, slot, chunk, at, n)
         for i in range(n):
             p = pos[i]
             rank = at[i] + 1 + st.before[st.top_group[p], slot[i]]

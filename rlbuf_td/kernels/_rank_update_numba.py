@@ -119,33 +119,35 @@ def delete_sorted(st: Chunks, keys: np.ndarray) -> None:
     """Delete many keys, given in ascending order."""
     pos = np.empty(BLOCK, np.int64)
     slot = np.empty(BLOCK, np.int64)
+    chunk = np.empty(BLOCK, np.int64)
     at = np.empty(BLOCK, np.int64)
     for start in range(0, len(keys), BLOCK):
         block = keys[start : start + BLOCK]
         find_places(st, block, pos, slot, len(block))
-        find_in_chunks(st, block, pos, slot, at, len(block))
-        _delete_sorted_block(st, pos, slot, at, len(block))
+        find_in_chunks(st, block, pos, slot, chunk, at, len(block))
+        _delete_sorted_block(st, pos, slot, chunk, at, len(block))
     if len(keys):
         _merge_between(st, keys[0], keys[-1])
 
 
 @bare
-def _delete_sorted_block(st: Chunks, pos: np.ndarray, slot: np.ndarray, at: np.ndarray, n: int) -> None:
+def _delete_sorted_block(
+    st: Chunks, pos: np.ndarray, slot: np.ndarray, chunk: np.ndarray, at: np.ndarray, n: int
+) -> None:
     i = 0
     while i < n:
-        p, s = pos[i], slot[i]
-        g = st.top_group[p]
-        c = st.child[g, s]
+        c = chunk[i]
         begin = i
         # What lies between one deleted key and the next moves down by the number deleted so far.
-        while i < n and pos[i] == p and slot[i] == s:
-            stop = at[i + 1] if i + 1 < n and pos[i + 1] == p and slot[i + 1] == s else np.int64(st.fill[c])
+        while i < n and chunk[i] == c:
+            stop = at[i + 1] if i + 1 < n and chunk[i + 1] == c else np.int64(st.fill[c])
             move(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
             i += 1
         gone = i - begin
+        g = st.top_group[pos[begin]]
         st.fill[c] -= gone
-        add_count(st.before, g, s, st.size[g], -gone)
-        add_total(st, p, -gone)
+        add_count(st.before, g, slot[begin], st.size[g], -gone)
+        add_total(st, pos[begin], -gone)
         st.head[ROWS] -= gone
 
 
