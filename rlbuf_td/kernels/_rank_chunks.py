@@ -106,5 +106,5 @@ def clear(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def views(tensors: dict[str, torch.Tensor]) -> Chunks:
-    """The same memory as numpy arrays, in the order that the loops expect."""
+    """Return the same memory as NumPy arrays, in the order that the loops expect."""
     return Chunks(*(tensors[name].numpy() for name in Chunks._fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def mass_of_all(rows: int, law: np.ndarray, alpha: float, shift: float) -> float
 
 
 @bare
-def rank_of_mass(mass: float, rows: int, law: np.ndarray, alpha: float, shift: float) -> int:
+def rank_of_mass(mass: float, rows: int, law: np.ndarray, alpha: float, shift: float) -> Any:
     """See :func:`rlbuf_td.kernels.rank_law.ranks_of_mass`."""
     if mass >= law[HEAD - 1]:
         y = mass - shift

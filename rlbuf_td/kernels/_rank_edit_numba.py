@@ -164,7 +164,7 @@ def rebalance(st: Chunks, key: int) -> None:
 def new_chunk_after(st: Chunks, p: int, s: int, bound: int, moved: int, added: int) -> tuple[int, int]:
     """Put an empty chunk with lower bound ``bound`` after slot ``s``; return the place of the chunk.
 
-    The counts are told beforehand: the new chunk will take the last ``moved`` keys of slot ``s`` and hold ``added`` others.
+    The counts are told beforehand: the new chunk will take the last ``moved`` keys of slot ``s``, and ``added`` others.
     """
     if st.size[st.top_group[p]] == WIDTH:
         low = st.first[st.top_group[p], s]

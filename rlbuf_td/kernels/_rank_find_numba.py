@@ -5,20 +5,21 @@ Batches go down in lockstep (levels outside, entries inside, no branches), so th
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from rlbuf_td.kernels._rank_chunks import GROUPS, NO_KEY, WIDTH, Chunks
 from rlbuf_td.kernels._rank_jit import bare, compiled, prefetch
 
-#: Rows that are found in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in the first
-#: cache.
+#: Rows that are found in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in cache.
 BLOCK = 256
 _TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
 
 
 @bare
-def key_of(bits: int, row: int) -> int:
+def key_of(bits: int, row: int) -> Any:
     """Sort key of a row: the larger the magnitude the smaller, ties by row. Positive float bits sort as floats do."""
     return ((_TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
@@ -173,7 +174,7 @@ def rows_at(
 
 @compiled
 def ranks_of(st: Chunks, rows: np.ndarray, ranks: np.ndarray) -> bool:
-    """Write the rank of each row (1 the largest; 0 for a row without) into ``ranks``; False if a row is out of range."""
+    """Write the rank of each row (1 the largest, 0 for none) into ``ranks``; False if a row is out of range."""
     inside = True
     for row in rows:
         inside &= (row >= 0) & (row < len(st.bits))

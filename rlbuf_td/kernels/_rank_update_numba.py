@@ -45,7 +45,7 @@ def acceptable(index: np.ndarray, td_error: np.ndarray, rows: int) -> bool:
 
 @compiled
 def update_rows(st: Chunks, index: np.ndarray, td_error: np.ndarray) -> float:
-    """Give rows the magnitudes of float32 errors; return the largest. -1 is skipped; of equal rows the last one counts."""
+    """Give rows the magnitudes of float32 errors; return the largest. Skips -1; of equal rows the last one counts."""
     magnitude = np.abs(td_error)
     bits = magnitude.view(np.int32)
     keys = np.empty(BLOCK, np.int64)

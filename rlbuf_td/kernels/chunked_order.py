@@ -22,15 +22,15 @@ _MANY = 256
 class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
-    Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on the CPU. The layout and its invariants are told
-    in :mod:`rlbuf_td.kernels._rank_chunks`. Nothing depends on which values are stored: equal ones, monotone ones and
-    adversarial ones cost the same.
+    Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on the CPU. The layout and its invariants are
+    told in :mod:`rlbuf_td.kernels._rank_chunks`. Nothing depends on which values are stored: equal ones, monotone ones
+    and adversarial ones cost the same.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without; copied.
 
-    Cost: a draw is O(B log N), an update O(B (128 + log N)), a fill O(count + log N) beside the deletion of what the rows
-    had, which is sequential. 12 to 27 bytes a row, 16 after random updates.
+    Cost: a draw is O(B log N), an update O(B (128 + log N)); a fill sorts and deletes what the rows had.
+    12 to 27 bytes a row, 16 after random updates.
 
     Example:
         >>> order = ChunkedOrder(torch.full((5,), -1.0))
@@ -107,6 +107,12 @@ class ChunkedOrder:
     def count(self) -> Tensor:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.count`. O(1)."""
         return self._tensors["head"][ROWS]
+
+    def check_valid(self) -> None:
+        """Raise an AssertionError unless every internal invariant holds; for tests. O(N log N)."""
+        from rlbuf_td.kernels._rank_check import check_valid
+
+        check_valid(self._chunks)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"magnitude": self._magnitude.clone()}  # all the rest follows from it

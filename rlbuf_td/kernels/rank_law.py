@@ -1,7 +1,7 @@
 r"""The law of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
 
-``H`` does not depend on what is stored, so nothing of it is kept per row: the first :data:`HEAD` values are a table, and
-beyond it the Euler-Maclaurin formula, anchored at the table's end, is exact to about 1e-13 of a row's own mass,
+``H`` does not depend on what is stored, so nothing of it is kept per row: the first :data:`HEAD` values are a table,
+and beyond it the Euler-Maclaurin formula, anchored at the table's end, is as exact as float64 can add,
 
 .. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
           \quad x = n + \tfrac12

@@ -1,8 +1,8 @@
 """Rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, equal magnitudes are ranked by row.
 
 :class:`SortedOrder` is the specification: it keeps the magnitudes and sorts them when asked. It runs on any device
-without waiting for it, and is what CUDA uses. :class:`~rlbuf_td.kernels.chunked_order.ChunkedOrder` has the same methods
-and gives the same ranks after any history, and changes in O(log N) a row: it is what the CPU uses.
+without waiting for it, and is what CUDA uses. :class:`~rlbuf_td.kernels.chunked_order.ChunkedOrder` has the same
+methods and gives the same ranks after any history, and changes in O(log N) a row: it is what the CPU uses.
 
 Magnitudes are float32: errors that are equal as float32 are a tie, and larger ones count as the largest float32.
 """
@@ -32,8 +32,8 @@ class RankOrder(Protocol):
             rows: number of rows that may be named.
 
         Returns:
-            The largest magnitude given, -1 if none. On the CPU ``None`` if a row is not in ``[-1, rows)`` or an error is NaN
-            or infinite, and then nothing has changed; on CUDA such rows keep what they have.
+            The largest magnitude given, -1 if none. On the CPU ``None`` if a row is not in ``[-1, rows)`` or an error
+            is NaN or infinite, and then nothing has changed; on CUDA rows with such errors keep what they have.
         """
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
@@ -91,8 +91,8 @@ class SortedOrder:
         if not index.is_cuda and bool(((index < -1) | (index >= rows) | ~td_error.isfinite()).any()):
             return None
         magnitude = as_float32(td_error).abs()
-        # Every mention of a row is given the value of its last one, and every skipped mention repeats the last valid row:
-        # the order of the scatter cannot matter, and no shape depends on data.
+        # Every mention of a row is given the value of its last one, and every skipped mention repeats the last valid
+        # row: the order of the scatter cannot matter, and no shape depends on data.
         ordered, order = torch.where(valid, index, -1).sort(stable=True)
         target = torch.where(ordered < 0, ordered[-1], ordered)
         last = order[torch.searchsorted(ordered, target, right=True) - 1]

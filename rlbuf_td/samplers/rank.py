@@ -25,8 +25,8 @@ class RankSampler(Prioritized):
     Args:
         max_capacity: number of rows, at least the storage's ``max_size``.
         alpha: how far ranks count, at least 0; 0 is uniform.
-        beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by TorchRL's
-            ``ParameterScheduler`` too.
+        beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
+            TorchRL's ``ParameterScheduler`` too.
         stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
             rather than independently. Segments end within a rank's mass where they have to: the expected count of a row
             in a batch is ``B * P(i)`` for every ``B`` and ``N``, which is what the weights correct for.
@@ -39,11 +39,11 @@ class RankSampler(Prioritized):
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 12 to 27 bytes a row, 16 after random
-    updates. On CUDA a sort of all rows at the first draw after a change.
+    Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 12 to 27 bytes a row, 16 after
+    random updates. On CUDA a sort of all rows at the first draw after a change.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
-    sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has no such sampler.
+    sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -138,9 +138,7 @@ class RankSampler(Prioritized):
         self._order.fill_(start, count, magnitude)
 
     def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = self._order.draw(
-            self._law, uniform, stratified=self.stratified, beta=self._beta, norm=self.weight_norm
-        )
+        drawn = self._order.draw(self._law, uniform, stratified=self.stratified, beta=self._beta, norm=self.weight_norm)
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn
