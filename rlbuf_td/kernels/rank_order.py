@@ -103,8 +103,8 @@ class SortedOrder:
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """See :meth:`RankOrder.fill_`. O(count)."""
-        value = torch.as_tensor(magnitude, dtype=torch.float64, device=self._magnitude.device)
-        self._magnitude[start : start + count] = as_float32(value)
+        value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
+        self._magnitude[start : start + count] = value
         self._behind = -1  # a row that is new must be known at once
 
     def _changed(self) -> None:
