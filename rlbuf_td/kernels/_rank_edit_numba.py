@@ -239,6 +239,14 @@ def insert_key(st: Chunks, p: int, s: int, key: int) -> bool:
 
 
 @bare
+def is_small(st: Chunks, g: int, s: int) -> bool:
+    """Whether the chunk in slot ``s`` should merge with a neighbour."""
+    if s > 0 and st.before[g, s + 1] - st.before[g, s - 1] <= MERGE:
+        return True
+    return s + 1 < st.size[g] and st.before[g, s + 2] - st.before[g, s] <= MERGE
+
+
+@bare
 def delete_key(st: Chunks, p: int, s: int, key: int) -> bool:
     """Delete a key at its place. Returns whether its chunk and a neighbour should now merge."""
     keys = st.keys
@@ -248,10 +256,7 @@ def delete_key(st: Chunks, p: int, s: int, key: int) -> bool:
     at = count_below(keys, c, n, key)
     move(keys, c, at, at + 1, n - at - 1)
     st.fill[c] = n - 1
-    size = st.size[g]
-    add_count(st.before, g, s, size, -1)
+    add_count(st.before, g, s, st.size[g], -1)
     add_total(st, p, -1)
     st.head[ROWS] -= 1
-    if s > 0 and st.before[g, s + 1] - st.before[g, s - 1] <= MERGE:
-        return True
-    return s + 1 < size and st.before[g, s + 2] - st.before[g, s] <= MERGE
+    return is_small(st, g, s)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, MERGE, ROWS, WIDTH, Chunks
+from rlbuf_td.kernels._rank_chunks import ABSENT, GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels._rank_edit_numba import (
     add_count,
     add_total,
     delete_key,
     insert_key,
-    merge_chunks,
-    merge_groups,
+    is_small,
     new_chunk_after,
     rebalance,
     rebuild_totals,
@@ -31,6 +30,8 @@ from rlbuf_td.kernels._rank_jit import bare, compiled, move
 
 #: How many chunks ahead of the one that is being changed are fetched.
 AHEAD = 4
+#: In place of a slot: its chunk and a neighbour should now merge.
+SMALL = -1
 _LARGEST = np.float32(3.4028234663852886e38)
 
 
@@ -82,9 +83,10 @@ def _delete_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarra
         if i + AHEAD < n:
             fetch_chunk(st.keys, st.child[st.top_group[pos[i + AHEAD]], slot[i + AHEAD]])
         # Nothing merges before all are deleted: the places stay right.
-        slot[i] = delete_key(st, pos[i], slot[i], keys[i])
+        if delete_key(st, pos[i], slot[i], keys[i]):
+            slot[i] = SMALL
     for i in range(n):
-        if slot[i]:
+        if slot[i] == SMALL:
             rebalance(st, keys[i])
 
 
@@ -126,8 +128,9 @@ def delete_sorted(st: Chunks, keys: np.ndarray) -> None:
         find_places(st, block, pos, slot, len(block))
         find_in_chunks(st, block, pos, slot, chunk, at, len(block))
         _delete_sorted_block(st, pos, slot, chunk, at, len(block))
-    if len(keys):
-        _merge_between(st, keys[0], keys[-1])
+        for i in range(len(block)):
+            if slot[i] == SMALL:
+                rebalance(st, block[i])
 
 
 @bare
@@ -144,31 +147,14 @@ def _delete_sorted_block(
             move(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
             i += 1
         gone = i - begin
-        g = st.top_group[pos[begin]]
-        st.fill[c] -= gone
-        add_count(st.before, g, slot[begin], st.size[g], -gone)
-        add_total(st, pos[begin], -gone)
-        st.head[ROWS] -= gone
-
-
-@bare
-def _merge_between(st: Chunks, low: int, high: int) -> None:
-    """Merge what has become small among the groups that hold ``low`` to ``high``."""
-    p, _ = find_place(st, low)
-    last, _ = find_place(st, high)
-    while p <= last:
+        p, s = pos[begin], slot[begin]
         g = st.top_group[p]
-        s = 0
-        while s + 1 < st.size[g]:
-            if st.before[g, s + 2] - st.before[g, s] > MERGE:
-                s += 1
-            else:
-                merge_chunks(st, g, s)
-        if merge_groups(st, p - 1):
-            last -= 1
-        else:
-            p += 1
-    merge_groups(st, last)
+        st.fill[c] -= gone
+        add_count(st.before, g, s, st.size[g], -gone)
+        add_total(st, p, -gone)
+        st.head[ROWS] -= gone
+        if is_small(st, g, s):
+            slot[begin] = SMALL
 
 
 @bare
