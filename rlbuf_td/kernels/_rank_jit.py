@@ -1,4 +1,8 @@
-"""How the loops of the chunked order are compiled."""
+"""How the loops of the chunked order are compiled.
+
+Numba's cache on disk notices a change of a function's own file only, and these functions call each other across files:
+who changes one deletes ``__pycache__``.
+"""
 
 from __future__ import annotations
 

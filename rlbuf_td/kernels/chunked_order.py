@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,8 @@ class ChunkedOrder:
         self._tensors = _rank_chunks.allocate(len(magnitude))
         self._chunks = _rank_chunks.views(self._tensors)
         self._magnitude = self._tensors["bits"].view(torch.float32)
+        # The loops let go of the GIL, and a prefetching buffer draws while priorities are updated.
+        self._lock = Lock()
         if bool((magnitude >= 0).any()):
             self._magnitude.copy_(magnitude)
             keys = _update().keys_of(self._chunks.bits)
@@ -65,21 +68,23 @@ class ChunkedOrder:
         flat, error = index.numpy(), as_float32(td_error).numpy()
         if not _update().acceptable(flat, error, rows):
             return None
-        return _update().update_rows(self._chunks, flat, error)
+        with self._lock:
+            return _update().update_rows(self._chunks, flat, error)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.fill_`. O(count), and the deletion of the old keys."""
         if count < 1:
             return
         value = np.float32(min(float(magnitude), LARGEST))
-        if count < _MANY:
-            index = np.arange(start, start + count)
-            _update().update_rows(self._chunks, index, np.full(count, value))
-            return
-        old = _update().take_range(self._chunks, start, start + count)
-        old.sort()
-        _update().delete_sorted(self._chunks, old)
-        _update().insert_range(self._chunks, start, start + count, value.view(np.int32))
+        with self._lock:
+            if count < _MANY:
+                index = np.arange(start, start + count)
+                _update().update_rows(self._chunks, index, np.full(count, value))
+                return
+            old = _update().take_range(self._chunks, start, start + count)
+            old.sort()
+            _update().delete_sorted(self._chunks, old)
+            _update().insert_range(self._chunks, start, start + count, value.view(np.int32))
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -90,16 +95,19 @@ class ChunkedOrder:
         twin = _draw()
         mode = twin.BUFFER if norm == "buffer" else twin.BATCH if norm == "batch" else 2
         st = self._chunks
-        drawn = twin.draw(
-            *(st.head, st.top_tree, st.top_group, st.before, st.child, st.keys),
-            *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, stratified, mode, index, weight),
-        )
+        with self._lock:
+            drawn = twin.draw(
+                *(st.head, st.top_tree, st.top_group, st.before, st.child, st.keys),
+                *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, stratified, mode, index, weight),
+            )
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
-        if not _find().ranks_of(self._chunks, index.numpy(), ranks):
+        with self._lock:
+            inside = _find().ranks_of(self._chunks, index.numpy(), ranks)
+        if not inside:
             low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
         return torch.from_numpy(ranks)
@@ -115,7 +123,8 @@ class ChunkedOrder:
         check_valid(self._chunks)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"magnitude": self._magnitude.clone()}  # all the rest follows from it
+        with self._lock:
+            return {"magnitude": self._magnitude.clone()}  # all the rest follows from it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["magnitude"])  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -260,6 +261,26 @@ def test_the_twin_draws_the_same_rows_and_weights_as_the_specification(
         assert expected is not None
         assert torch.equal(drawn[0], expected[0])
         torch.testing.assert_close(drawn[1], expected[1], rtol=1e-6, atol=0.0)
+
+
+def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
+    capacity = 5_000
+    order = ChunkedOrder(torch.rand(capacity))
+    law = rank_law(0.7)
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(150):
+            uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+            drawn = order.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
+            assert drawn is not None
+            order.update_(drawn[0], torch.randn(64, generator=generator), capacity)
+            order.fill_(int(torch.randint(capacity - 400, (1,), generator=generator)), 400, 1.0)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    order.check_valid()
+    assert int(order.count()) == capacity
 
 
 def test_an_empty_order_draws_nothing() -> None:
