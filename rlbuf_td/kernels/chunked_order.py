@@ -31,7 +31,7 @@ class ChunkedOrder:
         magnitude: ``[capacity]`` float32, -1 for rows without; copied.
 
     Cost: a draw is O(B log N), an update O(B (128 + log N)); a fill sorts and deletes what the rows had.
-    12 to 27 bytes a row, 16 after random updates.
+    15 to 27 bytes a row, about 22 after random updates.
 
     Example:
         >>> order = ChunkedOrder(torch.full((5,), -1.0))

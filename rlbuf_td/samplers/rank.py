@@ -39,8 +39,8 @@ class RankSampler(Prioritized):
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 12 to 27 bytes a row, 16 after
-    random updates. On CUDA a sort of all rows at the first draw after a change.
+    Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 15 to 27 bytes a row, about 22
+    after random updates. On CUDA a sort of all rows at the first draw after a change.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
     sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
