@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-OPERATIONS = ("uniform", "proportional", "update", "cycle", "extend", "add")
+OPERATIONS = ("uniform", "proportional", "update", "cycle", "rank", "rank_update", "extend", "add")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -14,7 +14,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train a DQN from prioritized replay")
     demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment with discrete actions")
-    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional"))
+    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional", "rank"))
     demo.add_argument("--steps", type=int, default=50_000, help="environment steps at most")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")

@@ -74,7 +74,8 @@ def by_row(
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
     """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
-    td_error = td_error.detach()
+    if td_error.requires_grad:
+        td_error = td_error.detach()
     if row_dims != 1:
         td_error = td_error.flatten(0, row_dims - 1) if row_dims else td_error[None]
     if td_error.ndim == 1:

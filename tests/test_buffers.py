@@ -23,13 +23,22 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, SchemaError, UniformSampler
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    SchemaError,
+    UniformSampler,
+)
 
 SAMPLERS = {
     "uniform": UniformSampler,
     "unique": lambda: UniformSampler(unique=True),
     "proportional": lambda: ProportionalSampler(60),
     "independent": lambda: ProportionalSampler(60, stratified=False, weight_norm="batch"),
+    "rank": lambda: RankSampler(60),
 }
 
 
@@ -448,6 +457,7 @@ PARTS = {
     },
     "sampler": {
         "ours": lambda: ProportionalSampler(60),
+        "ours by rank": lambda: RankSampler(60),
         "our uniform": UniformSampler,
         "their uniform": RandomSampler,
         "their prioritized": lambda: PrioritizedSampler(60, 0.6, 0.4),

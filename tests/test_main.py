@@ -21,7 +21,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "proportional"])
+@pytest.mark.parametrize("sampler", ["uniform", "proportional", "rank"])
 def test_the_demo_learns_a_little_in_two_thousand_steps_and_leaves_its_picture_and_policy(tmp_path, sampler):
     done = run("demo", "--steps", "2048", "--sampler", sampler, "--seed", "1", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr

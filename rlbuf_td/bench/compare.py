@@ -21,6 +21,8 @@ OPERATIONS = {
     "proportional": "sample, proportional",
     "update": "update priorities",
     "cycle": "sample + update, proportional",
+    "rank": "sample, by rank [*]",
+    "rank_update": "update priorities, by rank [*]",
     "extend": "extend by a batch",
     "add": "add one",
 }
@@ -120,7 +122,8 @@ def main(options: argparse.Namespace) -> int:
     console.print(table(timings, [contender.name for contender in available()]))
     console.print(
         f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
-        "; rlbuf_td[bench] installs the other libraries",
+        "; rlbuf_td[bench] installs the other libraries\n"
+        "[*] TorchRL has no rank-based sampler: its time is that of its proportional one",
         markup=False,
     )
     return 0

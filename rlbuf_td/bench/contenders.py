@@ -1,7 +1,8 @@
 """The buffers that are compared, each filled with the same transitions, each offering the same calls.
 
 A contender offers some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
-``extend`` and ``add``, as methods without arguments. What a library does not have, its contender leaves out.
+``rank``, ``rank_update``, ``extend`` and ``add``, as methods without arguments. What a library does not have, its
+contender leaves out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
@@ -128,6 +129,19 @@ class Ours(_TorchRLStyle):
         self.plain = ReplayBuffer(storage=PackedStorage(self.rows), batch_size=self.batch)
         sampler = ProportionalSampler(self.rows, ALPHA, BETA, EPS)
         self.prioritized = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
+        # Over the same rows: nothing is written once the buffers are full.
+        storage, sampler = self.prioritized.storage, RankSampler(self.rows)
+        self.ranked = ReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+
+    def prioritize(self, td_error: torch.Tensor) -> None:
+        super().prioritize(td_error)
+        self.ranked.update_priority(torch.arange(self.rows), td_error)
+
+    def rank(self) -> Any:
+        return self.ranked.sample()
+
+    def rank_update(self) -> None:
+        self.ranked.update_tensordict_priority(self.sampled)
 
 
 class TorchRL(_TorchRLStyle):
@@ -140,6 +154,10 @@ class TorchRL(_TorchRLStyle):
         sampler = PrioritizedSampler(self.rows, ALPHA, BETA, EPS)
         storage = LazyTensorStorage(self.rows)
         self.prioritized = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+
+    # TorchRL ranks nothing: what comes nearest is its proportional sampler.
+    rank = _TorchRLStyle.proportional
+    rank_update = _TorchRLStyle.update
 
 
 class Mixed(_TorchRLStyle):

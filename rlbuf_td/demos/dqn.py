@@ -20,7 +20,7 @@ from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.demos.report import Stopwatch, evaluate, save_learning_curve
 
 CAPACITY = 50_000
@@ -29,6 +29,7 @@ KEYS = ["observation", "action", *(("next", key) for key in ("observation", "rew
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
+    "rank": lambda: RankSampler(CAPACITY, alpha=0.7, beta=0.5),
 }
 
 

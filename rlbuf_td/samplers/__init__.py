@@ -1,6 +1,7 @@
 """Samplers: which rows a batch takes. A sampler draws rows; it knows nothing of what they hold."""
 
 from rlbuf_td.samplers.proportional import ProportionalSampler
+from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
-__all__ = ["ProportionalSampler", "UniformSampler"]
+__all__ = ["ProportionalSampler", "RankSampler", "UniformSampler"]

@@ -35,7 +35,9 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Return any form of an index as flat rows ``[B]`` int64: an int, flat rows, a tuple, or a stack ``[B, ndim]``.
+    """Return any form of an index as flat rows, contiguous ``[B]`` int64.
+
+    The forms: an int, flat rows, a tuple of one tensor a dim, or their stack ``[B, ndim]``.
 
     Rows named -1 ("skip") stay -1.
 
@@ -43,6 +45,8 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
         ValueError: coordinates came without the storage that gives them a meaning, or with a wrong number of dims.
         TypeError: the index is not of integers.
     """
+    if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
+        return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
         index = torch.stack([torch.as_tensor(part, device=device).reshape(-1) for part in index], -1)
     index = torch.as_tensor(index, device=device)
@@ -51,7 +55,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
             raise TypeError(f"rows are named by integers, got an index of dtype {index.dtype}")
         index = index.to(torch.int64)
     if index.ndim < 2:
-        return index.reshape(-1)
+        return index.reshape(-1).contiguous()
     if storage is None:
         raise ValueError(f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage")
     if index.shape[-1] != storage.ndim:

@@ -304,7 +304,11 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
     Raises:
         ValueError: they are neither one nor as many as the rows.
     """
-    td_error = torch.as_tensor(priority, device=device).detach()
+    td_error = priority if type(priority) is torch.Tensor else torch.as_tensor(priority)
+    if td_error.requires_grad:
+        td_error = td_error.detach()
+    if td_error.device != device:
+        td_error = td_error.to(device)
     if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
         td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
     if td_error.numel() == 1 != rows:
@@ -314,7 +318,7 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
             f"{td_error.numel()} priorities (shape {tuple(td_error.shape)}) for {rows} rows: "
             "give one a row, or one for all"
         )
-    return td_error.reshape(-1).contiguous()
+    return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
 
 
 def refuse_errors(td_error: torch.Tensor) -> None:

@@ -1,0 +1,346 @@
+"""The chunked order against sorting everything, and its invariants after every change."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rlbuf_td.kernels import _rank_chunks, rank_order
+from rlbuf_td.kernels.chunked_order import ChunkedOrder
+from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.rank_order import LARGEST, SortedOrder, make_order
+
+
+def empty(capacity: int) -> torch.Tensor:
+    return torch.full((capacity,), -1.0)
+
+
+class NaiveOrder:
+    """A list of magnitudes, sorted whenever someone asks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.magnitude: list[float | None] = [None] * capacity
+
+    def update(self, index: list[int], td_error: list[float]) -> None:
+        for row, error in zip(index, td_error, strict=True):
+            if row >= 0:
+                self.magnitude[row] = abs(error)
+
+    def ranks(self) -> list[int]:
+        given = sorted((-m, row) for row, m in enumerate(self.magnitude) if m is not None)
+        ranks = [0] * len(self.magnitude)
+        for rank, (_, row) in enumerate(given, 1):
+            ranks[row] = rank
+        return ranks
+
+
+VALUES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "continuous": lambda rng, n: rng.standard_normal(n),
+    "few": lambda rng, n: rng.integers(-2, 3, n).astype(float),
+    "equal": lambda rng, n: np.full(n, float(rng.integers(3))),
+    "rising": lambda rng, n: 1.0 + np.sort(rng.random(n)),
+    "falling": lambda rng, n: 1.0 - np.sort(rng.random(n)),
+    "neighbours": lambda rng, n: 0.5 + 1e-6 * rng.integers(0, 50, n),
+    "outliers": lambda rng, n: np.where(rng.random(n) < 0.1, 1e30, rng.random(n)),
+}
+
+
+class LockstepWithSorting(RuleBasedStateMachine):
+    """Random histories: after every step all ranks equal the naive ones, and every invariant holds."""
+
+    @initialize(capacity=st.sampled_from([1, 2, 127, 128, 129, 1_000, 3_000]))
+    def start(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.naive = NaiveOrder(capacity)
+        self.order = ChunkedOrder(empty(capacity))
+        self.specification = SortedOrder(empty(capacity))
+
+    @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1.2), kind=st.sampled_from(sorted(VALUES)))
+    def update(self, seed: int, share: float, kind: str) -> None:
+        rng = np.random.default_rng(seed)
+        n = 1 + int(share * self.capacity)
+        index = torch.from_numpy(rng.integers(-1, self.capacity, n))
+        td_error = torch.from_numpy(VALUES[kind](rng, n).astype(np.float32))
+        self.naive.update(index.tolist(), td_error.tolist())
+        largest = self.order.update_(index, td_error, self.capacity)
+        assert largest == float(self.specification.update_(index, td_error, self.capacity) or 0.0)
+
+    @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1), magnitude=st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+    def fill(self, seed: int, share: float, magnitude: float) -> None:
+        start = int(np.random.default_rng(seed).integers(self.capacity))
+        count = min(self.capacity - start, 1 + int(share * self.capacity))
+        self.naive.update(list(range(start, start + count)), [magnitude] * count)
+        self.order.fill_(start, count, magnitude)
+        self.specification.fill_(start, count, magnitude)
+
+    @rule()
+    def restore(self) -> None:
+        self.order = pickle.loads(pickle.dumps(self.order))
+
+    @invariant()
+    def ranks_are_those_of_sorting(self) -> None:
+        if not hasattr(self, "order"):
+            return
+        self.order.check_valid()
+        every = torch.arange(self.capacity)
+        expected = self.naive.ranks()
+        assert self.order.ranks_of(every).tolist() == expected
+        assert self.specification.ranks_of(every).tolist() == expected
+        assert int(self.order.count()) == int(self.specification.count()) == max(expected)
+
+
+TestLockstepWithSorting = LockstepWithSorting.TestCase
+TestLockstepWithSorting.settings = settings(
+    max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = 40_000
+    order, twin = ChunkedOrder(empty(capacity)), SortedOrder(empty(capacity))
+    every, groups = torch.arange(capacity), set()
+    for step in range(60):
+        if step % 4 == 0:
+            start = int(rng.integers(capacity))
+            count = min(capacity - start, int(rng.integers(1, 30_000)))
+            magnitude = float(rng.integers(4)) / 2
+            order.fill_(start, count, magnitude)
+            twin.fill_(start, count, magnitude)
+        else:
+            n = int(rng.integers(1, 8_000))
+            index = torch.from_numpy(rng.integers(-1, capacity, n))
+            values = VALUES[sorted(VALUES)[rng.integers(len(VALUES))]](rng, n)
+            td_error = torch.from_numpy(values.astype(np.float32))
+            order.update_(index, td_error, capacity)
+            twin.update_(index, td_error, capacity)
+        order.check_valid()
+        assert torch.equal(order.ranks_of(every), twin.ranks_of(every))
+        groups.add(int(order.chunks.head[_rank_chunks.GROUPS]))
+    assert len(groups) > 3  # otherwise this test has not tested what it says
+
+
+def _rising(step: int, batch: int) -> np.ndarray:
+    return 10.0 + step + np.arange(batch) / batch
+
+
+def _one_place(step: int, batch: int) -> np.ndarray:
+    return 0.5 + 1e-6 * np.arange(batch)
+
+
+ADVERSARIES: dict[str, Callable[[int, int], np.ndarray]] = {
+    "rising": _rising,
+    "falling": lambda step, batch: 1.0 / _rising(step, batch),
+    "all_equal": lambda step, batch: np.ones(batch),
+    "two_values": lambda step, batch: np.full(batch, 0.5 + 0.1 * (step % 2)),
+    "one_place": _one_place,
+    "gather_and_scatter": lambda step, batch: (
+        np.full(batch, 0.6) if step % 2 else np.random.default_rng(step).random(batch)
+    ),
+    "zigzag": lambda step, batch: np.where(np.arange(batch) % 2, 1.0, -1.0) * _rising(step, batch),
+}
+
+
+@pytest.mark.parametrize("rows", ["same", "random", "in_order"])
+@pytest.mark.parametrize("adversary", sorted(ADVERSARIES))
+def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> None:
+    capacity, batch = 20_000, 512
+    rng = np.random.default_rng(0)
+    start = torch.from_numpy(rng.random(capacity).astype(np.float32))
+    order, twin = ChunkedOrder(start), SortedOrder(start.clone())
+    every = torch.arange(capacity)
+    for step in range(60):
+        index = {
+            "same": np.arange(batch) * 7,
+            "random": rng.integers(0, capacity, batch),
+            "in_order": (step * batch + np.arange(batch)) % capacity,
+        }[rows]
+        td_error = torch.from_numpy(ADVERSARIES[adversary](step, batch).astype(np.float32))
+        order.update_(torch.from_numpy(index), td_error, capacity)
+        twin.update_(torch.from_numpy(index), td_error, capacity)
+        if step % 10 == 9:
+            order.check_valid()
+            assert torch.equal(order.ranks_of(every), twin.ranks_of(every))
+
+
+def test_a_million_new_rows_at_the_maximum_rank_in_order_of_row_in_full_chunks() -> None:
+    capacity = 1_000_000
+    order = ChunkedOrder(empty(capacity))
+    for start in range(0, capacity, 10_000):
+        order.fill_(start, 10_000, 1.0)
+    every = torch.arange(capacity)
+    assert torch.equal(order.ranks_of(every), every + 1)
+    chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
+    assert chunks <= capacity / 120
+    order.fill_(0, capacity, 2.0)
+    assert torch.equal(order.ranks_of(every[::999]), every[::999] + 1)
+
+
+@pytest.mark.parametrize("adversary", ["rising", "falling"])
+def test_monotone_insertions_leave_full_chunks_behind(adversary: str) -> None:
+    capacity, batch = 51_200, 256
+    order = ChunkedOrder(empty(capacity))
+    for step in range(capacity // batch):
+        td_error = torch.from_numpy(ADVERSARIES[adversary](step, batch).astype(np.float32))
+        index = torch.arange(step * batch, (step + 1) * batch)
+        # Updates insert backwards: this is ascending or descending by key in turn.
+        order.update_(index, td_error if step % 2 else td_error.flip(0), capacity)
+    order.check_valid()
+    chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
+    assert chunks <= capacity / 60
+
+
+def test_ties_are_ranked_by_row_and_the_sign_does_not_count() -> None:
+    order = ChunkedOrder(empty(6))
+    order.update_(torch.tensor([5, 0, 3, 1]), torch.tensor([-2.0, 2.0, -0.0, 0.0]), rows=6)
+    assert order.ranks_of(torch.arange(6)).tolist() == [1, 3, 0, 4, 0, 2]
+
+
+def test_of_a_row_that_is_named_twice_the_last_one_counts() -> None:
+    for order in (ChunkedOrder(empty(3)), SortedOrder(empty(3))):
+        order.update_(torch.tensor([0, 1, 0, -1, 2, 0]), torch.tensor([9.0, 2.0, 8.0, 7.0, 3.0, 1.0]), rows=3)
+        assert order.magnitude.tolist() == [1.0, 2.0, 3.0]
+        assert order.ranks_of(torch.arange(3)).tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("index", "td_error"),
+    [([0, 1], [1.0, float("nan")]), ([0, 1], [float("-inf"), 1.0]), ([0, 4], [1.0, 1.0]), ([-2, 1], [1.0, 1.0])],
+    ids=["nan", "infinite", "row_too_high", "row_too_low"],
+)
+@pytest.mark.parametrize("order_type", [ChunkedOrder, SortedOrder])
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    order_type: type[ChunkedOrder] | type[SortedOrder], index: list[int], td_error: list[float]
+) -> None:
+    order = order_type(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
+    for dtype in (torch.float32, torch.float64):
+        assert order.update_(torch.tensor(index), torch.tensor(td_error, dtype=dtype), rows=4) is None
+    assert order.magnitude.tolist() == pytest.approx([0.1, 0.2, -1.0, 0.3, -1.0])
+    assert order.ranks_of(torch.arange(5)).tolist() == [3, 2, 0, 1, 0]
+
+
+def test_errors_beyond_float32_count_as_the_largest_float32() -> None:
+    for order in (ChunkedOrder(empty(2)), SortedOrder(empty(2))):
+        assert order.update_(torch.tensor([0, 1]), torch.tensor([1.0, -1e300], dtype=torch.float64), rows=2) == LARGEST
+        assert order.ranks_of(torch.arange(2)).tolist() == [2, 1]
+
+
+def test_a_row_out_of_range_has_no_rank() -> None:
+    order = ChunkedOrder(torch.ones(3))
+    with pytest.raises(IndexError, match=r"row 3 is out of range: rows are 0 to 2"):
+        order.ranks_of(torch.tensor([0, 3]))
+    with pytest.raises(IndexError, match="row -1 is out of range"):
+        order.ranks_of(torch.tensor([0, -1]))
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 1.5])
+def test_the_twin_draws_the_same_rows_and_weights_as_the_specification(
+    alpha: float, stratified: bool, norm: str | None
+) -> None:
+    law = rank_law(alpha)
+    for n in (1, 2, 100, 1_024, 1_025, 30_000):
+        torch.manual_seed(n)
+        magnitude = torch.rand(n)
+        order, twin = ChunkedOrder(magnitude), SortedOrder(magnitude)
+        uniform = torch.rand(300, dtype=torch.float64)
+        uniform[0], uniform[-1] = 0.0, 1.0 - 2.0**-53
+        drawn = order.draw(law, uniform, stratified=stratified, beta=0.5, norm=norm)
+        expected = twin.draw(law, uniform, stratified=stratified, beta=0.5, norm=norm)
+        assert drawn is not None
+        assert expected is not None
+        assert torch.equal(drawn[0], expected[0])
+        torch.testing.assert_close(drawn[1], expected[1], rtol=1e-6, atol=0.0)
+
+
+def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
+    capacity = 5_000
+    order = ChunkedOrder(torch.rand(capacity))
+    law = rank_law(0.7)
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(150):
+            uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+            drawn = order.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
+            assert drawn is not None
+            order.update_(drawn[0], torch.randn(64, generator=generator), capacity)
+            order.fill_(int(torch.randint(capacity - 400, (1,), generator=generator)), 400, 1.0)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    order.check_valid()
+    assert int(order.count()) == capacity
+
+
+def test_an_empty_order_draws_nothing() -> None:
+    uniform = torch.rand(4, dtype=torch.float64)
+    for order in (ChunkedOrder(empty(3)), SortedOrder(empty(3))):
+        assert order.draw(rank_law(0.7), uniform, stratified=True, beta=0.5, norm=None) is None
+
+
+def test_an_order_built_at_once_equals_one_built_by_updates() -> None:
+    torch.manual_seed(0)
+    magnitude = torch.randn(30_000).abs()
+    magnitude[::3] = -1.0
+    at_once, stepwise = ChunkedOrder(magnitude), ChunkedOrder(empty(30_000))
+    rows = (magnitude >= 0).nonzero().squeeze(1)
+    stepwise.update_(rows, magnitude[rows], 30_000)
+    at_once.check_valid()
+    every = torch.arange(30_000)
+    assert torch.equal(at_once.ranks_of(every), stepwise.ranks_of(every))
+
+
+@pytest.mark.parametrize("capacity", [100_000, 1_000_000, 10_000_000])
+def test_memory_is_at_most_28_bytes_a_row(capacity: int) -> None:
+    chunks, groups, top = _rank_chunks.plan(capacity)
+    per_group = (8 + 4) * _rank_chunks.WIDTH + 4 * (_rank_chunks.WIDTH + 1) + 8
+    total = 4 * capacity + chunks * (8 * _rank_chunks.WIDTH + 8) + groups * per_group + top * 20
+    assert total <= 28 * capacity
+
+
+def test_a_stale_order_is_sorted_again_after_the_updates_it_was_allowed() -> None:
+    order = SortedOrder(torch.tensor([3.0, 2.0, 1.0, -1.0]), stale_updates=2)
+    every, first = torch.arange(4), torch.tensor([0])
+    assert order.ranks_of(every).tolist() == [1, 2, 3, 0]
+    for td_error, expected in ((0.5, [1, 2, 3, 0]), (0.4, [1, 2, 3, 0]), (0.3, [3, 1, 2, 0])):
+        order.update_(first, torch.tensor([td_error]), 4)
+        assert order.ranks_of(every).tolist() == expected
+    order.update_(first, torch.tensor([9.0]), 4)
+    order.fill_(3, 1, 9.0)
+    assert order.ranks_of(every).tolist() == [1, 3, 4, 2]  # a new row is known at once
+
+
+def test_the_specification_runs_on_the_device_without_waiting_for_it(device: torch.device) -> None:
+    torch.manual_seed(0)
+    order = make_order(torch.full((5_000,), -1.0, device=device))
+    twin = SortedOrder(empty(5_000))
+    index, td_error = torch.randint(-1, 5_000, (4_000,)), torch.randn(4_000)
+    uniform = torch.rand(256, dtype=torch.float64)
+    law, moved = rank_law(0.7), rank_law(0.7, device)
+    arguments = (index.to(device), td_error.to(device), uniform.to(device))
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        order.update_(arguments[0], arguments[1], 5_000)
+        drawn = order.draw(moved, arguments[2], stratified=True, beta=0.5, norm="buffer")
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    twin.update_(index, td_error, 5_000)
+    expected = twin.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
+    assert drawn is not None
+    assert expected is not None
+    assert torch.equal(drawn[0].cpu(), expected[0])
+    torch.testing.assert_close(drawn[1].cpu(), expected[1], rtol=1e-5, atol=0.0)
+    assert rank_order.as_float32(td_error) is td_error

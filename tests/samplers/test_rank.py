@@ -1,0 +1,280 @@
+"""RankSampler: its law, and its place in buffers; its statistics are in test_rank_statistics.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td.samplers.prioritized import Prioritized
+
+
+def buffer(n: int, batch_size: int = 32, rows: int | None = None, **settings: Any) -> ReplayBuffer:
+    """Return a buffer of capacity ``n`` with ``rows`` rows (default: full) whose field ``x`` is the row's number."""
+    rb = ReplayBuffer(storage=PackedStorage(n), sampler=RankSampler(n, **settings), batch_size=batch_size)
+    rb.extend(TensorDict({"x": torch.arange(rows or n)}, [rows or n]))
+    return rb
+
+
+def sampler_of(td_error: torch.Tensor, **settings: Any) -> RankSampler:
+    sampler = RankSampler(len(td_error), **settings)
+    sampler.update_priority(torch.arange(len(td_error)), td_error)
+    return sampler
+
+
+def law_of(alpha: float, n: int) -> np.ndarray:
+    weight = np.arange(1, n + 1, dtype=np.float64) ** -alpha
+    return weight / weight.sum()
+
+
+# -- the law
+
+
+def test_golden_values_of_seven_rows_and_three_segments() -> None:
+    sampler = sampler_of(torch.tensor([7.0, 6, 5, 4, 3, 2, 1]), alpha=0.5)
+    expected = torch.tensor([1, 1.707, 2.284, 2.784, 3.232, 3.640, 4.018], dtype=torch.float64)
+    torch.testing.assert_close(sampler.cumulative(7), expected, rtol=0.0, atol=5e-4)
+    # A third of 4.018 is 1.339, in the mass of rank 2; two thirds are 2.679, in that of rank 4.
+    assert sampler.segments(3).tolist() == [[1, 2], [2, 4], [4, 7]]
+    assert sampler.segments(1).tolist() == [[1, 7]]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
+def test_segments_follow_the_number_of_rows_and_cover_every_rank(alpha: float) -> None:
+    sampler = RankSampler(5_000, alpha=alpha)
+    for rows in (1, 5, 100, 5_000):
+        sampler.mark_update(torch.arange(rows))
+        for k in (1, 2, 7, 256):
+            segments = sampler.segments(k)
+            assert segments.shape == (k, 2)
+            assert segments[0, 0] == 1
+            assert segments[-1, 1] == rows
+            gap = segments[1:, 0] - segments[:-1, 1]
+            assert ((gap == 0) | (gap == 1)).all()
+            total = law_of(alpha, rows).cumsum()
+            inside = total[segments[:, 1].numpy() - 1] >= (np.arange(k) + 1) / k - 1e-9
+            assert inside.all()
+
+
+def test_segments_need_rows() -> None:
+    with pytest.raises(RuntimeError, match="no row has a priority"):
+        RankSampler(4).segments(2)
+    with pytest.raises(ValueError, match="at least 1 segment, got k=0"):
+        sampler_of(torch.ones(4)).segments(0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("n", [1, 2, 1_000, 3_000])
+def test_probability_is_the_power_of_the_rank(alpha: float, n: int) -> None:
+    torch.manual_seed(0)
+    td_error = torch.randn(n)
+    sampler = sampler_of(td_error, alpha=alpha)
+    order = torch.sort(td_error.abs(), descending=True, stable=True).indices
+    assert torch.equal(sampler.rank(order), torch.arange(1, n + 1))
+    expected = torch.from_numpy(law_of(alpha, n))
+    torch.testing.assert_close(sampler.probability(order), expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(sampler.priority(order), td_error.abs()[order].double(), rtol=0.0, atol=0.0)
+
+
+def test_rows_without_a_priority_have_rank_and_probability_zero() -> None:
+    sampler = RankSampler(5)
+    sampler.update_priority(torch.tensor([3, 1]), torch.tensor([1.0, 2.0]))
+    assert sampler.rank(torch.arange(5)).tolist() == [0, 1, 0, 2, 0]
+    assert (sampler.probability(torch.arange(5)) > 0).tolist() == [False, True, False, True, False]
+    assert sampler.priority(torch.arange(5)).tolist() == [-1.0, 2.0, -1.0, 1.0, -1.0]
+
+
+def test_alpha_zero_is_uniform_with_weights_of_one() -> None:
+    rb = buffer(50, alpha=0.0)
+    rb.update_priority(torch.arange(50), torch.arange(50.0))
+    torch.testing.assert_close(rb.sampler.probability(torch.arange(50)), torch.full((50,), 0.02, dtype=torch.float64))
+    assert (rb.sample()["priority_weight"] == 1.0).all()
+
+
+def test_scaling_all_td_errors_changes_nothing() -> None:
+    torch.manual_seed(0)
+    td_error = torch.randn(500)
+    batches = []
+    for scale in (1.0, -1.0, 2.0**-20, 2.0**40):
+        rb = buffer(500, batch_size=64)
+        rb.update_priority(torch.arange(500), scale * td_error)
+        torch.manual_seed(1)
+        batches.append(rb.sample())
+    for batch in batches[1:]:
+        assert (batch == batches[0]).all()
+
+
+def test_one_outlier_changes_nothing_but_its_own_rank() -> None:
+    torch.manual_seed(0)
+    sampler = sampler_of(torch.randn(500))
+    before = sampler.rank(torch.arange(500))
+    sampler.update_priority(123, 1e30)
+    after = sampler.rank(torch.arange(500))
+    assert after[123] == 1
+    others = torch.arange(500) != 123
+    assert torch.equal(after[others], before[others] + (before[others] < before[123]))
+
+
+def test_new_rows_enter_with_the_highest_magnitude_seen() -> None:
+    rb = buffer(6, rows=2)
+    assert rb.sampler.priority([0, 1]).tolist() == [1.0, 1.0]
+    rb.update_priority(torch.tensor([0, 1]), torch.tensor([-5.0, 2.0]))
+    rb.update_priority(torch.tensor([0]), torch.tensor([0.1]))
+    rb.add(TensorDict({"x": torch.tensor(2)}, []))
+    rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    assert rb.sampler.priority(torch.arange(6)).tolist() == pytest.approx([0.1, 2.0, 5.0, 5.0, 5.0, 5.0])
+    assert rb.sampler.rank(torch.arange(6)).tolist() == [6, 5, 1, 2, 3, 4]
+    rb.extend(TensorDict({"x": torch.arange(1)}, [1]))  # overwrites row 0
+    assert rb.sampler.rank(torch.arange(6)).tolist() == [1, 6, 2, 3, 4, 5]
+
+
+def test_setting_alpha_changes_the_law_at_once() -> None:
+    sampler = sampler_of(torch.tensor([3.0, 2.0, 1.0]), alpha=1.0)
+    sampler.alpha = np.float32(2.0)  # type: ignore[assignment]
+    expected = torch.tensor([1.0, 1 / 4, 1 / 9], dtype=torch.float64) / (49 / 36)
+    torch.testing.assert_close(sampler.probability(torch.arange(3)), expected)
+    with pytest.raises(ValueError, match="alpha must be a finite number, at least 0, got -1"):
+        sampler.alpha = -1.0
+
+
+def test_torchrl_schedulers_anneal_beta() -> None:
+    rb = buffer(10, beta=0.4)
+    scheduler = LinearScheduler(rb, "beta", final_value=1.0, num_steps=3)
+    for _ in range(3):
+        scheduler.step()
+    assert rb.sampler.beta == pytest.approx(1.0)
+
+
+# -- its place in buffers
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ReplayBuffer", "TensorDictReplayBuffer"])
+@pytest.mark.parametrize("packed", [True, False], ids=["PackedStorage", "LazyTensorStorage"])
+def test_the_priority_round_trip(ours: bool, packed: bool) -> None:
+    storage = PackedStorage(100) if packed else LazyTensorStorage(100)
+    kind = ReplayBuffer if ours else TensorDictReplayBuffer
+    rb = kind(storage=storage, sampler=RankSampler(100), batch_size=16, priority_key="td_error")
+    rb.extend(TensorDict({"x": torch.arange(100)}, [100]))
+    batch = rb.sample()
+    assert batch["priority_weight"].shape == (16,)
+    batch["td_error"] = -100.0 - batch["x"].float()
+    rb.update_tensordict_priority(batch)
+    rows = batch["x"].unique()
+    assert torch.equal(rb.sampler.rank(rows.flip(0)), torch.arange(1, len(rows) + 1))
+    assert rb.sampler.priority(rows).tolist() == (100.0 + rows).tolist()
+
+
+def test_lanes_are_sampled_and_updated_by_coordinates() -> None:
+    steps, lanes = 10, 3
+    rb = ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2), sampler=RankSampler(steps * lanes), batch_size=8)
+    rb.extend(TensorDict({"x": torch.arange(steps * lanes).view(steps, lanes).T}, [lanes, steps]))
+    td_error = torch.arange(steps * lanes, dtype=torch.float32)
+    t, e = torch.meshgrid(torch.arange(steps), torch.arange(lanes), indexing="ij")
+    rb.update_priority((t.reshape(-1), e.reshape(-1)), td_error)
+    assert rb.sampler.rank((torch.tensor([9, 0]), torch.tensor([2, 0])), storage=rb.storage).tolist() == [1, 30]
+    index, _ = rb.sampler.sample(rb.storage, 8)
+    assert isinstance(index, tuple)
+    assert torch.equal(rb.storage.get(index)["x"], index[0] * lanes + index[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_bad_td_errors_are_refused_and_nothing_changes(bad: float) -> None:
+    sampler = sampler_of(torch.tensor([3.0, 1.0, 2.0, 5.0]))
+    before = copy.deepcopy(sampler.state_dict())
+    with pytest.raises(ValueError, match=r"2 of 4 TD errors are NaN or infinite \(positions 1, 3\)"):
+        sampler.update_priority(torch.arange(4), torch.tensor([9.0, bad, 9.0, bad]))
+    with pytest.raises(ValueError, match=r"3 priorities \(shape \(3,\)\) for 2 rows"):
+        sampler.update_priority(torch.arange(2), torch.ones(3))
+    with pytest.raises(IndexError, match="row 4 is out of range"):
+        sampler.update_priority(torch.tensor([0, 4]), torch.ones(2))
+    after = sampler.state_dict()
+    assert torch.equal(after.pop("priorities")["magnitude"], before.pop("priorities")["magnitude"])
+    assert after == before
+
+
+def test_an_empty_buffer_is_refused_and_can_be_filled_again() -> None:
+    rb = buffer(8)
+    rb.update_priority(torch.arange(8), torch.full((8,), 50.0))
+    rb.empty()
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+    rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    assert rb.sampler.priority(torch.arange(3)).tolist() == [1.0, 1.0, 1.0]
+    assert rb.sample()["x"].max() <= 2
+
+
+def test_rows_that_the_sampler_was_never_told_of_are_an_error() -> None:
+    storage = PackedStorage(4)
+    storage.set(torch.arange(4), TensorDict({"x": torch.arange(4)}, [4]))
+    with pytest.raises(RuntimeError, match="no row has a priority"):
+        RankSampler(4).sample(storage, 2)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="stale_updates must be at least 0, got -1"):
+        RankSampler(4, stale_updates=-1)
+    with pytest.raises(ValueError, match="weight_norm must be"):
+        RankSampler(4, weight_norm="mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "state_dict", "dumps"])
+def test_a_restored_sampler_goes_on_as_the_original_does(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rb = buffer(3_000, rows=2_000, alpha=0.6, beta=0.3)
+    sampler = rb.sampler
+    sampler.update_priority(torch.randint(2_000, (5_000,)), torch.randn(5_000))
+    if how == "pickle":
+        restored = pickle.loads(pickle.dumps(sampler))
+    elif how == "deepcopy":
+        restored = copy.deepcopy(sampler)
+    else:
+        restored = RankSampler(3_000)
+        if how == "state_dict":
+            restored.load_state_dict(sampler.state_dict())
+        else:
+            sampler.dumps(tmp_path)
+            restored.loads(tmp_path)
+    for step in range(3):
+        batches = []
+        for one in (sampler, restored):
+            torch.manual_seed(step)
+            index, info = one.sample(rb.storage, 64)
+            one.update_priority(index, torch.randn(64))
+            one.mark_update(torch.arange(10 * step, 10 * step + 10))
+            batches.append((index, info["priority_weight"]))
+        assert torch.equal(batches[0][0], batches[1][0])
+        assert torch.equal(batches[0][1], batches[1][1])
+    every = torch.arange(3_000)
+    assert torch.equal(sampler.rank(every), restored.rank(every))
+    assert repr(sampler) == repr(restored)
+
+
+def test_equal_generators_give_equal_batches_and_the_manual_seed_governs() -> None:
+    rb = buffer(100)
+    torch.manual_seed(3)
+    first = rb.sample()
+    torch.manual_seed(3)
+    assert (rb.sample() == first).all()
+
+
+def test_it_shares_the_base_of_the_proportional_sampler() -> None:
+    assert issubclass(RankSampler, Prioritized)
+    assert RankSampler.__bases__ == ProportionalSampler.__bases__
+
+
+def test_priorities_follow_the_storage_to_its_device(device: torch.device) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(100, device=device), sampler=RankSampler(100), batch_size=16)
+    rb.extend(TensorDict({"x": torch.arange(100)}, [100]).to(device))
+    rb.update_priority(torch.arange(100, device=device), torch.arange(100.0, device=device))
+    assert rb.sampler.device.type == device.type
+    assert torch.equal(rb.sampler.rank(torch.arange(100, device=device)).cpu(), torch.arange(100, 0, -1))
+    assert rb.sample().device is None or rb.sample()["x"].device.type == device.type

@@ -1,0 +1,175 @@
+"""Draws of RankSampler against its law: by brute force over all uniform numbers, and by chi-square."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+
+from rlbuf_td import RankSampler
+from rlbuf_td.samplers.prioritized import Prioritized
+from tests.samplers.test_rank import buffer, law_of, sampler_of
+
+#: Every statistical test below fails a right sampler with this probability (but seeds are fixed), over DRAWS draws. One
+#: that is 2 % off, up on one half of the mass and down on the other, shifts the statistic by DRAWS * 0.02**2 = 240, and
+#: is failed with a probability above 0.99: see test_the_statistics_would_notice_a_bias_of_two_percent.
+FALSE_ALARM = 1e-6
+DRAWS = 600_000
+CELLS = 48
+
+
+# -- what draws and weights add up to, by brute force over all uniform numbers
+
+
+def drawn_by_grid(sampler: Prioritized, n: int, k: int, points: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights of ``points`` batches of ``k``: each segment at the same ``points`` places, evenly spread."""
+    rows, weights = [], []
+    for u in (torch.arange(points, dtype=torch.float64) + 0.5) / points:
+        row, weight = sampler._pick(n, u.expand(k).contiguous())
+        rows.append(row)
+        weights.append(weight)
+    return torch.stack(rows), torch.stack(weights)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize("k", [1, 3, 7, 64])
+def test_expected_count_of_every_row_in_a_stratified_batch_is_k_times_its_probability(alpha: float, k: int) -> None:
+    n, points = 50, 4_000
+    torch.manual_seed(0)
+    sampler = sampler_of(torch.randn(n), alpha=alpha)
+    rows, _ = drawn_by_grid(sampler, n, k, points)
+    count = rows.reshape(-1).bincount(minlength=n).double() / points
+    expected = k * sampler.probability(torch.arange(n))
+    # A row's mass is an interval in each segment that it reaches, counted on the grid to within a point at either end.
+    assert ((count - expected).abs() <= 2 * (expected.ceil() + 1) / points).all()
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_weighted_averages_are_unbiased(stratified: bool) -> None:
+    n, k, points = 50, 7, 4_000
+    torch.manual_seed(0)
+    sampler = sampler_of(torch.randn(n), beta=1.0, weight_norm=None, stratified=stratified)
+    rows, weights = drawn_by_grid(sampler, n, k, points)
+    value = torch.randn(n, dtype=torch.float64)
+    average = (weights * value[rows]).mean()
+    torch.testing.assert_close(average, value.mean(), rtol=0.0, atol=2e-3)
+    torch.testing.assert_close(weights.double().mean(), torch.ones((), dtype=torch.float64), rtol=0.0, atol=2e-3)
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_weights_are_those_of_the_law(norm: Any, stratified: bool) -> None:
+    torch.manual_seed(0)
+    n = 2_000
+    rb = buffer(n, batch_size=64, alpha=0.7, beta=0.5, weight_norm=norm, stratified=stratified)
+    rb.update_priority(torch.arange(n), torch.randn(n))
+    batch = rb.sample()
+    weight = (n * rb.sampler.probability(batch["index"])) ** -0.5
+    largest = {
+        "buffer": (n * rb.sampler.probability(torch.arange(n)).min()) ** -0.5,
+        "batch": weight.max(),
+        None: 1.0,
+    }[norm]
+    assert batch["priority_weight"].dtype is torch.float32
+    torch.testing.assert_close(batch["priority_weight"], (weight / largest).float(), rtol=1e-5, atol=0.0)
+
+
+# -- statistics
+
+
+def cells_of(alpha: float, n: int) -> np.ndarray:
+    """Return a cell for each rank, all of about equal mass."""
+    law = law_of(alpha, n)
+    return np.minimum(((law.cumsum() - law / 2) * CELLS).astype(int), CELLS - 1)
+
+
+def expected_in_segments(alpha: float, n: int, k: int) -> np.ndarray:
+    """``[k, CELLS]``: the probability that the draw from segment ``j`` falls into a cell."""
+    edges = np.append(0.0, law_of(alpha, n).cumsum())
+    expected = np.zeros((k, CELLS))
+    cells = cells_of(alpha, n)
+    for j in range(k):
+        inside = np.diff(edges.clip(j / k, (j + 1) / k)) * k
+        np.add.at(expected[j], cells, inside)
+    return expected
+
+
+def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
+    """P-value; each line is a distribution. Cells of less than 10 expected draws join their line's largest one."""
+    statistic, freedom = 0.0, 0
+    for seen, wanted in zip(observed.astype(float), expected, strict=True):
+        small = wanted < 10
+        largest = wanted.argmax()
+        seen, wanted = seen.copy(), wanted.copy()
+        seen[largest] += seen[small].sum()
+        wanted[largest] += wanted[small].sum()
+        keep = ~small
+        statistic += (((seen - wanted) ** 2)[keep] / wanted[keep]).sum()
+        freedom += keep.sum() - 1
+    return float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
+
+
+def observed_cells(sampler: RankSampler, alpha: float, n: int, k: int, seed: int) -> np.ndarray:
+    """``[k, CELLS]`` counts of ``DRAWS`` draws in batches of ``k``, by position in the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    cell_of_row = cells_of(alpha, n)[sampler.rank(torch.arange(n)).numpy() - 1]
+    batches = DRAWS // k
+    uniform = torch.rand(batches, k, dtype=torch.float64, generator=generator)
+    rows = torch.stack([sampler._pick(n, u)[0] for u in uniform]).numpy()
+    return np.stack([np.bincount(cell_of_row[rows[:, j]], minlength=CELLS) for j in range(k)])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("n", [1, 2, 13, 1_000, 1_025, 100_000])
+def test_stratified_draws_have_the_law_of_their_segment(n: int, alpha: float) -> None:
+    k = 24
+    torch.manual_seed(0)
+    sampler = sampler_of(torch.randn(n), alpha=alpha)
+    observed = observed_cells(sampler, alpha, n, k, seed=n)
+    assert chi_square(observed, expected_in_segments(alpha, n, k) * (DRAWS // k)) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("n", [1, 2, 13, 1_000, 1_025, 100_000])
+def test_independent_draws_have_the_law(n: int, alpha: float) -> None:
+    k = 20_000
+    torch.manual_seed(0)
+    sampler = sampler_of(torch.randn(n), alpha=alpha, stratified=False)
+    observed = observed_cells(sampler, alpha, n, k, seed=n).sum(0, keepdims=True)
+    assert chi_square(observed, expected_in_segments(alpha, n, 1) * DRAWS) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_the_statistics_would_notice_a_bias_of_two_percent(stratified: bool) -> None:
+    n, alpha, k = 1_000, 0.7, 24 if stratified else 1
+    generator = np.random.default_rng(0)
+    expected = expected_in_segments(alpha, n, k)
+    sign = np.where(np.arange(CELLS) % 2, 1.02, 0.98)
+    biased = expected * sign
+    biased /= biased.sum(1, keepdims=True)
+    found = 0
+    for _ in range(100):
+        observed = np.stack([generator.multinomial(DRAWS // k, p) for p in biased])
+        found += chi_square(observed, expected * (DRAWS // k)) < FALSE_ALARM
+    assert found >= 99
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_draws_keep_the_law_through_wraps_and_a_hundred_thousand_updates(stratified: bool) -> None:
+    n, alpha = 1_000, 0.7
+    rb = buffer(n, batch_size=100, alpha=alpha, stratified=stratified)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        index = torch.randint(n, (500,), generator=generator)
+        rb.update_priority(index, torch.randn(500, generator=generator))
+        rb.extend(TensorDict({"x": torch.arange(37)}, [37]))
+    k = 24 if stratified else 20_000
+    observed = observed_cells(rb.sampler, alpha, n, k, seed=1)
+    expected = expected_in_segments(alpha, n, k if stratified else 1)
+    if not stratified:
+        observed = observed.sum(0, keepdims=True)
+    assert chi_square(observed, expected * observed.sum(1, keepdims=True)) > FALSE_ALARM
