@@ -133,14 +133,16 @@ class Lockstep(RuleBasedStateMachine):
             self.twin.last = last
 
     @precondition(lambda self: self.twin.live < self.twin.steps)
-    @rule(more=st.integers(1, 4), overlap=st.integers(0, 3))
-    def set_appends(self, more: int, overlap: int) -> None:
+    @rule(more=st.integers(1, 4), overlap=st.integers(0, 3), backwards=st.booleans())
+    def set_appends(self, more: int, overlap: int, backwards: bool) -> None:
         live = self.twin.live
         steps = list(range(max(0, live - overlap), min(live + more, self.twin.steps)))
         data = self.data(len(steps))
-        self.storage.set(slice(steps[0], steps[-1] + 1), data)
-        for step, rows in zip(steps, self.by_step(data), strict=True):
-            self.twin.put(step, rows)
+        self.storage.set(steps[::-1] if backwards else slice(steps[0], steps[-1] + 1), data)
+        rows = self.by_step(data)
+        for step, row in zip(steps, rows[::-1] if backwards else rows, strict=True):
+            self.twin.put(step, row)
+        self.twin.last = steps[0] if backwards else steps[-1]
 
     @precondition(lambda self: self.twin.live)
     @rule(picks=st.lists(st.integers(0, 1000), max_size=9), as_mask=st.booleans())
