@@ -23,7 +23,7 @@ from rlbuf_td.batches import by_row, index_like, merge_, one_a_row
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.indices import coordinates
 from rlbuf_td.samplers.prioritized import Prioritized, refuse_errors
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers import RingWriter
 
 
@@ -198,7 +198,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 data = self._transform.inv(data)
             if data is None:  # a transform may keep data back
                 return torch.zeros((0, self._storage.ndim), dtype=torch.long)
-        rows = self._transpose(data) if how == "extend" and self._dim_extend > 0 else data
+        rows = data
+        if how == "extend" and self._dim_extend > 0:
+            if data.ndim <= self._dim_extend:
+                raise SchemaError(
+                    f"extend takes batch size [E, T] (lanes, time) with ndim={self._storage.ndim}, got {[*data.shape]}"
+                )
+            rows = self._transpose(data)
         row_dims = self._storage.ndim - (how == "add")
         td_error = None
         sampler = self._prioritized

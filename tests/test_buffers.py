@@ -360,10 +360,19 @@ def test_last_and_chronological_refuse_what_they_cannot_give():
             rb.last(n)
 
 
-def test_empty_starts_anew_and_keeps_the_schema():
+def test_data_without_a_lane_dim_is_refused_by_a_buffer_of_lanes():
+    rb = make(ReplayBuffer, "uniform", lanes=3)
+    with pytest.raises(SchemaError, match=r"extend takes batch size \[E, T\] .* got \[4\]"):
+        rb.extend(transitions(4))
+    assert not rb.storage.initialized
+
+
+@pytest.mark.parametrize("copied", [lambda rb: rb, copy.deepcopy])
+def test_empty_starts_anew_and_keeps_the_schema(copied):
     rb = make(ReplayBuffer, "proportional")
     rb.extend(transitions(70))
     rb.empty()
+    rb = copied(rb)
     assert (len(rb), rb.write_count) == (0, 0)
     with pytest.raises(SchemaError, match="'other'"):
         rb.extend(TensorDict({"other": torch.zeros(2)}, [2]))

@@ -329,7 +329,7 @@ class PackedStorage(LazyTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
-        if self._rows is None or not len(self):
+        if self._rows is None:
             return {"_len": 0}
         return {
             "_len": len(self),
@@ -346,7 +346,7 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: the saved rows differ in keys, dtypes or shapes; this storage stays as it was.
             ValueError: the capacity or the lanes do not fit the saved rows; this storage stays as it was.
         """
-        if not state_dict["_len"]:
+        if "layout" not in state_dict:  # saved before the first write
             return self._empty()
         layout, matrix = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
         lanes = matrix.shape[1:-1]
