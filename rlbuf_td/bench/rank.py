@@ -60,7 +60,7 @@ def race(made: Buffers, prepare: Callable[[int], Callable[[TensorDictReplayBuffe
     return "  ".join(f"{name} {us:8.1f} us ({median['rank'] / us:.2f})" for name, us in median.items())
 
 
-def compare(rows: int) -> None:
+def compare(rows: int, rounds: int) -> None:
     """Print sample, update and extend of one size; in brackets the time of ``rank`` as a multiple of each."""
     made = buffers(rows)
 
@@ -79,10 +79,10 @@ def compare(rows: int) -> None:
         return prepare
 
     print(f"{rows:>12,} rows")
-    print("  sample      ", race(made, lambda step: lambda rb: rb.sample(), 1_000))
-    print("  update      ", race(made, update, 1_000))
-    print("  extend 256  ", race(made, extend(BATCH), 300))
-    print("  extend 10000", race(made, extend(LONG), 60))
+    print("  sample      ", race(made, lambda step: lambda rb: rb.sample(), rounds))
+    print("  update      ", race(made, update, rounds))
+    print("  extend 256  ", race(made, extend(BATCH), -(-rounds // 3)))
+    print("  extend 10000", race(made, extend(LONG), -(-rounds // 16)))
     made.clear()
 
 
@@ -105,7 +105,7 @@ def adversaries(rows: int) -> dict[str, Callable[[int], tuple[torch.Tensor, torc
     }
 
 
-def compare_adversaries(rows: int) -> None:
+def compare_adversaries(rows: int, rounds: int) -> None:
     """Print the time of an update of the order alone in random and in adversarial histories."""
     print(f"{rows:>12,} rows, update of the order alone")
     first = 0.0
@@ -114,26 +114,32 @@ def compare_adversaries(rows: int) -> None:
         for index in torch.randperm(rows).split(LONG):
             order.update_(index, torch.randn(len(index)), rows)
         batch_of, times = adversaries(rows)[name], []
-        for step in range(1_500):
+        for step in range(rounds):
             index, td_error = batch_of(step)
             start = time.perf_counter()
             order.update_(index, td_error, rows)
             times.append((time.perf_counter() - start) * 1e6)
-        median = statistics.median(times[300:])
+        times = times[len(times) // 5 :]  # the history has to take hold
+        median = statistics.median(times)
         first = first or median
-        print(
-            f"  {name:16s} median {median:6.1f} us ({median / first:.2f}), mean {statistics.mean(times[300:]):6.1f} us"
-        )
+        print(f"  {name:16s} median {median:6.1f} us ({median / first:.2f}), mean {statistics.mean(times):6.1f} us")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print all figures for the sizes named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td.bench.rank", description=__doc__)
     parser.add_argument("--rows", type=float, nargs="*", default=[1e5, 1e6])
+    parser.add_argument("--rounds", type=int, default=1_000, help="turns that the buffers take")
+    parser.add_argument("--adversaries", type=float, default=1e6, help="rows under adversarial updates")
+    options = parser.parse_args(argv)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for rows in map(int, parser.parse_args().rows):
-        compare(rows)
-    compare_adversaries(1_000_000)
+    try:
+        for rows in map(int, options.rows):
+            compare(rows, options.rounds)
+        compare_adversaries(int(options.adversaries), options.rounds)
+    finally:
+        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def allocate(capacity: int) -> dict[str, torch.Tensor]:
         "top_group": torch.empty(top, dtype=torch.int32),
         "top_tree": torch.empty(top + 1, dtype=torch.int64),
     }
-    for name in ("bits", "keys"):
-        advise_huge_pages(tensors[name])
+    for tensor in tensors.values():
+        advise_huge_pages(tensor)
     clear(tensors)
     return tensors
 

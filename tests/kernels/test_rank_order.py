@@ -196,7 +196,7 @@ def test_monotone_insertions_leave_full_chunks_behind(adversary: str) -> None:
         order.update_(index, td_error if step % 2 else td_error.flip(0), capacity)
     order.check_valid()
     chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
-    assert chunks <= capacity / 60
+    assert chunks <= capacity / 80  # half full ones would hold 64
 
 
 def test_ties_are_ranked_by_row_and_the_sign_does_not_count() -> None:

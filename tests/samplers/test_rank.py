@@ -48,6 +48,10 @@ def test_golden_values_of_seven_rows_and_three_segments() -> None:
     assert sampler.segments(1).tolist() == [[1, 7]]
 
 
+def test_a_segment_that_ends_where_a_rank_ends_does_not_reach_the_next() -> None:
+    assert sampler_of(torch.ones(4), alpha=0.0).segments(2).tolist() == [[1, 2], [3, 4]]
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])
 def test_segments_follow_the_number_of_rows_and_cover_every_rank(alpha: float) -> None:
     sampler = RankSampler(5_000, alpha=alpha)
