@@ -73,7 +73,14 @@ def by_row(
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
+    """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows.
+
+    Raises:
+        TypeError: the errors are no real tensor.
+        ValueError: there is none a row.
+    """
+    if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
+        raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:
         td_error = td_error.detach()
     if row_dims != 1:
@@ -83,5 +90,9 @@ def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Te
     td_error = td_error.flatten(1)
     if td_error.shape[1] == 1:
         return td_error[:, 0]
+    if not td_error.shape[1]:
+        raise ValueError("the rows have no TD error each: its last dims have size 0")
+    if not td_error.is_floating_point():
+        td_error = td_error.to(torch.float64)
     reduced = getattr(td_error.abs(), reduction)(1)
     return reduced if isinstance(reduced, torch.Tensor) else reduced.values

@@ -18,8 +18,8 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td._tensordict import entries_of, set_entries_
-from rlbuf_td.batches import by_row, index_like, merge_, one_a_row
+from rlbuf_td._tensordict import entries_of
+from rlbuf_td.batches import by_row, merge_, one_a_row
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.indices import coordinates
 from rlbuf_td.samplers.prioritized import Prioritized, refuse_errors
@@ -62,6 +62,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
+        if kwargs.get("consume_after_n_samples") is not None:
+            del defaults["sampler"]  # TorchRL puts its own in place
         for part, default in defaults.items():
             if kwargs.get(part) is None:
                 kwargs[part] = default
@@ -81,26 +83,57 @@ class ReplayBuffer(TensorDictReplayBuffer):
             and self._sample_unit is None
             and self._collates_plainly
             and isinstance(self._storage, PackedStorage)
-            and hasattr(self._sampler, "draw")
+            and _draws(type(self._sampler))
             and not self._writer.tracks_generations
         )
         sampler = self._sampler  # asking an abstract class for its instances takes longer than the question is worth
         self._prioritized = sampler if isinstance(sampler, Prioritized) else None
+        if self._prioritized is not None:
+            self._prioritized.follow(self._storage)
         self._writes_generally = isinstance(sampler, ConsumingSampler) or (
             isinstance(sampler, PrioritizedSampler) and self._prioritized is None
         )
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
-        """Put another storage in place, and return the old one."""
+        """Put another storage in place, with what it holds, and return the old one.
+
+        Unlike in TorchRL, the writer goes on where the new storage was written last, and priorities start anew.
+        """
         previous = super().set_storage(storage, collate_fn)
+        storage.attach(self)
+        storage._rng = self._rng
+        self._writer.register_storage(storage)
+        if isinstance(self._writer, RoundRobinWriter):
+            self._writer._cursor = self._next_step()
+        self._sampler._empty()
         self._choose_path()
+        self._let_rows_in()
         return previous
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Put another sampler in place, and return the old one."""
+        """Put another sampler in place, and return the old one.
+
+        Unlike in TorchRL, rows to which it has given no priority yet enter as new ones do.
+        """
         previous = super().set_sampler(sampler)
+        sampler._rng = self._rng
         self._choose_path()
+        self._let_rows_in()
         return previous
+
+    def _let_rows_in(self) -> None:
+        if self._prioritized is not None and len(self._storage):
+            rows = torch.arange(len(self._storage), device=self._prioritized.device)
+            absent = rows[self._prioritized.priority(rows) < 0]
+            if len(absent):
+                self._prioritized.mark_update(absent, storage=self._storage)
+
+    def _next_step(self) -> int:
+        """Return the time step that a ring writes next."""
+        last = self._storage._last_cursor_index
+        if last is None or not len(self._storage):
+            return 0
+        return (last + 1) % self._storage._max_size_along_dim0() if self._storage._is_full else last + 1
 
     def set_writer(self, writer: Writer) -> Writer:
         """Put another writer in place, and return the old one."""
@@ -163,8 +196,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
         """Write one transition (with ``ndim > 1``: one time step of all lanes); return where it lies.
 
-        As in TorchRL, the index is also set in ``data``, unless that is locked.
-
         Raises:
             SchemaError: the data does not match the rows; nothing has changed.
             ValueError: a TD error in the data is NaN or infinite; nothing has changed.
@@ -173,8 +204,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors give them); return their rows.
-
-        As in TorchRL, the index is also set in the data, unless that is locked.
 
         Args:
             tensordicts: the transitions.
@@ -219,20 +248,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             getattr(self._sampler, how)(index)
             if sampler is not None and td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
-        self._set_index(data, rows, index, row_dims)
         return index
-
-    def _set_index(self, data: TensorDictBase, rows: TensorDictBase, index: Any, row_dims: int) -> None:
-        """Tell the data where it lies, as TorchRL does (which fails on one time step of several lanes)."""
-        if data.is_locked:
-            return
-        if isinstance(index, int) and not data.ndim:
-            set_entries_(data, {"index": torch.tensor(index)})
-        elif isinstance(index, int) or index.ndim == 1:
-            self._set_index_in_td(data, index)
-        else:
-            index = index_like(index, rows.shape, row_dims)
-            data.set("index", index if rows is data else index.transpose(0, self._dim_extend))
 
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
@@ -242,7 +258,40 @@ class ReplayBuffer(TensorDictReplayBuffer):
             index = coordinates(torch.arange(start, start + count, device=self._storage.device), self._storage)
             self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget all rows and priorities; keep the schema.
+
+        Args:
+            empty_write_count: count the writes anew, too.
+        """
+        if not self._initialized:
+            self._init()
+        with self._replay_lock, self._write_lock:
+            super().empty(empty_write_count)
+
     # -- priorities
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give rows the magnitudes of TD errors.
+
+        Args:
+            index: flat rows, or as :meth:`extend` and :meth:`sample` give it: a tuple of coordinates, or
+                ``[..., ndim]``.
+            priority: one TD error a row, in the same order; or one for all.
+
+        Raises:
+            ValueError: wrong number of errors, or NaN or infinite ones; all priorities are as they were.
+            IndexError: a row is out of range; all priorities are as they were.
+        """
+        if not self._initialized:
+            self._init()
+        if self._prioritized is None:
+            return super().update_priority(index, priority)
+        by_coordinates = self._storage.ndim > 1
+        if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
+            index = index.flatten(0, -2) if by_coordinates else index.flatten()
+        with self._replay_lock, self._write_lock:
+            self._prioritized.update_priority(index, priority, storage=self._storage)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Give the rows of a batch the TD errors that it now holds; does nothing for a sampler without priorities.
@@ -308,7 +357,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if n is not None and not 1 <= n <= steps:
                 raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
             count = steps if n is None else n
-            end = self._writer._cursor
+            end = self._next_step()
             data = self._storage.get(torch.arange(end - count, end) % steps)
         return self._transformed(data)
 
@@ -324,3 +373,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
             lines.append(f"transform={self._transform!r},".replace("\n", "\n    "))
         lines.append(f"batch_size={self._batch_size}, fill={fill:.1%}")
         return f"{type(self).__name__}(\n    " + "\n    ".join(lines) + "\n)"
+
+
+def _draws(sampler: type[Sampler]) -> bool:
+    """Return whether a class of samplers offers flat rows (``draw``), and no subclass has changed ``sample`` since."""
+    for each in sampler.__mro__:
+        if "draw" in each.__dict__:
+            return True
+        if "sample" in each.__dict__:
+            return False
+    return False

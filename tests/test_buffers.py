@@ -380,21 +380,13 @@ def test_empty_starts_anew_and_keeps_the_schema(copied):
     assert rb.sample()["observation"].max() <= 2
 
 
-def test_the_index_is_set_in_the_data_unless_it_is_locked():
-    rb = make(ReplayBuffer, "uniform")
-    data = transitions(3)
-    rb.extend(data)
-    rb.extend(data)
-    assert data["index"].tolist() == [3, 4, 5]
-    rb.extend(transitions(2).lock_())
-    single = transitions(1)[0]
-    rb.add(single)
-    assert single["index"].item() == 8
-    lanes = make(ReplayBuffer, "uniform", lanes=3)
-    data = transitions(2, lanes=3)
-    lanes.extend(data)
-    assert data["index"].shape == (3, 2, 2)
-    assert data["index"][2, 1].tolist() == [1, 2]
+def test_the_data_of_a_write_is_left_alone():
+    for lanes in (0, 3):
+        rb = make(ReplayBuffer, "proportional", lanes=lanes)
+        data = transitions(3, lanes=lanes)
+        before = data.clone()
+        rb.extend(data.lock_())
+        assert_same(data, before)
 
 
 @pytest.mark.parametrize("how", ["add", "extend"])
@@ -428,19 +420,89 @@ def test_rows_of_several_lanes_may_be_batches_too():
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
-def test_what_has_been_extended_or_added_can_be_given_priorities_afterwards(lanes):
+def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     rb = make(ReplayBuffer, "proportional", lanes=lanes)
     data = transitions(4, lanes=lanes)
-    rb.extend(data)
-    data["td_error"] = data["observation"][..., :1] + 1
-    rb.update_tensordict_priority(data)
-    stored = rb.storage["observation"][..., 0].flatten()[: len(rb)]
+    index = rb.extend(data)
+    rows = data.transpose(0, 1).reshape(-1) if lanes else data  # time first, as the index has it
+    rb.update_priority(index, rows["observation"][:, 0] + 1)
+    stored = rb.storage["observation"][..., 0].flatten()
     assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 1).double())
-    single = transitions(1, lanes=lanes, start=50)[..., 0]
-    rb.add(single)
-    single["td_error"] = torch.full((3, 2) if lanes else (2,), -77.0)
-    rb.update_tensordict_priority(single)
-    assert (rb.sampler.priority(torch.arange(len(rb))) == 77).sum() == max(lanes, 1)
+    shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
+    rb.update_priority(shaped, data["observation"][..., 0] + 2)  # lanes first, both alike
+    assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double())
+
+
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
+def test_errors_of_a_single_step_are_reduced_too(reduction):
+    rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, reduction=reduction))
+    rb.add(TensorDict({"x": torch.zeros(()), "td_error": torch.tensor([-4, 1, 1])}))
+    assert rb.sampler.priority([0]).item() == {"max": 4.0, "min": 1.0, "mean": 2.0, "median": 1.0}[reduction]
+
+
+@pytest.mark.parametrize(
+    ("td_error", "error"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), TypeError),
+        (TensorDict({"a": torch.zeros(2)}, [2]), TypeError),
+        (torch.zeros(2, 0), ValueError),
+    ],
+)
+def test_td_errors_of_a_wrong_kind_are_refused_before_anything_is_written(td_error, error):
+    rb = make(ReplayBuffer, "proportional")
+    with pytest.raises(error, match="TD error"):
+        rb.extend(transitions(2).set("td_error", td_error))
+    assert (len(rb), rb.write_count, rb.storage.initialized) == (0, 0, False)
+
+
+def test_a_sampler_put_in_place_later_knows_the_rows_and_the_generator():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(30))
+    sampler = ProportionalSampler(60)
+    rb.set_sampler(sampler)
+    rb.extend(transitions(10))
+    assert (sampler.priority(torch.arange(40)) == 1.0).all()
+    assert sampler._rng is rb._rng
+    rb.update_priority(torch.arange(40), torch.full((40,), 3.0))
+    rb.set_sampler(UniformSampler())
+    rb.set_sampler(sampler)
+    assert (sampler.priority(torch.arange(40)) == 3.0).all()
+
+
+def test_a_storage_put_in_place_later_takes_the_writes():
+    rb, other = make(ReplayBuffer, "proportional"), make(ReplayBuffer, "uniform")
+    rb.extend(transitions(6))
+    other.extend(transitions(65, start=100))
+    rb.set_storage(other.storage)
+    assert (rb.sampler.priority(torch.arange(60)) == 1.0).all()
+    assert rb.extend(transitions(2, start=900)).tolist() == [5, 6]
+    assert rb.chronological()["observation"][-3:, 0].tolist() == [164.0, 900.0, 901.0]
+    assert rb.chronological()["observation"][0, 0] == 107.0
+
+
+def test_order_of_age_is_that_of_the_rows_whoever_wrote_them():
+    rb = make(ReplayBuffer, "uniform")
+    rb.extend(transitions(63))
+    reader = ReplayBuffer(storage=rb.storage)
+    assert reader.chronological()["observation"][:, 0].tolist() == list(range(3, 63))
+
+
+def test_a_subclass_with_its_own_sample_is_asked():
+    class First(UniformSampler):
+        def sample(self, storage, batch_size):
+            return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    rb = ReplayBuffer(storage=PackedStorage(60), sampler=First(), batch_size=8)
+    rb.extend(transitions(20))
+    assert rb.sample()["index"].tolist() == [0] * 8
+
+
+def test_consumed_items_are_left_to_torchrls_sampler():
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4, consume_after_n_samples=1)
+    rb.extend(transitions(20))
+    seen = torch.cat([rb.sample()["index"] for _ in range(5)])
+    assert sorted(seen.tolist()) == list(range(20))
+    assert len(rb) == 0
 
 
 def test_repr_tells_what_is_inside():
@@ -531,7 +593,5 @@ def test_indexing_a_buffer_reads_its_rows():
 
 def test_one_time_step_of_several_lanes_can_be_extended():
     rb = make(ReplayBuffer, "proportional", lanes=3)
-    data = transitions(1, lanes=3)
-    rb.extend(data)
-    assert data["index"].tolist() == [[[0, 0]], [[0, 1]], [[0, 2]]]
+    assert rb.extend(transitions(1, lanes=3)).tolist() == [[0, 0], [0, 1], [0, 2]]
     assert len(rb) == 3

@@ -74,8 +74,7 @@ def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_ha
         with pytest.raises(RuntimeError, match="expand_as_right"):
             rb.add(step.clone())
     ours = buffer(ReplayBuffer, 2)
-    ours.add(step)
-    assert step["index"].tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert ours.add(step).tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])

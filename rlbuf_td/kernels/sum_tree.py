@@ -78,7 +78,7 @@ def update_(
     """Set the priority of rows; of a row that is named twice, the last one stays. O(B log N).
 
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
-    or infinite. On CUDA, where looking would wait for the device, rows with such an error keep their priority.
+    or infinite. On CUDA, where looking would wait for the device, such rows are skipped.
 
     Args:
         tree: changed in place.
@@ -92,7 +92,7 @@ def update_(
         The largest magnitude set, -1 if none (on CUDA as a 0-dim tensor), or :data:`REFUSED`.
     """
     if tree.weight.is_cuda:
-        return _update_torch(tree, index, td_error, alpha, eps)
+        return _update_torch(tree, index, td_error, rows, alpha, eps)
     return cpu_twin().update(*arrays(tree), index.numpy(), td_error.numpy(), rows, alpha, eps)
 
 
@@ -183,11 +183,13 @@ def check(tree: SumTree, alpha: float, eps: float) -> None:
 # -- the specification in torch ops
 
 
-def _update_torch(tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
+def _update_torch(
+    tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, rows: int, alpha: float, eps: float
+) -> torch.Tensor:
     # Every mention of a row is given the value of the last one, and every skipped mention repeats the last valid row,
     # so that the order of the scatter cannot matter and nothing depends on how many are skipped.
     magnitude = td_error.to(torch.float64).abs()
-    valid = (index >= 0) & magnitude.isfinite()
+    valid = (index >= 0) & (index < rows) & magnitude.isfinite()
     ordered, order = torch.sort(torch.where(valid, index, -1), stable=True)
     target = torch.where(ordered < 0, ordered[-1], ordered)
     last = order[torch.searchsorted(ordered, target, right=True) - 1]

@@ -43,6 +43,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
     Raises:
         ValueError: coordinates came without the storage that gives them a meaning, or with a wrong number of dims.
+        IndexError: a lane is out of range (on the CPU).
         TypeError: the index is not of integers.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
@@ -58,13 +59,15 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
         return index.reshape(-1).contiguous()
     if storage is None:
         raise ValueError(f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage")
-    if index.shape[-1] != storage.ndim:
+    if index.ndim > 2 or index.shape[-1] != storage.ndim:
         raise ValueError(
             f"an index of shape {tuple(index.shape)} does not name rows of a storage with ndim={storage.ndim}: "
-            f"its last dim must be {storage.ndim}"
+            f"it must be flat, or of shape [B, {storage.ndim}]"
         )
-    first, *others = index.reshape(-1, storage.ndim).unbind(-1)
+    first, *others = index.unbind(-1)
     flat = first
     for size, part in zip(lanes_of(storage), others, strict=True):
+        if not part.is_cuda and bool(((first >= 0) & ((part < 0) | (part >= size))).any()):
+            raise IndexError(f"lanes {part.min()} to {part.max()} were named, there are lanes 0 to {size - 1}")
         flat = flat * size + part
-    return torch.where(first < 0, -1, flat) if others else flat
+    return torch.where(first < 0, -1, flat) if others else flat.contiguous()

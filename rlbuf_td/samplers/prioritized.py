@@ -39,8 +39,8 @@ class Prioritized(PrioritizedSampler):
         weight_norm: WeightNorm,
         reduction: Reduction,
     ) -> None:
-        if max_capacity < 1:
-            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
+        if max_capacity < 1 or max_capacity != int(max_capacity):
+            raise ValueError(f"max_capacity must be a whole number, at least 1, got {max_capacity}")
         if weight_norm not in ("buffer", "batch", None):
             raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
         if reduction not in ("max", "min", "mean", "median"):
@@ -48,6 +48,7 @@ class Prioritized(PrioritizedSampler):
         self._max_capacity = int(max_capacity)
         self._alpha = _exponent("alpha", alpha)
         self._beta = _exponent("beta", beta)
+        self._alpha_is_new = False
         self.stratified = stratified
         self.weight_norm = weight_norm
         self.reduction = reduction
@@ -100,15 +101,14 @@ class Prioritized(PrioritizedSampler):
 
     @property
     def alpha(self) -> float:
-        """How far priorities count: 0 is uniform. Setting it re-weights what is stored."""
+        """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
         return self._alpha
 
     @alpha.setter
     def alpha(self, value: float) -> None:
         value = _exponent("alpha", value)
-        if value != self._alpha:
-            self._alpha = value
-            self._alpha_changed()
+        self._alpha_is_new |= value != self._alpha
+        self._alpha = value
 
     @property
     def beta(self) -> float:
@@ -151,6 +151,7 @@ class Prioritized(PrioritizedSampler):
         rows = len(storage)
         if rows == 0:
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
+        self._settle()
         source = self._device if self._rng is None else self._rng.device
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
         flat, weight = self._pick(rows, uniform if source == self._device else uniform.to(self._device))
@@ -168,13 +169,14 @@ class Prioritized(PrioritizedSampler):
 
         Raises:
             ValueError: wrong shape, or NaN or infinite errors (on the CPU; on CUDA such rows keep their priority).
-            IndexError: a row is out of range.
+            IndexError: a row is out of range (on the CPU; on CUDA it is skipped).
             TypeError: the index is not of integers.
 
         In every case of error all priorities are as they were.
         """
         if storage is not None:
-            self._follow(storage)
+            self.follow(storage)
+        self._settle()
         flat = flat_rows(index, storage, self._device)
         td_error = as_errors(priority, flat.numel(), self._device)
         if not flat.numel():
@@ -191,24 +193,44 @@ class Prioritized(PrioritizedSampler):
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Let rows that have just been written enter at :attr:`default_priority`."""
         if storage is not None:
-            self._follow(storage)
+            self.follow(storage)
+        self._settle()
         flat = flat_rows(index, storage, self._device)
         entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
-        if self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity) == REFUSED:
+        largest = self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity)
+        if isinstance(largest, float) and largest == REFUSED:
             _refuse(flat, entry.expand(flat.shape), self._max_capacity)
 
     def mark_range(self, start: int, count: int, *, storage: Storage) -> None:
         """Let the flat rows ``start, start + 1, ...`` that have just been written enter at :attr:`default_priority`."""
-        self._follow(storage)
+        self.follow(storage)
+        self._settle()
         self._fill(start, count, self.default_priority)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
-        """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority."""
-        return self._magnitude(flat_rows(index, storage, self._device))
+        """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority.
+
+        Raises:
+            IndexError: a row is out of range (on the CPU).
+        """
+        return self._magnitude(self._rows(index, storage))
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
-        """Return the probability with which a draw takes each of the rows, ``[B]`` float64."""
-        return self._probability(flat_rows(index, storage, self._device))
+        """Return the probability with which a draw takes each of the rows, ``[B]`` float64.
+
+        Raises:
+            IndexError: a row is out of range (on the CPU).
+        """
+        self._settle()
+        return self._probability(self._rows(index, storage))
+
+    def _rows(self, index: Any, storage: Storage | None) -> torch.Tensor:
+        flat = flat_rows(index, storage, self._device)
+        if not flat.is_cuda and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
+            raise IndexError(
+                f"rows {flat.min()} to {flat.max()} were named, there are rows 0 to {self._max_capacity - 1}"
+            )
+        return flat
 
     def add(self, index: Any) -> None:
         """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the row in."""
@@ -216,7 +238,13 @@ class Prioritized(PrioritizedSampler):
     def extend(self, index: Any) -> None:
         """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the rows in."""
 
-    def _follow(self, storage: Storage) -> None:
+    def _settle(self) -> None:
+        """Re-weight what is stored if alpha has been set: here, under the buffer's lock, whichever thread set it."""
+        if self._alpha_is_new:
+            self._alpha_is_new = False
+            self._alpha_changed()
+
+    def follow(self, storage: Storage) -> None:
         """Live where the rows live, with room for each; a storage of several lanes rounds its capacity up."""
         device = device_of(storage)
         if device != self._device:
@@ -240,6 +268,7 @@ class Prioritized(PrioritizedSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that behaviour depends on."""
+        self._settle()
         return {
             "alpha": self._alpha,
             "beta": self._beta,
@@ -252,12 +281,14 @@ class Prioritized(PrioritizedSampler):
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of a sampler of another capacity; this one stays as it was.
+            ValueError: the state is of a sampler of a smaller capacity; this one stays as it was.
         """
-        if state_dict["max_capacity"] != self._max_capacity:
+        if state_dict["max_capacity"] < self._max_capacity:
             raise ValueError(
                 f"the saved sampler has max_capacity={state_dict['max_capacity']}, this one {self._max_capacity}"
             )
+        self._max_capacity = state_dict["max_capacity"]  # a storage of several lanes may have rounded it up
+        self._alpha_is_new = False
         self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
         self._largest = state_dict["largest"]
         self._restore({name: tensor.to(self._device, copy=True) for name, tensor in state_dict["priorities"].items()})

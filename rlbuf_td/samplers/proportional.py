@@ -23,7 +23,8 @@ class ProportionalSampler(Prioritized):
             TorchRL's ``ParameterScheduler`` too.
         eps: added to every magnitude, so that a row with a TD error of 0 is drawn again.
         stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
-            rather than independently.
+            rather than independently. A stratified batch comes in the order of the rows: shuffle it before you take
+            a part of it.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
@@ -69,6 +70,7 @@ class ProportionalSampler(Prioritized):
         self._eps = float(eps)
         self._max_priority_within_buffer = max_priority_within_buffer
         self._largest_row = 0
+        self._weighed_alpha = float(alpha)  # the alpha of the weights in the tree
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
     @property
@@ -96,10 +98,10 @@ class ProportionalSampler(Prioritized):
         self._tree = sum_tree.SumTree.empty(capacity, self._device)
 
     def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
-        return sum_tree.update_(self._tree, flat, td_error, rows, self._alpha, self._eps)
+        return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps)
 
     def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
-        sum_tree.fill_(self._tree, start, count, magnitude, self._alpha, self._eps)
+        sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)
 
     def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self._beta, self.weight_norm)
@@ -114,10 +116,24 @@ class ProportionalSampler(Prioritized):
         return self._tree.weight[flat] / self._tree.sums[1]
 
     def _alpha_changed(self) -> None:
-        sum_tree.reweigh_(self._tree, self._alpha, self._eps)
+        self._weighed_alpha = self._alpha
+        sum_tree.reweigh_(self._tree, self._weighed_alpha, self._eps)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return self._tree.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that behaviour depends on."""
+        return super().state_dict() | {"eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state is of a sampler of a smaller capacity; this one stays as it was.
+        """
+        super().load_state_dict(state_dict)
+        self._eps, self._weighed_alpha = state_dict["eps"], self._alpha
 
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tree = sum_tree.SumTree(**tensors)

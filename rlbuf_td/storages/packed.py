@@ -69,8 +69,8 @@ class PackedStorage(LazyTensorStorage):
         scratch_dir: str | Path | None = None,
         shared: bool = False,
     ) -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size must be at least 1, got {max_size}")
+        if max_size < 1 or max_size != int(max_size):
+            raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
         if ndim < 1:
             raise ValueError(f"ndim must be at least 1, got {ndim}")
         if scratch_dir is not None and shared:

@@ -45,7 +45,7 @@ def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha
     tree, spec = SumTree.empty(capacity), SumTree.empty(capacity)
     for step, (index, td_error) in enumerate(history):
         largest = sum_tree.update_(tree, index, td_error, capacity, alpha, eps)
-        assert largest == sum_tree._update_torch(spec, index, td_error, alpha, eps)
+        assert largest == sum_tree._update_torch(spec, index, td_error, capacity, alpha, eps)
         sum_tree.check(tree, alpha, eps)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
@@ -114,11 +114,11 @@ def test_a_batch_with_a_bad_error_is_refused_whole(bad):
 
 def test_the_torch_path_keeps_the_old_priority_where_an_error_is_bad():
     tree = SumTree.empty(4)
-    sum_tree._update_torch(tree, torch.arange(4), torch.ones(4), 1.0, 0.0)
+    sum_tree._update_torch(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
     index = torch.tensor([0, 1, -1, 2])
-    sum_tree._update_torch(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 1.0, 0.0)
+    sum_tree._update_torch(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
-    sum_tree._update_torch(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 1.0, 0.0)
+    sum_tree._update_torch(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
 
 

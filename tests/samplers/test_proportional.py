@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -147,8 +150,36 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
     rb.update_priority(torch.arange(10), td_error)
     for alpha in (0.0, 1.0, np.float64(0.3), torch.tensor(0.9)):
         rb.sampler.alpha = alpha
-        check(rb)
         torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), 1e-6))
+        check(rb)
+
+
+def test_alpha_may_be_set_while_other_threads_sample_and_update():
+    rb = buffer(20_000, 20_000, alpha=0.6)
+    stop = threading.Event()
+    failures: list[Exception] = []
+
+    def work(step: Callable[[], object]) -> None:
+        while not stop.is_set():
+            try:
+                step()
+            except RuntimeError as error:
+                failures.append(error)
+                return
+
+    steps = (rb.sample, lambda: rb.update_priority(torch.randint(20_000, (256,)), torch.rand(256)))
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for number in range(100):
+        rb.sampler.alpha = 0.1 + number / 100
+        time.sleep(0.001)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    rb.sampler.probability([0])
+    check(rb)
 
 
 def test_torchrls_schedulers_set_alpha_and_beta():
@@ -177,7 +208,8 @@ def test_a_bad_exponent_is_refused(name, bad):
         ({"eps": -1.0}, "eps must be"),
         ({"weight_norm": "rows"}, "weight_norm must be"),
         ({"reduction": "sum"}, "reduction must be"),
-        ({"max_capacity": 0}, "max_capacity must be at least 1"),
+        ({"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
+        ({"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
     ],
 )
 def test_a_bad_setting_is_refused(settings, message):
@@ -193,7 +225,7 @@ def test_a_bad_setting_is_refused(settings, message):
         (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
         (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
         (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "named by integers"),
-        (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, "last dim must be 1"),
+        (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
     ],
 )
 def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message):
@@ -231,6 +263,32 @@ def test_rows_of_two_dims_can_be_named_in_every_form(form):
     assert int((rb.sampler.priority(torch.arange(15)) > 4).sum()) == 3
 
 
+@pytest.mark.parametrize("index", [(torch.tensor([0]), torch.tensor([3])), torch.tensor([[1, -1]])])
+def test_a_lane_that_is_not_there_is_refused(index):
+    rb = buffer(5, 5, lanes=3)
+    with pytest.raises(IndexError, match="there are lanes 0 to 2"):
+        rb.update_priority(index, torch.ones(1))
+    assert (rb.sampler.priority(torch.arange(15)) == 1.0).all()
+
+
+@pytest.mark.parametrize("index", [[-1], [15]])
+def test_asking_for_a_row_that_is_not_there_is_refused(index):
+    rb = buffer(5, 5, lanes=3)
+    for ask in (rb.sampler.priority, rb.sampler.probability):
+        with pytest.raises(IndexError, match="there are rows 0 to 14"):
+            ask(index)
+
+
+def test_a_buffer_of_lanes_that_rounded_its_capacity_up_can_be_restored():
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
+
+    rb, other = make(), make()
+    rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
+    other.load_state_dict(rb.state_dict())
+    torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
+
+
 def test_rows_of_priority_zero_are_never_drawn_and_all_zero_is_an_error():
     rb = buffer(10, 10, eps=0.0)
     rb.update_priority(torch.arange(10), torch.tensor([0.0, 1.0] * 5))
@@ -263,9 +321,11 @@ def test_new_rows_enter_at_the_highest_now_stored_if_asked():
 
 
 def test_a_sampler_too_small_for_the_storage_is_refused():
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(5))
     with pytest.raises(ValueError, match="make it with max_capacity=10"):
-        rb.extend(TensorDict({"x": torch.zeros(2)}, [2]))
+        ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(5))
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    with pytest.raises(ValueError, match="make it with max_capacity=10"):
+        rb.set_sampler(ProportionalSampler(5))
 
 
 def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps():
@@ -305,6 +365,7 @@ def test_state_is_complete_through_state_dict_and_files(tmp_path):
         torch.testing.assert_close(other.priority(torch.arange(10)), rb.sampler.priority(torch.arange(10)))
         other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
         sum_tree.check(other._tree, 0.6, 1e-6)
+        assert other.eps == rb.sampler.eps
     with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())
 
