@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
-from torchrl.envs import EnvBase, GymEnv, RewardSum, SerialEnv, TransformedEnv
+from torchrl.envs import Compose, EnvBase, GymEnv, RewardScaling, RewardSum, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from tqdm import tqdm
@@ -32,12 +32,13 @@ class Settings:
     steps: int = 100_000
     rollout_steps: int = 128
     gamma: float = 0.99
+    reward_scale: float = 1.0
     solved: float = float("inf")  # stop at this evaluation
 
 
 SETTINGS = {
     "CartPole-v1": Settings(solved=500.0),
-    "Pendulum-v1": Settings(steps=160_000, rollout_steps=256, gamma=0.9),
+    "Pendulum-v1": Settings(steps=160_000, rollout_steps=256, gamma=0.9, reward_scale=0.1),
 }
 
 
@@ -73,7 +74,8 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
     settings = SETTINGS.get(env_name, Settings())
     steps = steps or settings.steps
     torch.manual_seed(seed)
-    env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), RewardSum())
+    transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
+    env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
     env.set_seed(seed)
     actor, critic = make_agent(env, device)
     frames = LANES * settings.rollout_steps

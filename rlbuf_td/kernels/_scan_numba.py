@@ -65,6 +65,19 @@ def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advant
 
 
 @njit(**_OPTIONS)
+def _gae_lane(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    """GAE of ``[T]`` arrays: one chain."""
+    steps = advantage.shape[0]
+    x = zero = advantage.dtype.type(0)
+    for back in range(steps):
+        t = np.uint64(steps - 1 - back)
+        ahead = zero if terminated[t] else gamma * next_value[t]
+        x = (reward[t] + ahead - value[t]) + (zero if done[t] else decay * x)
+        advantage[t] = x
+        target[t] = x + value[t]
+
+
+@njit(**_OPTIONS)
 def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
     """GAE of ``[L, T, F]`` arrays, one contiguous row of features after the other."""
     lanes, steps, features = advantage.shape
@@ -87,7 +100,10 @@ def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advanta
 @njit(**_OPTIONS)
 def _gae(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
     lanes, steps, features = advantage.shape
-    by_four = lanes // 4 * 4 if features == 1 else 0
+    if features > 1:
+        _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target)
+        return
+    by_four = lanes // 4 * 4
     if by_four > 0:
         shape = (by_four, steps)
         _gae_lanes(
@@ -101,17 +117,18 @@ def _gae(gamma, decay, value, next_value, reward, done, terminated, advantage, t
             advantage[:by_four].reshape(shape),
             target[:by_four].reshape(shape),
         )
-    _gae_rows(
-        gamma,
-        decay,
-        value[by_four:],
-        next_value[by_four:],
-        reward[by_four:],
-        done[by_four:],
-        terminated[by_four:],
-        advantage[by_four:],
-        target[by_four:],
-    )
+    for lane in range(by_four, lanes):
+        _gae_lane(
+            gamma,
+            decay,
+            value[lane].reshape(steps),
+            next_value[lane].reshape(steps),
+            reward[lane].reshape(steps),
+            done[lane].reshape(steps),
+            terminated[lane].reshape(steps),
+            advantage[lane].reshape(steps),
+            target[lane].reshape(steps),
+        )
 
 
 @njit(**_OPTIONS)
