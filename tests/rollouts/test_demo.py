@@ -36,13 +36,6 @@ def test_the_agent_acts_within_the_bounds_of_continuous_actions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_solves_cartpole(seed, tmp_path):
-    run = ppo.train("CartPole-v1", None, seed, torch.device("cpu"), tmp_path)
+def test_the_demo_solves_cartpole(tmp_path):
+    run = ppo.train("CartPole-v1", None, 0, torch.device("cpu"), tmp_path)
     assert run.final >= 475
-
-
-@pytest.mark.slow
-def test_the_demo_learns_pendulum_which_only_truncates(tmp_path):
-    run = ppo.train("Pendulum-v1", None, 0, torch.device("cpu"), tmp_path)
-    assert run.final >= -300
