@@ -72,13 +72,13 @@ def make_agent(env: EnvBase, device: torch.device) -> tuple[ProbabilisticActor, 
 def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
     """Train on a Gymnasium environment, eight at a time, for at most ``steps`` steps."""
     settings = SETTINGS.get(env_name, Settings())
-    steps = steps or settings.steps
+    frames = LANES * settings.rollout_steps
+    steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts
     torch.manual_seed(seed)
     transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
     env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
     env.set_seed(seed)
     actor, critic = make_agent(env, device)
-    frames = LANES * settings.rollout_steps
     collector = Collector(
         env,
         TensorDictSequential(actor, critic),  # the value is stored with each step, and not computed again
