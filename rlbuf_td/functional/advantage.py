@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -118,13 +120,11 @@ def _plain_sizes(
             and reward.shape == shape
             and done.shape == shape
             and (terminated is done or terminated.shape == shape)
-            and value.numel() > 0
+            and (count := value.numel())
         ):
             steps = shape[time_dim]
-            features = 1
-            for size in shape[time_dim % len(shape) + 1 :]:
-                features *= size
-            return value.numel() // (steps * features), steps, features
+            features = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
+            return count // (steps * features), steps, features
     except (AttributeError, IndexError, TypeError):
         pass
     return None

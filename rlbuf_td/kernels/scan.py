@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "reverse_scan_loop", "spread"]
 
 _twin: ModuleType | None = None
+_is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
 
 
 def _load_twin() -> ModuleType:
@@ -128,10 +129,10 @@ def gae_contiguous(
     The caller vouches for layout, dtypes (float32 or float64; bool) and sizes. Returns None under
     ``torch.compile``, whose graphs cannot hold the twin.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return None
     twin: Any = _twin or _load_twin()
-    advantage, target = torch.empty_like(state_value), torch.empty_like(state_value)
+    advantage, target = _empty_like(state_value), _empty_like(state_value)
     run = twin.gae_float32 if state_value.dtype is torch.float32 else twin.gae_float64
     run(
         gamma,
@@ -164,8 +165,4 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
 
 def _twin_applies(*tensors: Tensor) -> bool:
     """Whether the numba twin can run: plain CPU memory, float32 or float64, outside compiled graphs."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x.is_cpu for x in tensors)
-        and tensors[0].dtype in (torch.float32, torch.float64)
-    )
+    return not _is_compiling() and all(x.is_cpu for x in tensors) and tensors[0].dtype in (torch.float32, torch.float64)
