@@ -1,16 +1,20 @@
-"""Replay buffers for TorchRL in which a transition is one row."""
+"""Replay and rollout buffers for TorchRL in which a transition is one row."""
 
 from rlbuf_td.buffers import ReplayBuffer
-from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.rollouts import RolloutBuffer
+from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.writers import RingWriter
+from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "MinibatchSampler",
     "PackedStorage",
     "ProportionalSampler",
     "RankSampler",
     "ReplayBuffer",
     "RingWriter",
+    "RolloutBuffer",
+    "RolloutWriter",
     "SchemaError",
     "UniformSampler",
 ]

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
-OPERATIONS = ("uniform", "proportional", "update", "cycle", "rank", "rank_update", "extend", "add")
+OPERATIONS = (
+    *("uniform", "proportional", "update", "cycle", "rank", "rank_update", "extend", "add"),
+    *("gae", "gae-vectorized", "ppo"),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a DQN from prioritized replay")
-    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment with discrete actions")
-    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional", "rank"))
-    demo.add_argument("--steps", type=int, default=50_000, help="environment steps at most")
+    demo = commands.add_parser("demo", help="train a DQN from prioritized replay, or PPO from rollouts")
+    demo.add_argument("--algo", default="dqn", choices=("dqn", "ppo"))
+    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment; dqn: with discrete actions")
+    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional", "rank"), help="of dqn")
+    demo.add_argument("--steps", type=int, default=None, help="environment steps at most")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
     demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
@@ -38,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.command == "demo":
-            from rlbuf_td.demos.dqn import main as command
+            command = importlib.import_module(f"rlbuf_td.demos.{options.algo}").main
         else:
-            from rlbuf_td.bench.compare import main as command
+            command = importlib.import_module("rlbuf_td.bench.compare").main
     except ModuleNotFoundError as error:
         extra = options.command
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)

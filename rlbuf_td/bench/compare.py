@@ -8,15 +8,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from rlbuf_td.bench import rollouts
 from rlbuf_td.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
 
-OPERATIONS = {
+REPLAY = {
     "uniform": "sample, uniform",
     "proportional": "sample, proportional",
     "update": "update priorities",
@@ -26,6 +29,8 @@ OPERATIONS = {
     "extend": "extend by a batch",
     "add": "add one",
 }
+
+OPERATIONS = REPLAY | rollouts.OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,25 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: flo
     return blocks
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, and then as many as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run(
     rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01
 ) -> Iterator[Timing]:
     """Time every operation at every size, one thread; yield each result as it is there."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    operations = [operation for operation in operations if operation in REPLAY]
+    with one_thread():
         for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
-            if not count:
+            if not count or not operations:
                 continue
             contenders = [contender(count, batch, make_rows) for contender in available()]
             for operation in operations:
@@ -84,8 +99,13 @@ def run(
                 yield Timing(operation, count, kind, interleave(calls, rounds, seconds))
             del contenders, calls
             gc.collect()
-    finally:
-        torch.set_num_threads(threads)
+
+
+def run_rollouts(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time the on-policy operations, one thread; yield each result as it is there."""
+    with one_thread():
+        for operation, rows, kind, calls in rollouts.cases(operations, batch):
+            yield Timing(operation, rows, kind, interleave(calls, rounds, seconds))
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
@@ -114,8 +134,10 @@ def main(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     timings: list[Timing] = []
     with console.status("filling buffers") as status:
-        for timing in run(
-            [int(n) for n in options.rows], int(options.images), options.batch, options.rounds, operations
+        capacities = [int(n) for n in options.rows]
+        for timing in chain(
+            run(capacities, int(options.images), options.batch, options.rounds, operations),
+            run_rollouts(options.batch, options.rounds, operations),
         ):
             timings.append(timing)
             status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import gymnasium
@@ -21,9 +21,10 @@ from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.demos.report import Stopwatch, evaluate, save_learning_curve
+from rlbuf_td.demos.report import Run, Stopwatch
 
 CAPACITY = 50_000
+STEPS = 50_000
 FRAMES, UPDATES, WARM_UP, CHECK_EVERY = 256, 128, 1_024, 2_560
 KEYS = ["observation", "action", *(("next", key) for key in ("observation", "reward", "done", "terminated"))]
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
@@ -31,41 +32,6 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
     "rank": lambda: RankSampler(CAPACITY, alpha=0.7, beta=0.5),
 }
-
-
-@dataclass
-class Run:
-    """What a run has shown so far."""
-
-    env_name: str
-    out: Path
-    seed: int
-    best: float = float("-inf")
-    final: float = float("nan")  # the best policy on episodes that did not choose it
-    episodes: list[tuple[int, float]] = field(default_factory=list)  # (environment steps, return)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-
-    def evaluate(self, policy: TensorDictModule, seed: int) -> float:
-        """Return the mean return of the policy over ten episodes without exploration."""
-        env = GymEnv(self.env_name)
-        env.set_seed(seed)
-        returns = evaluate(env, policy, episodes=10)
-        return sum(returns) / len(returns)
-
-    def is_solved_by(self, policy: TensorDictModule, step: int) -> bool:
-        """Evaluate the policy, save it if it is the best so far, and return whether it has passed twice."""
-        mean = self.evaluate(policy, seed=1_000 + self.seed)
-        self.evaluations.append((step, mean))
-        if mean > self.best:
-            self.best = mean
-            torch.save(policy.state_dict(), self.out / "policy.pt")
-        threshold = gymnasium.spec(self.env_name).reward_threshold or float("inf")
-        return mean >= threshold and self.evaluate(policy, seed=5_000 + self.seed) >= threshold
-
-    def recent(self) -> float:
-        """Return the mean return of the last 20 training episodes."""
-        last = [value for _, value in self.episodes[-20:]]
-        return sum(last) / len(last) if last else float("nan")
 
 
 def make_policy(env: EnvBase, steps: int, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
@@ -93,7 +59,8 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=2.3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
 
-    run, clock, seen = Run(env_name, out, seed), Stopwatch(), 0
+    threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
+    run, clock, seen = Run(partial(GymEnv, env_name), out, seed, threshold), Stopwatch(), 0
     bar = tqdm(total=steps, unit=" steps")
     for data in collector:
         seen += data.numel()
@@ -121,13 +88,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
             break
     bar.close()
     collector.shutdown()
-    if not run.evaluations:
-        run.is_solved_by(policy, seen)
-    policy.load_state_dict(torch.load(out / "policy.pt", weights_only=True))
-    run.final = run.evaluate(policy, seed=10_000 + seed)
-    save_learning_curve(
-        out / "learning_curve.png", f"DQN on {env_name}, {sampler} replay", run.episodes, run.evaluations
-    )
+    run.finish(policy, seen, f"DQN on {env_name}, {sampler} replay")
     return run
 
 
@@ -136,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or Path("runs") / f"dqn-{options.env}-{options.sampler}-seed{options.seed}"
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
-    run = train(options.env, options.sampler, options.steps, options.seed, torch.device(options.device), out)
+    run = train(options.env, options.sampler, options.steps or STEPS, options.seed, torch.device(options.device), out)
     print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
     print(f"learning curve: {out / 'learning_curve.png'}, policy: {out / 'policy.pt'}")
     print(f"next: the same from uniform replay, python -m rlbuf_td demo --sampler uniform --env {options.env}")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+T = TypeVar("T")
 
 
 class Stopwatch:
@@ -38,6 +42,16 @@ class Stopwatch:
         finally:
             self.spent[part] += time.perf_counter() - begin
 
+    def each(self, part: str, items: Iterable[T]) -> Iterator[T]:
+        """Iterate over ``items``, and count the time that they take to come as ``part``."""
+        iterator, end = iter(items), object()
+        while True:
+            with self(part):
+                item = next(iterator, end)
+            if item is end:
+                return
+            yield cast("T", item)
+
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -54,6 +68,49 @@ def evaluate(env: EnvBase, policy: TensorDictModuleBase, episodes: int, max_step
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         rollouts = (env.rollout(max_steps, policy, auto_cast_to_device=True) for _ in range(episodes))
         return [float(rollout["next", "reward"].sum()) for rollout in rollouts]
+
+
+@dataclass
+class Run:
+    """What a training run has shown so far."""
+
+    make_env: Callable[[], EnvBase]
+    out: Path
+    seed: int
+    threshold: float  # the mean return from which on the environment counts as solved
+    best: float = float("-inf")
+    final: float = float("nan")  # the best policy on episodes that did not choose it
+    episodes: list[tuple[int, float]] = field(default_factory=list)  # (environment steps, return)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+
+    def evaluate(self, policy: TensorDictModuleBase, seed: int) -> float:
+        """Return the mean return of the policy over ten episodes without exploration."""
+        env = self.make_env()
+        env.set_seed(seed)
+        returns = evaluate(env, policy, episodes=10)
+        return sum(returns) / len(returns)
+
+    def is_solved_by(self, policy: TensorDictModuleBase, step: int) -> bool:
+        """Evaluate the policy, save it if it is the best so far, and return whether it has passed twice."""
+        mean = self.evaluate(policy, seed=1_000 + self.seed)
+        self.evaluations.append((step, mean))
+        if mean > self.best:
+            self.best = mean
+            torch.save(policy.state_dict(), self.out / "policy.pt")
+        return mean >= self.threshold and self.evaluate(policy, seed=5_000 + self.seed) >= self.threshold
+
+    def finish(self, policy: TensorDictModuleBase, step: int, title: str) -> None:
+        """Evaluate the best policy on new episodes, and draw the learning curve."""
+        if not self.evaluations:
+            self.is_solved_by(policy, step)
+        policy.load_state_dict(torch.load(self.out / "policy.pt", weights_only=True))
+        self.final = self.evaluate(policy, seed=10_000 + self.seed)
+        save_learning_curve(self.out / "learning_curve.png", title, self.episodes, self.evaluations)
+
+    def recent(self) -> float:
+        """Return the mean return of the last 20 training episodes."""
+        last = [value for _, value in self.episodes[-20:]]
+        return sum(last) / len(last) if last else float("nan")
 
 
 def save_learning_curve(

@@ -29,8 +29,9 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
         return flat
     parts = []
     for size in reversed(lanes_of(storage)):
-        parts.append(flat % size)
-        flat = flat // size
+        step = flat // size
+        parts.append(torch.sub(flat, step, alpha=size))  # the remainder, without a second division
+        flat = step
     return (flat, *reversed(parts))
 
 

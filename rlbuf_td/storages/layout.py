@@ -115,6 +115,18 @@ class RowLayout:
         """
         return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
 
+    def unpack_batches(self, rows: torch.Tensor, size: int) -> list[TensorDict]:
+        """Return ``rows``, ``[n, row_bytes]``, as TensorDicts of ``size`` rows each (the last may be shorter).
+
+        Cheaper than :meth:`unpack` on each part: columns are found once and then split.
+        """
+        full, device = torch.Size([size]), rows.device
+        columns = [column.unsafe_split(size) for column in self.columns(rows)]
+        return [
+            _build(self.root, part, full if part[0].shape[0] == size else part[0].shape[:1], device)
+            for part in zip(*columns, strict=True)
+        ]
+
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Return the leaves of ``data`` in the order of :attr:`leaves`, each checked, and detached from autograd.
 
@@ -190,7 +202,7 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
     return _Node(path, tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
 
 
-def _build(node: _Node, columns: list[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
+def _build(node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
     entries: dict[str, Any] = {name: columns[slot] for name, slot in node.leaves}
     for name, child in node.nodes:
         entries[name] = _build(child, columns, lead, device)

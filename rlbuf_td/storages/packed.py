@@ -206,6 +206,13 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
         return self._written().at_cells(flat)
 
+    def gather_batches(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
+        """Return what :meth:`gather` would for each ``size`` of ``flat``, with one gather for all.
+
+        The batches are parts of one block of fresh memory, which lives as long as any of them.
+        """
+        return self._written().batches_at_cells(flat, size)
+
     # -- writing
 
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:

@@ -48,6 +48,10 @@ class Rows:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
         return self.layout.unpack(self.flat.index_select(0, flat))
 
+    def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
+        """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
+        return self.layout.unpack_batches(self.flat.index_select(0, flat), size)
+
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape; negative ones count from the end.
 

@@ -1,5 +1,6 @@
 """Writers: where the next transition goes."""
 
 from rlbuf_td.writers.ring import RingWriter
+from rlbuf_td.writers.rollout import RolloutWriter
 
-__all__ = ["RingWriter"]
+__all__ = ["RingWriter", "RolloutWriter"]

@@ -1,0 +1,122 @@
+"""Checks, and the way from TorchRL's shapes (``[*batch, T, *F]``) to the kernels' ``[L, T, F]``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["TimeLayout", "coefficient"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class TimeLayout:
+    """The shape that all inputs of one call share, its time dimension, and the dtypes of the call."""
+
+    function: str
+    shape: torch.Size
+    time_dim: int
+    device: torch.device
+    compute_dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, function: str, time_dim: int, values: dict[str, Tensor], others: dict[str, Tensor]) -> TimeLayout:
+        """Check the inputs of ``function``; ``values`` (floating) set the dtype returned.
+
+        Raises:
+            TypeError: an input is no tensor; a value is not of floating dtype; ``done`` or ``terminated`` is
+                not bool.
+            ValueError: shapes or devices differ, a tensor has no elements, or there is no dimension
+                ``time_dim``.
+        """
+        inputs = values | others
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
+        first = next(iter(inputs.values()))
+        shapes = {name: tuple(x.shape) for name, x in inputs.items()}
+        if len(set(shapes.values())) != 1:
+            raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {shapes}.")
+        if first.numel() == 0:
+            raise ValueError(f"{function}: the inputs are empty (shape {tuple(first.shape)}); there is no step.")
+        if len({x.device for x in inputs.values()}) != 1:
+            devices = {name: str(x.device) for name, x in inputs.items()}
+            raise ValueError(f"{function}: all inputs must be on one device, got {devices}.")
+        for name, x in inputs.items():
+            _check_dtype(function, name, x, must_float=name in values)
+        if not -first.ndim <= time_dim < first.ndim:
+            raise ValueError(
+                f"{function}: time_dim={time_dim} does not exist in inputs of shape {tuple(first.shape)}. "
+                "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
+            )
+        out_dtype = values[next(iter(values))].dtype
+        for x in values.values():
+            out_dtype = torch.promote_types(out_dtype, x.dtype)
+        compute_dtype = out_dtype
+        for x in others.values():
+            compute_dtype = torch.promote_types(compute_dtype, x.dtype)
+        compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
+        return cls(function, first.shape, time_dim % first.ndim, first.device, compute_dtype, out_dtype)
+
+    @property
+    def lanes_steps_features(self) -> tuple[int, int, int]:
+        """``(L, T, F)``: the elements before, along and behind time."""
+        t = self.time_dim
+        return math.prod(self.shape[:t]), self.shape[t], math.prod(self.shape[t + 1 :])
+
+    def flags(self, x: Tensor) -> Tensor:
+        """Bring a bool tensor to ``[L, T, F]``."""
+        return x.detach().reshape(self.lanes_steps_features)
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """Bring a tensor to ``[L, T, F]`` and the dtype to compute in, out of the graph."""
+        return x.detach().reshape(self.lanes_steps_features).to(self.compute_dtype)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Bring a result back to the shape and dtype of the inputs."""
+        return x.reshape(self.shape).to(self.out_dtype)
+
+    def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
+        """Check gamma, lmbda or a threshold; a float stays one, a tensor becomes ``[L, T, F]``."""
+        if not isinstance(x, Tensor):
+            return coefficient(self.function, name, x)
+        if x.requires_grad:
+            raise ValueError(
+                f"{self.function}: {name} requires a gradient, but estimates are constants here. Pass {name}.detach()."
+            )
+        x = x.to(self.device, self.compute_dtype)
+        try:
+            return x.expand(self.shape).reshape(self.lanes_steps_features)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.function}: {name} of shape {tuple(x.shape)} does not broadcast to the inputs' shape "
+                f"{tuple(self.shape)}. Pass a float, or one value a step with time at dim {self.time_dim}."
+            ) from None
+
+    def is_per_step(self, x: object) -> bool:
+        """Whether a coefficient has a value for each step (TorchRL: a tensor of the inputs' shape)."""
+        return isinstance(x, Tensor) and x.shape == self.shape
+
+
+def coefficient(function: str, name: str, x: float) -> float:
+    """Return ``x`` as a Python float if it is a number in [0, 1]."""
+    try:
+        x = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {name} must be a number or a tensor, got {type(x).__name__}.") from None
+    if not 0.0 <= x <= 1.0:
+        raise ValueError(f"{function}: {name} must lie in [0, 1], got {x}.")
+    return x
+
+
+def _check_dtype(function: str, name: str, x: Tensor, *, must_float: bool) -> None:
+    if name in ("done", "terminated"):
+        if x.dtype is not torch.bool:
+            raise TypeError(f"{function}: {name} must be a bool tensor, got {x.dtype}. Pass {name}.bool().")
+    elif x.dtype.is_complex or (must_float and not x.dtype.is_floating_point):
+        raise TypeError(f"{function}: {name} must be of a floating dtype, got {x.dtype}.")

@@ -1,0 +1,130 @@
+"""The generalized advantage estimate."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.functional._layout import TimeLayout
+from rlbuf_td.kernels import scan
+
+__all__ = ["generalized_advantage_estimate"]
+
+
+def generalized_advantage_estimate(
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    state_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    r"""Generalized advantage estimate of trajectories, and the value targets that go with it.
+
+    .. math::
+        \delta_t &= r_t + \gamma (1 - \mathrm{terminated}_t) V(s'_t) - V(s_t) \\
+        A_t &= \delta_t + \gamma \lambda (1 - \mathrm{done}_t) A_{t+1}, \qquad R_t = A_t + V(s_t)
+
+    Args:
+        gamma: discount, in [0, 1], or one per step.
+        lmbda: decay of the trace, in [0, 1], or one per step.
+        state_value: :math:`V(s_t)`, ``[*batch, T, *F]``, floating.
+        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the one after a
+            reset).
+        reward: :math:`r_t`, same shape, any real dtype.
+        done: bool, same shape: the trajectory ends with this step.
+        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        time_dim: the dimension of time.
+
+    Returns:
+        ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
+
+    Raises:
+        ValueError: shapes or devices differ, empty inputs, coefficients out of range, no such ``time_dim``.
+        TypeError: ``done`` or ``terminated`` is not bool, or a value is not floating.
+
+    Cost: one pass over the data; about 5 µs plus 1 ns an element on a CPU.
+
+    Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage
+    estimation", eq. 16. Takes the place of TorchRL's ``generalized_advantage_estimate`` and
+    ``vec_generalized_advantage_estimate``; unlike theirs it carries no gradient and cuts the series off
+    nowhere, and does not round gamma to float32.
+
+    Example:
+        >>> reward = torch.ones(1, 3, 1)
+        >>> value = torch.zeros(1, 3, 1)
+        >>> done = torch.tensor([[[False], [False], [True]]])
+        >>> advantage, value_target = generalized_advantage_estimate(0.5, 1.0, value, value, reward, done)
+        >>> value_target.flatten().tolist()
+        [1.75, 1.5, 1.0]
+    """
+    name = "generalized_advantage_estimate"
+    if terminated is None:
+        terminated = done
+    sizes = _plain_sizes(state_value, next_state_value, reward, done, terminated, time_dim)
+    in_range = type(gamma) is float and type(lmbda) is float and 0.0 <= gamma <= 1.0 and 0.0 <= lmbda <= 1.0
+    if sizes is not None and in_range:
+        out = scan.gae_contiguous(gamma, lmbda, state_value, next_state_value, reward, done, terminated, *sizes)
+        if out is not None:
+            return out
+    layout = TimeLayout.of(
+        name,
+        time_dim,
+        {"state_value": state_value, "next_state_value": next_state_value},
+        {"reward": reward, "done": done, "terminated": terminated},
+    )
+    advantage, target = scan.gae(
+        layout.coefficient("gamma", gamma),
+        layout.coefficient("lmbda", lmbda),
+        layout.numbers(state_value),
+        layout.numbers(next_state_value),
+        layout.numbers(reward),
+        layout.flags(done),
+        layout.flags(terminated),
+    )
+    return layout.restore(advantage), layout.restore(target)
+
+
+def _plain_sizes(
+    value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
+) -> tuple[int, int, int] | None:
+    """Return ``(L, T, F)`` if the CPU kernel can take the tensors as they are, else None; never raises.
+
+    Short rollouts are dominated by overhead: this is the shortest form of the checks in :class:`TimeLayout`,
+    for the ordinary case only. Whatever it does not recognise goes there.
+    """
+    try:
+        dtype, shape = value.dtype, value.shape
+        if (
+            (dtype is torch.float32 or dtype is torch.float64)
+            and next_value.dtype is dtype
+            and reward.dtype is dtype
+            and done.dtype is torch.bool
+            and terminated.dtype is torch.bool
+            and value.is_cpu
+            and next_value.is_cpu
+            and reward.is_cpu
+            and done.is_cpu
+            and terminated.is_cpu
+            and value.is_contiguous()
+            and next_value.is_contiguous()
+            and reward.is_contiguous()
+            and done.is_contiguous()
+            and terminated.is_contiguous()
+            and next_value.shape == shape
+            and reward.shape == shape
+            and done.shape == shape
+            and (terminated is done or terminated.shape == shape)
+            and (count := value.numel())
+        ):
+            steps = shape[time_dim]
+            features = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
+            return count // (steps * features), steps, features
+    except (AttributeError, IndexError, TypeError):
+        pass
+    return None

@@ -1,0 +1,167 @@
+"""Returns: what a step is worth, from the rewards and values that came after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.functional._layout import TimeLayout
+from rlbuf_td.kernels import scan
+
+__all__ = ["td1_return_estimate", "td_lambda_return_estimate"]
+
+
+def td_lambda_return_estimate(
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    rolling_gamma: bool | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    r"""TD(:math:`\lambda`) return: n-step returns, mixed with the weights :math:`(1-\lambda)\lambda^{n-1}`.
+
+    .. math::
+        G_t = r_t + \gamma \left[ (1 - \lambda) \bar V(s'_t) + \lambda G_{t+1} \right], \qquad
+        \bar V(s'_t) = (1 - \mathrm{terminated}_t) V(s'_t)
+
+    where :math:`\bar V(s'_t)` stands for :math:`G_{t+1}` at the end of a trajectory and at the last step.
+
+    Args:
+        gamma: discount, in [0, 1], or one per step.
+        lmbda: mixing weight, in [0, 1], or one per step.
+        next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
+        reward: :math:`r_t`, same shape.
+        done: bool, same shape: the trajectory ends with this step.
+        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        rolling_gamma: with per-step gamma or lmbda, True (default): each step is discounted by its own value.
+            False: a return uses the values of the step that it starts from, throughout; O(T²).
+        time_dim: the dimension of time.
+
+    Returns:
+        The return of each step, in the inputs' shape and the values' dtype.
+
+    Raises:
+        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
+        TypeError: see the module.
+
+    Source: Sutton and Barto, 2018, section 12.1. Same result as TorchRL's ``td_lambda_return_estimate``.
+
+    Example:
+        >>> one = torch.ones(2, 1)
+        >>> done = torch.tensor([[False], [True]])
+        >>> td_lambda_return_estimate(0.5, 0.0, one, one, done).flatten().tolist()
+        [1.5, 1.0]
+    """
+    name = "td_lambda_return_estimate"
+    terminated = done if terminated is None else terminated
+    layout = TimeLayout.of(
+        name,
+        time_dim,
+        {"next_state_value": next_state_value},
+        {"reward": reward, "done": done, "terminated": terminated},
+    )
+    if rolling_gamma is False and not (layout.is_per_step(gamma) or layout.is_per_step(lmbda)):
+        raise ValueError(f"{name}: rolling_gamma=False needs a gamma or lmbda of the inputs' shape; got one value.")
+    g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda)
+    bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
+    ends = layout.flags(done)
+    rewards = layout.numbers(reward)
+    if rolling_gamma is False:
+        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, rewards, ends))
+    ends = _with_last_step(ends)
+    mixed = torch.where(ends, bootstrap, (1 - lam) * bootstrap)
+    returns = scan.reverse_scan(rewards + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
+    return layout.restore(returns)
+
+
+def td1_return_estimate(
+    gamma: float | Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    rolling_gamma: bool | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    r"""TD(1) return: discounted rewards to the trajectory's end, bootstrapped there unless it terminated.
+
+    .. math::
+        G_t = r_t + \gamma \begin{cases}
+            0 & \text{if terminated} \\ V(s'_t) & \text{if done, or at the last step} \\ G_{t+1} & \text{else}
+        \end{cases}
+
+    Args:
+        gamma: discount, in [0, 1], or one per step.
+        next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
+        reward: :math:`r_t`, same shape.
+        done: bool, same shape: the trajectory ends with this step.
+        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        rolling_gamma: see :func:`td_lambda_return_estimate`.
+        time_dim: the dimension of time.
+
+    Returns:
+        The return of each step, in the inputs' shape and the values' dtype.
+
+    Raises:
+        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
+        TypeError: see the module.
+
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's
+    ``td1_return_estimate``; but with ``rolling_gamma=False`` the last step bootstraps here as it does
+    everywhere else, while theirs drops it.
+
+    Example:
+        >>> one = torch.ones(2, 1)
+        >>> done = torch.tensor([[False], [False]])
+        >>> td1_return_estimate(0.5, one, one, done).flatten().tolist()
+        [1.75, 1.5]
+    """
+    name = "td1_return_estimate"
+    terminated = done if terminated is None else terminated
+    layout = TimeLayout.of(
+        name,
+        time_dim,
+        {"next_state_value": next_state_value},
+        {"reward": reward, "done": done, "terminated": terminated},
+    )
+    if rolling_gamma is False and not layout.is_per_step(gamma):
+        raise ValueError(f"{name}: rolling_gamma=False needs a gamma of the inputs' shape; got one value.")
+    g = layout.coefficient("gamma", gamma)
+    bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
+    # A step that terminates without being done is no trajectory's end to the other estimates; a Monte Carlo
+    # return has nothing to add behind it all the same.
+    ends = layout.flags(done) | layout.flags(terminated)
+    rewards = layout.numbers(reward)
+    if rolling_gamma is False:
+        return layout.restore(_returns_of_fixed_discount(g, 1.0, bootstrap, rewards, ends))
+    ends = _with_last_step(ends)
+    decay = scan.spread(g, bootstrap)
+    returns = scan.reverse_scan(rewards + decay * bootstrap.masked_fill(~ends, 0), decay.masked_fill(ends, 0))
+    return layout.restore(returns)
+
+
+def _with_last_step(ends: Tensor) -> Tensor:
+    """Let the last step end a trajectory, whatever its flag says: nothing is known behind it."""
+    ends = ends.clone()
+    ends[:, -1] = True
+    return ends
+
+
+def _returns_of_fixed_discount(
+    gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
+) -> Tensor:
+    """TD(lambda) returns in which each return keeps the gamma and lmbda of the step it starts from. O(T²)."""
+    gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
+    returns = bootstrap[:, -1:].expand_as(reward).clone()
+    for t in reversed(range(reward.shape[1])):
+        # Row k <= t holds what the return of step k makes of the steps t + 1 and later.
+        ahead = bootstrap[:, t : t + 1]
+        later = torch.where(ends[:, t : t + 1], ahead, returns[:, : t + 1])
+        g, lam = gamma[:, : t + 1], lmbda[:, : t + 1]
+        returns[:, : t + 1] = reward[:, t : t + 1] + g * ((1 - lam) * ahead + lam * later)
+    return returns

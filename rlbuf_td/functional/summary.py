@@ -1,0 +1,76 @@
+"""What one reports about estimates, and does to them before a loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["explained_variance", "normalize"]
+
+
+def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
+    r"""Share of the targets' variance that values predict: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
+
+    1 is a perfect prediction, 0 no better than a constant, below 0 worse than one.
+
+    Args:
+        state_value: predictions, any shape, floating.
+        value_target: what they should have been, same shape.
+
+    Returns:
+        A scalar tensor (float32 at least); NaN where the targets do not vary, for the share of nothing is
+        undefined.
+
+    Raises:
+        ValueError: shapes differ, or there is nothing in them.
+
+    Cost: O(elements); no host synchronisation. Source: as in OpenAI Baselines; TorchRL has no such function.
+
+    Example:
+        >>> target = torch.tensor([1.0, 2.0, 3.0])
+        >>> explained_variance(target - 1, target).item(), explained_variance(torch.zeros(3), target).item()
+        (1.0, 0.0)
+    """
+    if state_value.shape != value_target.shape:
+        raise ValueError(
+            f"explained_variance: state_value {tuple(state_value.shape)} and value_target "
+            f"{tuple(value_target.shape)} must share one shape."
+        )
+    if state_value.numel() == 0:
+        raise ValueError("explained_variance: the tensors are empty.")
+    target = _wide(value_target)
+    variance = target.var(correction=0)
+    unexplained = (target - _wide(state_value)).var(correction=0)
+    return torch.where(variance == 0, torch.nan, 1 - unexplained / variance)
+
+
+def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    r"""Shift to mean 0 and scale to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
+
+    Args:
+        x: any shape, floating.
+        eps: least divisor, > 0; a constant input becomes zeros.
+
+    Returns:
+        A new tensor of the same shape and dtype, detached. bfloat16 and float16 are computed in float32.
+
+    Raises:
+        ValueError: ``x`` is empty.
+
+    Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which a batch
+    of one has not; this one divides by the population's (n).
+
+    Example:
+        >>> normalize(torch.tensor([1.0, 3.0])).tolist()
+        [-1.0, 1.0]
+    """
+    if x.numel() == 0:
+        raise ValueError("normalize: the tensor is empty.")
+    wide = _wide(x)
+    std, mean = torch.std_mean(wide, correction=0)
+    return ((wide - mean) / std.clamp_min(eps)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Detach; at least float32."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))

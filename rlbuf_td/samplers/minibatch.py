@@ -1,0 +1,173 @@
+"""On-policy epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
+
+from rlbuf_td.samplers.indices import Index, coordinates, device_of
+
+_FILE = "minibatch_sampler.pt"
+
+
+class MinibatchSampler(SamplerWithoutReplacement):
+    """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
+
+    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. Whatever is left of
+    an epoch at its end makes a short batch, or with ``drop_last`` is left out. A write starts the epochs anew.
+
+    It is a ``SamplerWithoutReplacement``, which is what TorchRL's on-policy trainers ask for; unlike TorchRL's, it
+    counts epochs, and notices new rows even when their number is the same.
+
+    Args:
+        epochs: how often each row is drawn, at least 1. May be set at any time.
+        shuffle: a new order in each epoch; ``False``: the order of the rows (time first, then lanes).
+        drop_last: leave out a short last batch.
+
+    Cost: O(B) a batch, and one permutation an epoch.
+
+    Randomness: the buffer's generator, else torch's default one.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(5), sampler=MinibatchSampler(2, shuffle=False), batch_size=2)
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
+        >>> [batch["x"].tolist() for batch in rb]
+        [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
+        super().__init__(drop_last=drop_last, shuffle=shuffle)
+        self.epochs = epochs
+        self.len_storage: int = 0
+        self._epoch = 0
+        self._order: torch.Tensor | None = None  # the rows in the order of this epoch; None between epochs
+        self._position = 0
+
+    @property
+    def epochs(self) -> int:
+        """How often each row is drawn."""
+        return self._epochs
+
+    @epochs.setter
+    def epochs(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"epochs must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"epochs must be at least 1, got {value}")
+        self._epochs = value
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs that are over, ``0 <= epoch < epochs``."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many rows of this epoch have been drawn."""
+        return self._position
+
+    def restart(self) -> None:
+        """Begin with the first epoch, in a new order."""
+        self._order = None
+        self._position = 0
+        self._epoch = 0
+        self.ran_out = False
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """Draw the next ``batch_size`` rows of the epoch, fewer at its end.
+
+        Returns:
+            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and an empty dict.
+
+        Raises:
+            RuntimeError: the storage is empty.
+            ValueError: ``drop_last`` and fewer rows than ``batch_size``: no batch would ever be full.
+        """
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        rows = len(storage)
+        if rows == 0:
+            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+        if self.drop_last and rows < batch_size:
+            raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
+        order, start = self.order(storage), self._position
+        self._position = stop = min(start + batch_size, rows)
+        if stop == rows or (self.drop_last and rows - stop < batch_size):
+            self._order, self._position = None, 0
+            self._epoch = (self._epoch + 1) % self._epochs
+            self.ran_out = self._epoch == 0
+        else:
+            self.ran_out = False
+        return order[start:stop], {}
+
+    def order(self, storage: Storage) -> torch.Tensor:
+        """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""
+        rows = len(storage)
+        if rows != self.len_storage:
+            self.restart()
+            self.len_storage = rows
+        if self._order is None:
+            device = device_of(storage)
+            if self.shuffle:
+                source = device if self._rng is None else self._rng.device
+                self._order = torch.randperm(rows, generator=self._rng, device=source).to(device)
+            else:
+                self._order = torch.arange(rows, device=device)
+        return self._order
+
+    def add(self, index: Any) -> None:
+        """Start the epochs anew: the rows have changed."""
+        self.restart()
+
+    def extend(self, index: Any) -> None:
+        """Start the epochs anew: the rows have changed."""
+        self.restart()
+
+    def _empty(self) -> None:
+        super()._empty()
+        self.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings and the place in the epoch."""
+        return {
+            "epochs": self._epochs,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "epoch": self._epoch,
+            "order": None if self._order is None else self._order.clone(),
+            "position": self._position,
+            "len_storage": self.len_storage,
+            "ran_out": self.ran_out,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was called."""
+        order = state_dict["order"]
+        self.epochs = int(state_dict["epochs"])
+        self.shuffle, self.drop_last = bool(state_dict["shuffle"]), bool(state_dict["drop_last"])
+        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
+        self._order = None if order is None else order.clone()
+        self.len_storage, self.ran_out = int(state_dict["len_storage"]), bool(state_dict["ran_out"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state into the folder ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / _FILE)
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from the folder ``path``."""
+        self.load_state_dict(torch.load(Path(path) / _FILE, weights_only=True))
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(epochs={self._epochs}, shuffle={self.shuffle}, drop_last={self.drop_last}, "
+            f"epoch={self._epoch})"
+        )

@@ -1,0 +1,287 @@
+"""Rollouts: whole trajectories' worth of steps, with advantages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage, TensorStorage
+
+from rlbuf_td.functional import normalize
+from rlbuf_td.functional._layout import coefficient
+from rlbuf_td.storages import SchemaError
+from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
+from rlbuf_td.writers.ring import RingWriter
+
+_FILE = "rollout.json"
+
+
+class RolloutWriter(RingWriter):
+    r"""Write rollouts of T steps, ``[T]`` or ``[T, E]``, and add advantages and value targets to each.
+
+    T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``); with the
+    last one the rollout is *complete* and holds, beside what came, ``advantage`` and ``value_target`` (GAE,
+    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if it did not come with the data.
+    Until then advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
+
+    **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; where there is none, ``value_network`` is
+    asked once for all steps. :math:`V(s'_t)` is :math:`V(s_{t+1})` within a trajectory. Only where a trajectory breaks
+    off (truncated, or at the end of the rollout) is the network asked for the true next observation: at most
+    E + (number of truncations) rows. A step that terminated has no next value, and nothing is asked.
+
+    A trajectory ends with a step that is ``done``, and where the collector's ``("collector", "traj_ids")`` change. It
+    may span rollouts; each bootstraps at its own end.
+
+    Args:
+        gamma: discount, in [0, 1].
+        lmbda: decay of the trace, in [0, 1].
+        value_network: a TensorDict module that reads an observation and writes ``value_key``. Called without gradient,
+            on the rows asked, as they are stored; at the root and under ``"next"`` the observation has the same keys.
+            Not needed if values are stored and every trajectory ends by terminating within the rollout.
+        normalize_advantage: store advantages shifted and scaled to mean 0 and deviation 1 over the rollout. Targets
+            are computed before.
+        value_key: where values lie, ``[..., *F]``, floating.
+        advantage_key: where advantages go; also ``value_target_key``.
+        value_target_key: see ``advantage_key``.
+        reward_key: where rewards lie, of the values' shape.
+        done_key: the end of a trajectory, bool; its flags are of the values' shape, or one a step. If there is none in
+            the data: what terminated or was truncated.
+        terminated_key: the end of an episode. If there is none in the data: what is done but not truncated.
+        truncated_key: an end that is not the episode's; only asked if one of the other two is missing.
+        trajectory_key: trajectory numbers, one a step; optional in the data.
+
+    Attributes:
+        value_rows: the rows on which the network was asked for the last rollout.
+
+    Cost: O(rows); one network call on few rows, and a host synchronisation on CUDA to find them.
+
+    Source: Schulman et al., 2016. TorchRL's ``GAE`` asks its network for all steps twice.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(3), writer=RolloutWriter(gamma=0.5, lmbda=1.0))
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> step = {"reward": torch.ones(3, 1), "done": done, "terminated": done}
+        >>> _ = rb.extend(TensorDict({"state_value": torch.zeros(3, 1), "next": step}, [3]))
+        >>> rb.storage["value_target"].flatten().tolist()
+        [1.75, 1.5, 1.0]
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        lmbda: float = 0.95,
+        *,
+        value_network: TensorDictModuleBase | None = None,
+        normalize_advantage: bool = False,
+        value_key: NestedKey = "state_value",
+        advantage_key: NestedKey = "advantage",
+        value_target_key: NestedKey = "value_target",
+        reward_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
+        terminated_key: NestedKey = ("next", "terminated"),
+        truncated_key: NestedKey = ("next", "truncated"),
+        trajectory_key: NestedKey = ("collector", "traj_ids"),
+    ) -> None:
+        super().__init__()
+        self.estimator = RolloutEstimator(
+            gamma=coefficient("RolloutWriter", "gamma", gamma),
+            lmbda=coefficient("RolloutWriter", "lmbda", lmbda),
+            value_network=value_network,
+            value_key=value_key,
+            reward_key=reward_key,
+            done_key=done_key,
+            terminated_key=terminated_key,
+            truncated_key=truncated_key,
+            trajectory_key=trajectory_key,
+        )
+        self.normalize_advantage = normalize_advantage
+        self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
+        self.value_rows = 0
+        self._estimated_steps = 0
+        self._has_values = True
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write into ``storage`` from now on.
+
+        Raises:
+            TypeError: the storage keeps no columns (a ``ListStorage``), so that nothing could be added to its rows.
+        """
+        if not isinstance(storage, TensorStorage):
+            raise TypeError(
+                f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {type(storage).__name__}"
+            )
+        super().register_storage(storage)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the current rollout that have been written, ``0 .. T``."""
+        storage = self._storage
+        if not len(storage):
+            return 0
+        return len(storage) // (storage.shape[1:].numel() if storage.ndim > 1 else 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the storage holds a whole rollout, with its advantages."""
+        return self._cursor == 0 and 0 < len(self._storage) >= self._storage.max_size
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether every step that has been written has its advantage: so in a complete rollout."""
+        return self.is_complete or 0 < self._estimated_steps == self.steps
+
+    def add(self, data: TensorDictBase) -> int | Tensor:
+        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
+
+        Raises:
+            SchemaError: the data does not match the rows, or (with the last step) lacks what the estimates need;
+                nothing has changed.
+            ValueError: with the last step: values are needed and there is no network; the step was not written.
+        """
+        steps = self._storage._max_size_along_dim0(single_data=data)
+        return self._write_part(super().add, data, 1, steps)
+
+    def extend(self, data: Any) -> Tensor:
+        """Write ``[n, *lanes]`` steps in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
+
+        Raises:
+            SchemaError: the data does not match the rows, or lacks what the estimates need; nothing has changed.
+            ValueError: there is nothing to write; or more than the rollout has room for; or values are needed and
+                there is no network. Nothing has changed.
+        """
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        count = len(data)
+        if not count:
+            raise ValueError("extend needs at least one step, got none")
+        steps = self._storage._max_size_along_dim0(batched_data=data)
+        if count > steps - self._cursor:
+            raise ValueError(
+                f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit. "
+                "Write the rest of this rollout first, or make the storage as long as what the collector gives at once"
+            )
+        if count < steps:
+            return self._write_part(super().extend, data, count, steps)
+        estimates = self.estimator.estimate(data, self._storage.ndim)
+        rows = data.copy()
+        for key, x in self._columns(estimates).items():
+            rows.set(key, x)
+        index = super().extend(rows)
+        self.value_rows, self._estimated_steps = estimates.rows_asked, count
+        return index
+
+    def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
+        """Write some steps of a rollout, without estimates; with the last ones, estimate all."""
+        storage, cursor, before = self._storage, self._cursor, len(self._storage)
+        has_values = data.get(self.value_key, None) is not None
+        if cursor and has_values != self._has_values:
+            raise ValueError(
+                f"the steps of this rollout came {'with' if self._has_values else 'without'} {self.value_key!r}, "
+                f"these come {'with' if has_values else 'without'}"
+            )
+        index = write(self._with_placeholders(data, has_values))
+        self._has_values = has_values
+        lanes = storage.shape[1:].numel() if storage.ndim > 1 else 1
+        if not cursor:  # the first steps of a new rollout: the old one is gone
+            storage._len = count * lanes
+            self._estimated_steps = 0
+        if cursor + count == steps:
+            try:
+                self._estimate_stored(steps)
+            except BaseException:
+                self._cursor_value.value = cursor
+                self._write_count_value.value -= count
+                storage._len = cursor * lanes if cursor else before
+                raise
+        return index
+
+    def _with_placeholders(self, data: TensorDictBase, has_values: bool) -> TensorDictBase:
+        """Return ``data`` with NaN where the estimates will be."""
+        like = data.get(self.value_key if has_values else self.estimator.reward_key, None)
+        if like is None:
+            raise SchemaError(f"no {self.estimator.reward_key!r} in the data")
+        dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
+        rows = data.copy()
+        missing = (self.advantage_key, self.value_target_key, *(() if has_values else (self.value_key,)))
+        for key in missing:
+            rows.set(key, torch.full_like(like, torch.nan, dtype=dtype))
+        return rows
+
+    def estimate(self) -> None:
+        """Estimate what has been written of an incomplete rollout, as if it ended here; see :attr:`is_estimated`.
+
+        Later steps may follow; the estimates are then made again.
+
+        Raises:
+            RuntimeError: nothing has been written.
+            SchemaError: see :meth:`add`; also ValueError.
+        """
+        if not self.steps:
+            raise RuntimeError("there is nothing to estimate: no step has been written")
+        if not self.is_estimated:
+            self._estimate_stored(self.steps)
+
+    def _estimate_stored(self, steps: int) -> None:
+        rows = self._storage.get(slice(0, steps))  # views: what is set below is set in the storage
+        estimates = self.estimator.estimate(rows, self._storage.ndim, has_values=self._has_values)
+        for key, x in self._columns(estimates).items():
+            rows.get(key).copy_(x)
+        self._storage._bump_mutation_revision()
+        self.value_rows, self._estimated_steps = estimates.rows_asked, steps
+
+    def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:
+        advantage = normalize(estimates.advantage) if self.normalize_advantage else estimates.advantage
+        return {
+            self.value_key: estimates.value,
+            self.advantage_key: advantage,
+            self.value_target_key: estimates.value_target,
+        }
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        super()._empty(empty_write_count=empty_write_count)
+        self._estimated_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return cursor and counters, and how far the current rollout has been estimated."""
+        return super().state_dict() | self._progress()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was called."""
+        super().load_state_dict(state_dict)
+        self._load_progress(state_dict)
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state into the folder ``path``."""
+        super().dumps(path)
+        (Path(path) / _FILE).write_text(json.dumps(self._progress()))
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from the folder ``path``."""
+        super().loads(path)
+        self._load_progress(json.loads((Path(path) / _FILE).read_text()))
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "estimated_steps": self._estimated_steps,
+            "has_values": self._has_values,
+            "value_rows": self.value_rows,
+        }
+
+    def _load_progress(self, state: dict[str, Any]) -> None:
+        self._estimated_steps = int(state["estimated_steps"])
+        self._has_values = bool(state["has_values"])
+        self.value_rows = int(state["value_rows"])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}, cursor={self._cursor}, "
+            f"write_count={self._write_count})"
+        )

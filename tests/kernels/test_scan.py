@@ -1,0 +1,135 @@
+"""The reverse scans: plain loop, doubling form and CPU twin in lockstep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlbuf_td.kernels import scan
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 2, 1),
+    (3, 5, 1),
+    (4, 7, 1),
+    (8, 129, 1),
+    (9, 500, 1),
+    (1, 33, 6),
+    (2, 8, 3),
+    (5, 64, 17),
+]
+
+
+def random_inputs(shape: tuple[int, int, int], dtype: torch.dtype, p: float, seed: int) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    value, next_value, reward = (torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for _ in range(3))
+    done = torch.rand(shape, generator=g) < p
+    terminated = done & (torch.rand(shape, generator=g) < 0.5)
+    return value, next_value, reward, done, terminated
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+
+
+class CountOperations(TorchDispatchMode):
+    """Count the operations that reach the device, views included."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_forms_of_the_scan_agree(shape, dtype):
+    a, b = torch.randn(shape, dtype=dtype), torch.rand(shape, dtype=dtype)
+    b[torch.rand(shape) < 0.2] = 0
+    expected = scan.reverse_scan_loop(a, b)
+    torch.testing.assert_close(scan.reverse_scan_doubling(a, b), expected, **tolerance(dtype))
+    torch.testing.assert_close(scan.reverse_scan(a, b), expected, **tolerance(dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lanes=st.integers(1, 10),
+    steps=st.integers(1, 40),
+    features=st.integers(1, 5),
+    p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    lmbda=st.sampled_from([0.0, 0.95, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_gae_twin_stays_in_lockstep_with_the_plain_loop(lanes, steps, features, p, gamma, lmbda, seed):
+    tensors = random_inputs((lanes, steps, features), torch.float64, p, seed)
+    delta, decay = scan.gae_terms(gamma, lmbda, *tensors)
+    expected = scan.reverse_scan_loop(delta, decay)
+    advantage, target = scan.gae(gamma, lmbda, *tensors)
+    torch.testing.assert_close(advantage, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(target, expected + tensors[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", [scan.reverse_scan_loop, scan.reverse_scan_doubling, scan.reverse_scan])
+def test_nothing_crosses_a_zero_coefficient_not_even_nan(form):
+    a = torch.tensor([1.0, 2.0, torch.nan, 4.0, torch.inf]).reshape(1, 5, 1)
+    b = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.5]).reshape(1, 5, 1)
+    x = form(a, b).flatten()
+    assert x[:2].tolist() == [2.0, 2.0]
+    assert x[2].isnan()
+    assert x[3:].tolist() == [4.0, torch.inf]
+
+
+@pytest.mark.parametrize("form", [scan.reverse_scan_loop, scan.reverse_scan_doubling, scan.reverse_scan])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_scans_leave_their_inputs_alone_and_return_fresh_memory(form, steps):
+    a, b = torch.randn(2, steps, 3), torch.rand(2, steps, 3)
+    before = a.clone(), b.clone()
+    form(a, b).zero_()
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+
+def test_doubling_needs_a_logarithmic_number_of_launches():
+    launches = {}
+    for steps in (64, 4096):
+        a, b = torch.randn(1, steps, 1), torch.rand(1, steps, 1)
+        with CountOperations() as counted:
+            scan.reverse_scan_doubling(a, b)
+        launches[steps] = counted.operations
+    assert launches[4096] <= 2 * launches[64] < 200
+
+
+def test_the_scan_can_be_compiled_into_one_graph():
+    tensors = random_inputs((2, 9, 1), torch.float32, 0.2, 0)
+    compiled = torch.compile(lambda *x: scan.gae(0.9, 0.8, *x), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*tensors), scan.gae(0.9, 0.8, *tensors))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu_without_host_synchronisation():
+    tensors = random_inputs((8, 300, 1), torch.float32, 0.05, 0)
+    on_device = [x.cuda() for x in tensors]
+    scan.gae(0.99, 0.95, *on_device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advantage, target = scan.gae(0.99, 0.95, *on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = scan.gae(0.99, 0.95, *tensors)
+    torch.testing.assert_close((advantage.cpu(), target.cpu()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_importing_the_package_imports_no_numba():
+    code = "import sys, rlbuf_td.functional; assert 'numba' not in sys.modules, 'numba was imported'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,338 @@
+"""RolloutBuffer: extend, iterate, done."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import Compose, DoubleToFloat, RewardScaling
+
+from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
+from rlbuf_td.rollouts import RolloutBuffer
+from rlbuf_td.writers import RolloutWriter
+
+
+def filled(world, steps=8, data=None, **kwargs):
+    """Return a buffer with one rollout, and the rollout."""
+    data = world.steps(steps) if data is None else data
+    kwargs = {"batch_size": 5, "gamma": 0.9, "lmbda": 0.8, "value_network": world.module()} | kwargs
+    rollout = RolloutBuffer(steps, world.lanes, **kwargs)
+    rollout.extend(data.clone())
+    return rollout, data
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_iteration_gives_every_row_once_an_epoch_with_its_estimates(make_world, lanes, drop_last):
+    world = make_world(lanes or 1)
+    data = world.steps(9)
+    rollout = RolloutBuffer(
+        9, lanes, batch_size=4, epochs=2, gamma=0.9, lmbda=0.8, value_network=world.module(), drop_last=drop_last
+    )
+    rollout.extend(data.clone() if lanes else data[0].clone())
+    advantage, target = world.estimates(data)
+    rows = 9 * (lanes or 1)
+    for _ in range(2):
+        seen = torch.zeros(9, lanes or 1, dtype=torch.int64)
+        for batch in rollout:
+            index = batch["index"]
+            t, e = index.unbind(-1) if lanes else (index, torch.zeros_like(index))
+            torch.testing.assert_close(batch["observation"], data["observation"][e, t])
+            torch.testing.assert_close(batch["next", "reward"], data["next", "reward"][e, t])
+            torch.testing.assert_close(batch["advantage"], advantage[e, t])
+            torch.testing.assert_close(batch["value_target"], target[e, t])
+            seen[t, e] += 1
+        assert seen.sum() == 2 * (rows // 4 * 4 if drop_last else rows)
+        if not drop_last:
+            assert (seen == 2).all()
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 24, 100])
+@pytest.mark.parametrize("transform", [False, True])
+def test_batches_gathered_in_blocks_are_those_of_sample(make_world, batch_size, transform, monkeypatch):
+    monkeypatch.setattr("rlbuf_td.rollouts._BLOCK_BYTES", 600)  # several blocks an epoch
+    world = make_world(3)
+    data = world.steps(8)
+    batches = []
+    for way in ("iterate", "sample", "general"):
+        rollout, _ = filled(world, data=data, batch_size=batch_size, epochs=3, normalize_advantage="minibatch")
+        rollout.set_rng(torch.Generator().manual_seed(5))
+        if transform:
+            rollout.append_transform(Compose(RewardScaling(1.0, 2.0, in_keys=[("next", "reward")]), DoubleToFloat()))
+        if way == "iterate":
+            batches.append(list(rollout))
+            assert rollout.sampler.ran_out
+            continue
+        rollout._is_direct = way == "sample"
+        count = -(-24 // batch_size) * 3
+        batches.append([rollout.sample() for _ in range(count)])
+    for one, two, three in zip(*batches, strict=True):
+        assert set(one.keys(True, True)) == set(two.keys(True, True)) == set(three.keys(True, True))
+        assert (one == two).all()
+        assert (one == three).all()
+        assert one.batch_size == two.batch_size
+
+
+def test_changing_a_batch_changes_neither_the_buffer_nor_other_batches(make_world):
+    rollout, _ = filled(make_world(3), epochs=2, shuffle=False)
+    before = rollout.chronological()
+    batches = list(rollout)
+    untouched = [batch.clone() for batch in batches]
+    for key in ("observation", "advantage", "index"):
+        batches[0][key].zero_()
+    batches[0]["observation"].requires_grad_()
+    assert (rollout.chronological() == before).all()
+    for batch, expected in zip(batches[1:], untouched[1:], strict=True):
+        assert (batch == expected).all()
+
+
+def test_a_loop_left_early_starts_over_next_time(make_world):
+    rollout, _ = filled(make_world(3), epochs=2)
+    for _ in rollout:
+        break
+    assert sum(len(batch) for batch in rollout) == 48
+    sampled = rollout.sample()
+    assert len(sampled) == 5
+    assert sum(len(batch) for batch in rollout) == 48
+
+
+def test_sampling_within_a_loop_takes_its_turn(make_world):
+    """The sampler knows one order: whoever draws takes the next rows, and no row comes twice."""
+    rollout, _ = filled(make_world(3))
+    seen = []
+    for number, batch in enumerate(rollout):
+        seen.append(batch["index"])
+        if number == 0:
+            seen.append(rollout.sample()["index"])
+    seen = torch.cat(seen)
+    assert len(seen) == 24
+    assert len(seen.unique(dim=0)) == 24
+
+
+def test_batches_of_another_size_within_a_loop_take_their_turn_too(make_world):
+    rollout, _ = filled(make_world(3), sampler=MinibatchSampler(), batch_size=None)
+    rollout._batch_size = 5
+    seen = []
+    for number, batch in enumerate(rollout):
+        seen.append(batch["index"])
+        if number == 1:
+            flat, _ = rollout.sampler.draw(rollout.storage, 3)
+            seen.append(torch.stack((flat // 3, flat % 3), -1))
+    seen = torch.cat(seen)
+    assert len(seen) == 24
+    assert len(seen.unique(dim=0)) == 24
+
+
+def test_a_write_within_a_loop_is_noticed(make_world):
+    world = make_world(3)
+    rollout, _ = filled(world)
+    with pytest.raises(RuntimeError, match="the rollout is not complete: 1 of 8 steps are written"):  # noqa: PT012
+        for _ in rollout:
+            rollout.add(world.steps(1)[:, 0])
+    new = world.steps(8)
+    rollout.empty()
+    rollout.extend(world.steps(8))
+    iterator = iter(rollout)
+    next(iterator)
+    rollout.extend(new.clone())
+    rows = torch.cat([batch["observation"] for batch in iterator])
+    assert {tuple(x) for x in rows.tolist()} == {tuple(x) for x in new["observation"].reshape(-1, 2).tolist()}
+
+
+@pytest.mark.parametrize("way", ["add", "extend", "parts"])
+def test_a_new_rollout_replaces_the_old_one(make_world, way):
+    world = make_world(3)
+    rollout, _ = filled(world)
+    for _ in range(3):
+        data = world.steps(8)
+        if way == "add":
+            for step in data.unbind(1):
+                rollout.add(step.clone())
+        elif way == "parts":
+            rollout.extend(data[:, :5].clone())
+            rollout.extend(data[:, 5:].clone())
+        else:
+            rollout.extend(data.clone())
+        torch.testing.assert_close(rollout.storage["advantage"].transpose(0, 1), world.estimates(data)[0])
+        assert sum(len(batch) for batch in rollout) == 24
+    assert rollout.write_count == 32
+
+
+def test_reading_before_the_rollout_is_complete_is_an_error_that_says_what_to_do(make_world):
+    world = make_world(3)
+    rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
+    message = r"the rollout is not complete: 0 of 8 steps are written\. Write the rest first"
+    for read in (lambda: next(iter(rollout)), rollout.sample, rollout.summary, lambda: rollout.explained_variance):
+        with pytest.raises(RuntimeError, match=message):
+            read()
+    rollout.extend(world.steps(5))
+    assert not rollout.is_complete
+    for read in (lambda: next(iter(rollout)), rollout.sample, rollout.summary):
+        with pytest.raises(RuntimeError, match=r"5 of 8 steps are written.*or pass partial=True to read what is there"):
+            read()
+    rollout.extend(world.steps(3))
+    assert rollout.is_complete
+    assert len(list(rollout)) == 5
+
+
+def test_an_incomplete_rollout_can_be_read_on_request(make_world):
+    world = make_world(3)
+    data = world.steps(8)
+    rollout = RolloutBuffer(8, 3, batch_size=4, partial=True, gamma=0.9, lmbda=0.8, value_network=world.module())
+    with pytest.raises(RuntimeError, match="0 of 8 steps are written"):
+        rollout.sample()
+    rollout.extend(data[:, :4].clone())
+    advantage, _ = world.estimates(data[:, :4])
+    batches = torch.cat(list(rollout))
+    assert len(batches) == 12
+    t, e = batches["index"].unbind(-1)
+    torch.testing.assert_close(batches["advantage"], advantage[e, t])
+    assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
+    rollout.extend(data[:, 4:].clone())
+    advantage, _ = world.estimates(data)
+    assert rollout.is_complete
+    torch.testing.assert_close(rollout.storage["advantage"].transpose(0, 1), advantage)
+    assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
+
+
+def test_writes_of_the_wrong_shape_are_refused_and_change_nothing(make_world):
+    world, four = make_world(3), make_world(4)
+    rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
+    with pytest.raises(
+        ValueError, match=r"extend takes batch size \[3, n\] in a rollout of 8 steps and 3 lanes, got \[4, 8\]"
+    ):
+        rollout.extend(four.steps(8))
+    with pytest.raises(ValueError, match=r"extend takes batch size \[3, n\] .* got \[8, 3\]"):
+        rollout.extend(world.steps(8).transpose(0, 1))
+    with pytest.raises(ValueError, match=r"add takes batch size \[3\] .* got \[4\]"):
+        rollout.add(four.steps(1)[:, 0])
+    with pytest.raises(ValueError, match="a rollout takes 8 steps and 0 are written: 9 more do not fit"):
+        rollout.extend(world.steps(9))
+    with pytest.raises(TypeError, match="extend takes a TensorDict, got Tensor"):
+        rollout.extend(torch.zeros(3, 8))
+    assert len(rollout) == 0
+    rollout.extend(world.steps(8))
+    with pytest.raises(SchemaError):
+        rollout.extend(world.steps(8).exclude("observation"))
+    assert rollout.is_complete
+    flat = RolloutBuffer(8, batch_size=5)
+    with pytest.raises(ValueError, match=r"extend takes batch size \[n\] in a rollout of 8 steps, got \[\]"):
+        flat.extend(TensorDict({"x": torch.zeros(())}, []))
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match="num_steps and num_envs must be at least 1, got 0 and 3"):
+        RolloutBuffer(0, 3)
+    with pytest.raises(ValueError, match="normalize_advantage must be None, 'rollout' or 'minibatch', got 'batch'"):
+        RolloutBuffer(2, 3, normalize_advantage="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 steps and 3 lanes needs a storage of 6 rows, got one of 8"):
+        RolloutBuffer(2, 3, storage=PackedStorage(8, ndim=2))
+    with pytest.raises(TypeError, match="writer must be a RolloutWriter, got int"):
+        RolloutBuffer(2, 3, writer=3)  # type: ignore[arg-type]
+    rollout = RolloutBuffer(1)
+    after = {"reward": torch.ones(1, 1), "done": torch.ones(1, 1).bool()}
+    rollout.extend(TensorDict({"state_value": torch.zeros(1, 1), "next": after}, [1]))
+    with pytest.raises(RuntimeError, match="Batch_size was not specified"):
+        next(iter(rollout))
+
+
+def test_advantages_are_normalized_over_the_rollout_or_each_minibatch_and_targets_are_not(make_world):
+    world = make_world(3)
+    data = world.steps(8)
+    advantage, target = world.estimates(data)
+    scaled = (advantage - advantage.mean()) / advantage.std(correction=0)
+    for how in (None, "rollout", "minibatch"):
+        rollout, _ = filled(world, data=data, normalize_advantage=how, epochs=2)
+        for batch in rollout:
+            t, e = batch["index"].unbind(-1)
+            torch.testing.assert_close(batch["value_target"], target[e, t])
+            expected = {None: advantage, "rollout": scaled, "minibatch": None}[how]
+            if expected is None:
+                raw = advantage[e, t]
+                expected_batch = (raw - raw.mean()) / raw.std(correction=0)
+            else:
+                expected_batch = expected[e, t]
+            torch.testing.assert_close(batch["advantage"], expected_batch, rtol=1e-4, atol=1e-5)
+        assert rollout.advantage_mean == pytest.approx(advantage.mean().item(), abs=1e-5)
+        assert rollout.advantage_std == pytest.approx(advantage.std(correction=0).item(), rel=1e-4)
+
+
+def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(make_world, monkeypatch):
+    world = make_world(3)
+    rollout, data = filled(world)
+    advantage, target = world.estimates(data)
+    summary = rollout.summary()
+    value = world.value(data["observation"])
+    expected = {
+        "advantage_mean": advantage.mean(),
+        "advantage_std": advantage.std(correction=0),
+        "value_target_mean": target.mean(),
+        "value_target_std": target.std(correction=0),
+        "explained_variance": 1 - (target - value).var(correction=0) / target.var(correction=0),
+        "value_rows": world.rows_to_ask(data),
+    }
+    assert summary == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-4, abs=1e-5)
+    assert all(type(x) is float for x in summary.values())
+    assert rollout.value_target_mean == summary["value_target_mean"]
+    assert rollout.value_target_std == summary["value_target_std"]
+    assert rollout.explained_variance == summary["explained_variance"]
+    with monkeypatch.context() as patched:
+        patched.setattr("rlbuf_td.rollouts.explained_variance", None)
+        summary["advantage_mean"] = 0.0  # the caller's own copy
+        assert rollout.summary()["advantage_mean"] != 0
+    saved, before = rollout.state_dict(), rollout.summary()
+    rollout.extend(world.steps(8))
+    after = rollout.summary()
+    assert after != before
+    rollout.load_state_dict(saved)
+    assert rollout.summary() == before
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
+def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, tmp_path):
+    world = make_world(3)
+    rollout, _ = filled(world, epochs=2)
+    rollout.set_rng(torch.Generator().manual_seed(0))
+    for _ in range(3):
+        rollout.sample()
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(rollout))
+    else:
+        other = RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module())
+        if how == "state_dict":
+            other.load_state_dict(rollout.state_dict())
+        else:
+            rollout.dumps(tmp_path)
+            other.loads(tmp_path)
+        other.set_rng(torch.Generator())
+        other._rng.set_state(rollout._rng.get_state())
+    assert other.is_complete
+    assert other.summary() == rollout.summary()
+    for _ in range(7):
+        assert (rollout.sample() == other.sample()).all()
+    more = world.steps(8)
+    for rb in (rollout, other):
+        rb.extend(more.clone())
+        torch.testing.assert_close(rb.storage["advantage"].transpose(0, 1), world.estimates(more)[0])
+
+
+def test_prefetch_gives_the_same_rows(make_world):
+    world = make_world(3)
+    rollout, _ = filled(world, epochs=2, prefetch=2)
+    rows = torch.cat([batch["index"] for batch in rollout])
+    assert sorted(map(tuple, rows.tolist())) == sorted(2 * [(t, e) for t in range(8) for e in range(3)])
+
+
+def test_a_writer_of_ones_own_sets_the_keys(make_world):
+    world = make_world(3)
+    writer = RolloutWriter(
+        0.9, 0.8, value_network=world.module(), advantage_key="adv", value_target_key=("targets", "v")
+    )
+    rollout, data = filled(world, writer=writer)
+    for batch in rollout:
+        t, e = batch["index"].unbind(-1)
+        torch.testing.assert_close(batch["adv"], world.estimates(data)[0][e, t])
+        torch.testing.assert_close(batch["targets", "v"], world.estimates(data)[1][e, t])
+    assert set(rollout.summary()) >= {"advantage_mean", "explained_variance"}

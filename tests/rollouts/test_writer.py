@@ -1,0 +1,376 @@
+"""RolloutWriter: the same estimates whatever the way in, and no more network rows than trajectories that break off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
+from rlbuf_td.writers import RolloutWriter
+
+STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
+BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
+WAYS = ["whole", "parts", "steps"]
+
+
+def write(rb, data, way):
+    """Write ``[E, T]`` data whole, in parts of 1, 2, 3 ... steps, or step by step."""
+    lead = data if rb.storage.ndim > 1 else data[0]
+    time = lead.ndim - 1
+    if way == "whole":
+        rb.extend(lead.clone())
+    elif way == "steps":
+        for step in lead.unbind(time):
+            rb.add(step.clone())
+    else:
+        start, size = 0, 1
+        while start < lead.shape[time]:
+            rb.extend(lead.narrow(time, start, min(size, lead.shape[time] - start)).clone())
+            start, size = start + size, size + 1
+
+
+def stored(rb):
+    """Everything, ``[E, T]``."""
+    data = rb.storage.get(slice(None)).clone()
+    return data.transpose(0, 1) if rb.storage.ndim > 1 else data[None]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("lanes", [None, 1, 3])
+@pytest.mark.parametrize("values", [True, False])
+def test_estimates_are_those_of_the_true_next_values(make_world, buffer, storage, way, lanes, values):
+    steps = 12
+    world = make_world(lanes or 1)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = buffer(storage=storage(steps * (lanes or 1), ndim=1 if lanes is None else 2), writer=writer)
+    if buffer is TensorDictReplayBuffer and lanes and way != "whole":
+        rb._set_index_in_td = lambda data, index: None  # TorchRL's cannot put the index of one time step into [E] data
+    for seed in range(4):
+        data = world.steps(steps, values=values)
+        asked = len(torch.cat(world.network.asked)) if world.network.asked else 0
+        write(rb, data, way)
+        assert writer.is_complete
+        rows = stored(rb)
+        advantage, target = world.estimates(data)
+        torch.testing.assert_close(rows["advantage"], advantage)
+        torch.testing.assert_close(rows["value_target"], target)
+        torch.testing.assert_close(rows["state_value"], world.value(data["observation"]))
+        assert torch.equal(rows["next", "observation"], data["next", "observation"]), seed
+        expected = world.rows_to_ask(data) + (0 if values else data.numel())
+        assert writer.value_rows == expected
+        assert sum(x[..., 0].numel() for x in world.network.asked) - asked >= 0
+        world.network.asked.clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_rows_that_break_off_are_asked_and_by_their_true_next_observation(make_world, way):
+    world = make_world(3)
+    terminated, truncated = torch.zeros(2, 3, 6, dtype=torch.bool)
+    truncated[0, 1] = truncated[0, 3] = True  # two truncations in one lane
+    truncated[1, 5] = True  # one at the last step: asked once, not twice
+    terminated[2, 2] = terminated[2, 5] = True  # a lane that ends by terminating: not asked
+    data = world.steps(6, terminated=terminated, truncated=truncated)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=writer)
+    write(rb, data, way)
+    after = data["next", "observation"]
+    expected = torch.stack([after[0, 1], after[0, 3], after[0, 5], after[1, 5]])
+    (asked,) = world.network.asked
+    assert asked.shape == (4, 2)
+    assert {tuple(x.tolist()) for x in asked} == {tuple(x.tolist()) for x in expected}
+    assert writer.value_rows == 4  # E + truncations in the middle - lanes that end by terminating
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+
+
+def test_rows_asked_are_lanes_plus_truncations_not_twice_all_steps(make_world):
+    """The figure of the benchmark: 8 lanes of 2048 steps that truncate every 200 steps."""
+    world = make_world(8)
+    truncated = torch.zeros(8, 2048, dtype=torch.bool)
+    truncated[:, 199::200] = True
+    data = world.steps(2048, terminated=torch.zeros_like(truncated), truncated=truncated)
+    writer = RolloutWriter(value_network=world.module())
+    ReplayBuffer(storage=PackedStorage(8 * 2048, ndim=2), writer=writer).extend(data)
+    assert writer.value_rows == 8 + int(truncated.sum()) == 88
+
+
+def test_a_trajectory_may_span_rollouts(make_world):
+    """No end within two rollouts: the first bootstraps at its last step, the second starts from there."""
+    world = make_world(2)
+    none = torch.zeros(2, 8, dtype=torch.bool)
+    data = world.steps(8, terminated=none, truncated=none)
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+    for part in (data[:, :4], data[:, 4:]):
+        rb.extend(part.clone())
+        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(part)[0])
+    after = data["next", "observation"]
+    asked = torch.cat(world.network.asked)
+    torch.testing.assert_close(asked, torch.stack([after[0, 3], after[1, 3], after[0, 7], after[1, 7]]))
+
+
+def test_a_change_of_trajectory_breaks_off_what_came_before(make_world):
+    world = make_world(1)
+    none = torch.zeros(1, 6, dtype=torch.bool)
+    data = world.steps(6, terminated=none, truncated=none)
+    data["collector", "traj_ids"] = torch.tensor([[7, 7, 7, 9, 9, 9]])
+    data["observation"][0, 3:] += 5  # the second trajectory does not follow from the first
+    data["next", "observation"][0, 3:] += 5
+    data["state_value"] = world.value(data["observation"])
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(6, ndim=2), writer=writer)
+    rb.extend(data.clone())
+    marked = data.clone()
+    marked["next", "done"][0, 2] = marked["next", "truncated"][0, 2] = True
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(marked)[0])
+    assert writer.value_rows == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stored_next_values_are_used_before_a_network_is_asked(make_world, way):
+    world = make_world(3)
+    data = world.steps(10)
+    data["next", "state_value"] = world.value(data["next", "observation"])
+    writer = RolloutWriter(0.9, 0.8)
+    rb = ReplayBuffer(storage=PackedStorage(30, ndim=2), writer=writer)
+    write(rb, data, way)
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+    assert writer.value_rows == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dict_observations_are_the_native_case(make_world, way):
+    world = make_world(3)
+
+    class Value(torch.nn.Module):
+        def forward(self, image, vector):
+            return image.float().mean((-1, -2, -3))[..., None] + vector.sum(-1, keepdim=True)
+
+    def dress(x):
+        pixels = (x[..., :1, None, None] * 10 + 100).expand(*x.shape[:-1], 1, 2, 2).to(torch.uint8)
+        return TensorDict({"image": pixels, "vector": x}, x.shape[:-1])
+
+    keys = [("observation", "image"), ("observation", "vector")]
+    network = TensorDictModule(Value(), in_keys=keys, out_keys=["state_value"])
+    data = world.steps(8, values=False)
+    data["observation"], data["next", "observation"] = dress(data["observation"]), dress(data["next", "observation"])
+    rb = ReplayBuffer(storage=PackedStorage(24, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=network))
+    write(rb, data, way)
+    rows = stored(rb)
+    assert rows["observation", "image"].dtype == torch.uint8
+    torch.testing.assert_close(rows["state_value"], network(data.clone())["state_value"])
+    world.value = lambda observation: Value()(observation["image"], observation["vector"])
+    torch.testing.assert_close(rows["advantage"], world.estimates(data)[0])
+
+
+def test_several_values_a_step_share_one_done_flag():
+    """Agents: values and rewards [E, T, A, 1], done [E, T, 1]."""
+    g = torch.Generator().manual_seed(0)
+    done = torch.rand(2, 9, 1, generator=g) < 0.2
+    after = {"reward": torch.randn(2, 9, 3, 1, generator=g), "done": done, "terminated": done}
+    after["state_value"] = torch.randn(2, 9, 3, 1, generator=g)
+    value = torch.randn(2, 9, 3, 1, generator=g)
+    data = TensorDict({"state_value": value, "next": after}, [2, 9])
+    rb = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=RolloutWriter(0.9, 0.8))
+    rb.extend(data)
+    rows = stored(rb)
+    for agent in range(3):
+        single = TensorDict(
+            {
+                "state_value": value[:, :, agent],
+                "next": {k: v if k in ("done", "terminated") else v[:, :, agent] for k, v in after.items()},
+            },
+            [2, 9],
+        )
+        alone = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=RolloutWriter(0.9, 0.8))
+        alone.extend(single)
+        torch.testing.assert_close(rows["advantage"][:, :, agent], stored(alone)["advantage"])
+
+
+def test_terminated_is_what_is_done_but_not_truncated_where_it_is_missing(make_world):
+    world = make_world(3)
+    data = world.steps(20)
+    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+    bare = data.clone()
+    del bare["next", "terminated"]
+    rb.extend(bare)
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+    bare = data.clone()
+    del bare["next", "done"]
+    rb.extend(bare)
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+
+
+def test_advantages_can_be_normalized_and_targets_never_are(make_world):
+    world = make_world(3)
+    data = world.steps(20)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module(), normalize_advantage=True)
+    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=writer)
+    rb.extend(data.clone())
+    advantage, target = world.estimates(data)
+    rows = stored(rb)
+    expected = (advantage - advantage.mean()) / advantage.std(correction=0)
+    torch.testing.assert_close(rows["advantage"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(rows["value_target"], target)
+
+
+def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_old(make_world):
+    world = make_world(2)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    assert not writer.is_complete
+    write(rb, world.steps(4), "whole")
+    assert writer.is_complete
+    for n, step in enumerate(world.steps(4).unbind(1), start=1):
+        rb.add(step)
+        assert writer.steps == n
+        assert len(rb) == 2 * n
+        assert writer.is_complete == (n == 4)
+        assert rb.storage["advantage"].isnan().all() == (n < 4)
+    assert rb.write_count == 8
+    rb.empty()
+    assert not writer.is_complete
+    assert writer.steps == 0
+
+
+def test_an_incomplete_rollout_can_be_estimated_and_continued(make_world):
+    world = make_world(2)
+    data = world.steps(6, values=False)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=writer)
+    with pytest.raises(RuntimeError, match="no step has been written"):
+        writer.estimate()
+    for step in data[:, :4].unbind(1):
+        rb.add(step)
+    assert not writer.is_estimated
+    writer.estimate()
+    assert writer.is_estimated
+    assert not writer.is_complete
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data[:, :4])[0])
+    asked = len(world.network.asked)
+    writer.estimate()
+    assert len(world.network.asked) == asked
+    rb.add(data[:, 4].clone())
+    assert not writer.is_estimated
+    rb.add(data[:, 5].clone())
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+
+
+def test_a_failing_network_leaves_the_rollout_as_it_was(make_world):
+    world = make_world(2)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    first, second = world.steps(4), world.steps(4)
+    rb.extend(first.clone())
+    before = stored(rb)
+    world.network.fails = True
+    with pytest.raises(RuntimeError, match="the network failed"):
+        rb.extend(second.clone())
+    assert (stored(rb) == before).all()
+    assert rb.write_count == 4
+    for step in second[:, :3].unbind(1):
+        rb.add(step.clone())
+    with pytest.raises(RuntimeError, match="the network failed"):
+        rb.add(second[:, 3].clone())
+    assert (writer.steps, rb.write_count, writer.is_complete) == (3, 7, False)
+    world.network.fails = False
+    rb.add(second[:, 3].clone())
+    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(second)[0])
+
+
+def test_wrong_writes_are_refused_and_change_nothing(make_world):
+    world = make_world(2)
+    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
+    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    with pytest.raises(ValueError, match="a rollout takes 4 steps and 0 are written: 5 more do not fit"):
+        rb.extend(world.steps(5))
+    rb.extend(world.steps(3))
+    with pytest.raises(ValueError, match="a rollout takes 4 steps and 3 are written: 2 more do not fit"):
+        rb.extend(world.steps(2))
+    with pytest.raises(ValueError, match="came with 'state_value', these come without"):
+        rb.extend(world.steps(1, values=False))
+    with pytest.raises(SchemaError):
+        rb.extend(world.steps(1).exclude("observation"))
+    with pytest.raises(ValueError, match="at least one step"):
+        rb.extend(world.steps(1)[:, :0])
+    assert writer.steps == 3
+    last = world.steps(1)
+    rb.extend(last.clone())
+    assert writer.is_complete
+
+
+def test_what_is_missing_is_named(make_world):
+    world = make_world(2)
+    fresh = lambda **kw: ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=RolloutWriter(0.9, 0.8, **kw))  # noqa: E731
+    none = torch.zeros(2, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"2 rows need a value: their trajectories break off\. Pass value_network="):
+        fresh().extend(world.steps(4, terminated=none, truncated=none))
+    with pytest.raises(ValueError, match="8 rows need a value: there is no 'state_value' in the data"):
+        fresh().extend(world.steps(4, values=False))
+    with pytest.raises(SchemaError, match=r"no \('next', 'reward'\) in the data; there are"):
+        fresh().extend(world.steps(4).exclude(("next", "reward")))
+    bare = world.steps(4).exclude(("next", "done"), ("next", "terminated"))
+    with pytest.raises(SchemaError, match=r"no \('next', 'done'\) in the data"):
+        fresh(value_network=world.module()).extend(bare)
+    other = TensorDictModule(world.network, in_keys=["observation"], out_keys=["v"])
+    with pytest.raises(SchemaError, match=r"the value network writes \['v'\], not 'state_value'"):
+        fresh(value_network=other).extend(world.steps(4, terminated=none, truncated=none))
+    wide = world.steps(4)
+    wide["state_value"] = wide["state_value"].expand(2, 4, 3)
+    with pytest.raises(ValueError, match=r"values 'state_value' and rewards .* must share one shape"):
+        fresh().extend(wide)
+    with pytest.raises(TypeError, match="needs a storage of tensors, such as PackedStorage, got ListStorage"):
+        TensorDictReplayBuffer(storage=ListStorage(8), writer=RolloutWriter())
+    with pytest.raises(ValueError, match=r"RolloutWriter: gamma must lie in \[0, 1\], got 1.5"):
+        RolloutWriter(1.5)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_state_survives_in_the_middle_of_a_rollout(make_world, how, tmp_path):
+    world = make_world(2)
+    data = world.steps(6, values=False)
+    buffers = [
+        ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+        for _ in range(2)
+    ]
+    for step in data[:, :4].unbind(1):
+        buffers[0].add(step.clone())
+    if how == "state_dict":
+        buffers[1].load_state_dict(buffers[0].state_dict())
+    else:
+        buffers[0].dumps(tmp_path)
+        buffers[1].loads(tmp_path)
+    for rb in buffers:
+        rb.extend(data[:, 4:].clone())
+        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+
+
+def test_values_with_a_gradient_are_stored_without(make_world):
+    world = make_world(2)
+    data = world.steps(6)
+    data["state_value"] = world.network(data["observation"])
+    assert data["state_value"].requires_grad
+    for storage in STORAGES[:2]:
+        rb = ReplayBuffer(storage=storage(12, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+        rb.extend(data.clone())
+        assert not any(x.requires_grad for x in stored(rb).values(include_nested=True, leaves_only=True))
+        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_values_keep_their_dtype(make_world, dtype):
+    world = make_world(2)
+    data = world.steps(6)
+    data["next", "state_value"] = world.value(data["next", "observation"])
+    advantage, _ = world.estimates(data)
+    for key in ("state_value", ("next", "state_value"), ("next", "reward")):
+        data[key] = data[key].to(dtype)
+    for way in WAYS:
+        rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=RolloutWriter(0.9, 0.8))
+        write(rb, data, way)
+        assert stored(rb)["advantage"].dtype == dtype
+        torch.testing.assert_close(stored(rb)["advantage"].float(), advantage, rtol=0.05, atol=0.1)

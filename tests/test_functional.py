@@ -1,0 +1,392 @@
+"""Estimates against sums written from their definitions, against TorchRL's, and by their identities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchrl.objectives.value.functional as torchrl_functional
+from torch import Tensor
+
+from rlbuf_td import functional as F
+
+GAMMAS, LMBDAS = (0.0, 0.99, 1.0), (0.0, 0.95, 1.0)
+LENGTHS = (1, 2, 7, 64, 500)
+PATTERNS = ("none", "terminated", "truncated", "mixed", "last", "always")
+
+
+def case(
+    shape: tuple[int, ...], pattern: str, dtype: torch.dtype = torch.float64, seed: int = 0, time: int = 1
+) -> dict[str, Tensor]:
+    """Random ``[E, T, F]`` inputs with a pattern of ends."""
+    g = torch.Generator().manual_seed(seed)
+    numbers = {
+        k: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+        for k in ("state_value", "next_state_value", "reward")
+    }
+    ends = torch.rand(shape, generator=g) < (0.1 if shape[time] > 5 else 0.5)
+    coin = torch.rand(shape, generator=g) < 0.5
+    no = torch.zeros(shape, dtype=torch.bool)
+    last = no.clone()
+    last.select(time, -1).fill_(True)
+    done, terminated = {
+        "none": (no, no),
+        "terminated": (ends, ends),
+        "truncated": (ends, no),
+        "mixed": (ends, ends & coin),
+        "last": (last, last & coin),
+        "always": (~no, coin),
+    }[pattern]
+    return numbers | {"done": done, "terminated": terminated}
+
+
+def future(c: dict[str, Tensor], lane: tuple[int, ...], t: int, steps: int) -> range:
+    """Return the steps of the trajectory that step ``t`` belongs to, from ``t`` on."""
+    end = t
+    while end < steps - 1 and not c["done"][(lane[0], end, *lane[1:])]:
+        end += 1
+    return range(t, end + 1)
+
+
+def gae_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> Tensor:
+    """Sum over k of (gamma lmbda)^k delta[t + k], from the paper."""
+    v, nv, r, term = (c[k].numpy() for k in ("state_value", "next_state_value", "reward", "terminated"))
+    delta = r + gamma * nv * (1.0 - term) - v
+    out = torch.zeros_like(c["reward"])
+    lanes, steps, features = out.shape
+    for e in range(lanes):
+        for f in range(features):
+            for t in range(steps):
+                span = future(c, (e, f), t, steps)
+                out[e, t, f] = sum((gamma * lmbda) ** (k - t) * float(delta[e, k, f]) for k in span)
+    return out
+
+
+def n_step_return(c: dict[str, Tensor], gamma: float, e: int, t: int, n: int, f: int) -> float:
+    """``n`` rewards from ``t`` on, then the value behind the last of them."""
+    total = sum(gamma**k * float(c["reward"][e, t + k, f]) for k in range(n))
+    last = t + n - 1
+    alive = 0.0 if c["terminated"][e, last, f] else 1.0
+    return total + gamma**n * alive * float(c["next_state_value"][e, last, f])
+
+
+def lambda_return_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> Tensor:
+    """(1 - lmbda) sum of lmbda^(n - 1) times the n-step return; what is left of the weight on the longest."""
+    out = torch.zeros_like(c["reward"])
+    lanes, steps, features = out.shape
+    for e in range(lanes):
+        for f in range(features):
+            for t in range(steps):
+                longest = len(future(c, (e, f), t, steps))
+                total = lmbda ** (longest - 1) * n_step_return(c, gamma, e, t, longest, f)
+                for n in range(1, longest):
+                    total += (1 - lmbda) * lmbda ** (n - 1) * n_step_return(c, gamma, e, t, n, f)
+                out[e, t, f] = total
+    return out
+
+
+@pytest.mark.parametrize("lmbda", LMBDAS)
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_gae_is_the_sum_over_future_td_errors(steps, pattern, gamma, lmbda):
+    c = case((1 if steps > 100 else 3, steps, 1), pattern, seed=steps)
+    advantage, target = F.generalized_advantage_estimate(gamma, lmbda, **c)
+    expected = gae_by_hand(c, gamma, lmbda)
+    torch.testing.assert_close(advantage, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(target, expected + c["state_value"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lmbda", LMBDAS)
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+def test_td_lambda_is_the_mixture_of_n_step_returns(steps, pattern, gamma, lmbda):
+    c = case((2, steps, 2), pattern, seed=steps)
+    del c["state_value"]
+    actual = F.td_lambda_return_estimate(gamma, lmbda, **c)
+    torch.testing.assert_close(actual, lambda_return_by_hand(c, gamma, lmbda), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+def test_td1_is_the_monte_carlo_return(steps, pattern, gamma):
+    c = case((2, steps, 1), pattern, seed=steps)
+    del c["state_value"]
+    expected = lambda_return_by_hand(c, gamma, 1.0)
+    torch.testing.assert_close(F.td1_return_estimate(gamma, **c), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 20, 1), (20, 1), (2, 3, 20, 2)], ids=str)
+def test_results_are_torchrls(shape, dtype, pattern):
+    c = case(shape, pattern, dtype, time=len(shape) - 2)
+    no_value = {k: v for k, v in c.items() if k != "state_value"}
+    # TorchRL multiplies gamma with an integer mask, which rounds it to float32 whatever the inputs' dtype.
+    tol = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    logs = {"log_pi": 0.3 * c["reward"], "log_mu": 0.3 * c["state_value"]}
+    for name, args, inputs in [
+        ("generalized_advantage_estimate", (0.9, 0.8), c),
+        ("td_lambda_return_estimate", (0.9, 0.8), no_value),
+        ("td1_return_estimate", (0.9,), no_value),
+        ("vtrace_advantage_estimate", (0.9,), c | logs),
+    ]:
+        actual = getattr(F, name)(*args, **inputs)
+        expected = getattr(torchrl_functional, name)(*args, **inputs)
+        torch.testing.assert_close(actual, expected, **tol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("pattern", ["none", "mixed"])
+def test_per_step_coefficients_are_torchrls(pattern):
+    c = case((3, 12, 2), pattern)
+    gamma, lmbda = torch.rand(3, 12, 2, dtype=torch.float64), torch.rand(3, 12, 2, dtype=torch.float64)
+    no_value = {k: v for k, v in c.items() if k != "state_value"}
+    expected = torchrl_functional.generalized_advantage_estimate(gamma, lmbda, **c)
+    torch.testing.assert_close(F.generalized_advantage_estimate(gamma, lmbda, **c), expected)
+    for rolling in (None, True, False):
+        expected = torchrl_functional.td_lambda_return_estimate(gamma, lmbda, **no_value, rolling_gamma=rolling)
+        actual = F.td_lambda_return_estimate(gamma, lmbda, **no_value, rolling_gamma=rolling)
+        torch.testing.assert_close(actual, expected)
+    expected = torchrl_functional.td1_return_estimate(gamma, **no_value)
+    torch.testing.assert_close(F.td1_return_estimate(gamma, **no_value), expected)
+
+
+def test_td1_with_fixed_gammas_bootstraps_the_last_step_too():
+    c = case((2, 9, 1), "mixed")
+    del c["state_value"]
+    gamma = torch.rand(2, 9, 1, dtype=torch.float64)
+    actual = F.td1_return_estimate(gamma, **c, rolling_gamma=False)
+    for e in range(2):
+        for t in range(9):
+            expected = lambda_return_by_hand(c, float(gamma[e, t]), 1.0)[e, t]
+            torch.testing.assert_close(actual[e, t], expected)
+    c["done"][:, -1] = c["terminated"][:, -1] = True
+    expected = torchrl_functional.td1_return_estimate(gamma, **c, rolling_gamma=False)
+    torch.testing.assert_close(F.td1_return_estimate(gamma, **c, rolling_gamma=False), expected)
+
+
+@pytest.mark.parametrize("gamma", [0.9, torch.tensor(0.9), torch.tensor([0.9]), 1])
+def test_one_gamma_in_any_form_is_the_same(gamma):
+    c = case((2, 6, 1), "mixed", torch.float32)
+    expected = F.generalized_advantage_estimate(float(gamma), 0.5, **c)
+    torch.testing.assert_close(F.generalized_advantage_estimate(gamma, 0.5, **c), expected)
+    torch.testing.assert_close(F.generalized_advantage_estimate(gamma, torch.tensor(0.5), **c), expected)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gae_with_lmbda_0_is_the_td_error(pattern):
+    c = case((3, 30, 1), pattern)
+    advantage, _ = F.generalized_advantage_estimate(0.9, 0.0, **c)
+    bootstrap = torch.where(c["terminated"], 0, c["next_state_value"])
+    torch.testing.assert_close(advantage, c["reward"] + 0.9 * bootstrap - c["state_value"])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gae_with_lmbda_1_is_the_return_minus_the_value(pattern):
+    c = case((3, 30, 1), pattern)
+    chain_values(c)
+    advantage, _ = F.generalized_advantage_estimate(0.9, 1.0, **c)
+    value = c.pop("state_value")
+    torch.testing.assert_close(advantage, F.td1_return_estimate(0.9, **c) - value)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gaes_target_is_the_lambda_return(pattern):
+    c = case((3, 30, 1), pattern)
+    chain_values(c)
+    _, target = F.generalized_advantage_estimate(0.9, 0.7, **c)
+    c.pop("state_value")
+    torch.testing.assert_close(target, F.td_lambda_return_estimate(0.9, 0.7, **c))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_vtrace_on_policy_gives_gaes_target(pattern):
+    """With ratios of 1, V-trace's target is GAE's at lmbda = 1; with c_thresh = lmbda, at that lmbda."""
+    c = case((3, 30, 1), pattern)
+    chain_values(c)
+    log_prob = torch.randn(3, 30, 1, dtype=torch.float64)
+    for lmbda in (1.0, 0.7):
+        _, target = F.vtrace_advantage_estimate(0.9, log_prob, log_prob, **c, c_thresh=lmbda)
+        _, expected = F.generalized_advantage_estimate(0.9, lmbda, **c)
+        torch.testing.assert_close(target, expected)
+
+
+def chain_values(c: dict[str, Tensor]) -> None:
+    """Let a step's next value be the following step's value wherever no trajectory ends."""
+    following = torch.cat([c["state_value"][:, 1:], c["next_state_value"][:, -1:]], 1)
+    c["next_state_value"] = torch.where(c["done"], c["next_state_value"], following)
+
+
+def test_vtrace_by_hand():
+    """Two steps, ratios 2 (clipped to 1) and 0.5, gamma 0.5; the second step is truncated."""
+    reward = torch.tensor([[1.0], [2.0]])
+    value, next_value = torch.tensor([[10.0], [20.0]]), torch.tensor([[20.0], [30.0]])
+    log_pi, log_mu = torch.tensor([[2.0], [0.5]]).log(), torch.zeros(2, 1)
+    done, terminated = torch.tensor([[False], [True]]), torch.zeros(2, 1, dtype=torch.bool)
+    advantage, target = F.vtrace_advantage_estimate(0.5, log_pi, log_mu, value, next_value, reward, done, terminated)
+    # delta = [1 (1 + 10 - 10), 0.5 (2 + 15 - 20)] = [1, -1.5];  x = [1 + 0.5 * 1 * -1.5, -1.5] = [0.25, -1.5]
+    assert target.flatten().tolist() == [10.25, 18.5]
+    # A = [1 (1 + 0.5 * 18.5 - 10), 0.5 (2 + 15 - 20)]
+    assert advantage.flatten().tolist() == [0.25, -1.5]
+
+
+FUNCTIONS = {
+    "gae": lambda c, **kw: F.generalized_advantage_estimate(0.9, 0.8, **c, **kw),
+    "td_lambda": lambda c, **kw: F.td_lambda_return_estimate(0.9, 0.8, **without_value(c), **kw),
+    "td1": lambda c, **kw: F.td1_return_estimate(0.9, **without_value(c), **kw),
+    "vtrace": lambda c, **kw: F.vtrace_advantage_estimate(
+        0.9, log_pi=0.1 * c["reward"], log_mu=-0.1 * c["reward"], **c, **kw
+    ),
+}
+
+
+def without_value(c: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for k, v in c.items() if k != "state_value"}
+
+
+def outputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("time_dim", [0, 1, 2, -1])
+def test_time_may_lie_anywhere(function, time_dim):
+    c = case((3, 10, 2), "mixed")
+    expected = outputs(function(c))
+    moved = {k: v.movedim(1, time_dim).contiguous() for k, v in c.items()}
+    views = {k: v.movedim(1, time_dim) for k, v in c.items()}
+    for inputs in (moved, views):
+        for actual, want in zip(outputs(function(inputs, time_dim=time_dim)), expected, strict=True):
+            torch.testing.assert_close(actual, want.movedim(1, time_dim))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_one_lane_without_batch_or_features_is_enough(function):
+    c = case((1, 10, 1), "mixed")
+    flat = {k: v.flatten() for k, v in c.items()}
+    for actual, want in zip(outputs(function(flat, time_dim=-1)), outputs(function(c)), strict=True):
+        assert actual.shape == (10,)
+        torch.testing.assert_close(actual, want.flatten())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_each_function_compiles_into_one_graph(function):
+    c = case((2, 10, 1), "mixed")
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="eager")(c), function(c))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_dtypes_come_back_and_are_accumulated_wide(function, dtype):
+    c = case((2, 200, 1), "mixed", dtype)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in c.items()}
+    for actual, want in zip(outputs(function(c)), outputs(function(wide)), strict=True):
+        assert actual.dtype == dtype
+        # One rounding to the narrow dtype at the end, none on the way.
+        torch.testing.assert_close(actual.double(), want, rtol=torch.finfo(dtype).eps * 4, atol=2e-3)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_rewards_may_be_integers_and_done_may_stand_for_terminated(function):
+    c = case((2, 9, 1), "terminated")
+    c["reward"] = (3 * c["reward"]).round()
+    expected = outputs(function(c))
+    c["reward"] = c["reward"].to(torch.int64)
+    if "log_pi" not in str(function.__code__.co_consts):
+        del c["terminated"]
+    for actual, want in zip(outputs(function(c)), expected, strict=True):
+        torch.testing.assert_close(actual, want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_results_carry_no_gradient_and_inputs_stay_as_they_were(function):
+    c = case((2, 9, 1), "mixed")
+    before = {k: v.clone() for k, v in c.items()}
+    c["reward"].requires_grad_()
+    c["next_state_value"].requires_grad_()
+    for x in outputs(function(c)):
+        assert not x.requires_grad
+        x.zero_()
+    for k, v in c.items():
+        assert torch.equal(v, before[k])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_nan_behind_an_end_does_no_harm(function):
+    c = case((1, 6, 1), "none")
+    c["done"][0, 2] = c["terminated"][0, 2] = True
+    expected = [x.clone() for x in outputs(function(c))]
+    c["next_state_value"][0, 2] = torch.nan
+    c["reward"][0, 4] = torch.nan
+    for actual, want in zip(outputs(function(c)), expected, strict=True):
+        torch.testing.assert_close(actual[:, :3], want[:, :3])
+        assert actual[0, 3].isnan()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_bad_inputs_are_refused_by_name(function):
+    good = case((2, 9, 1), "mixed")
+    with pytest.raises(ValueError, match=r"all inputs must share one shape.*'done': \(2, 9\)"):
+        function(good | {"done": good["done"][..., 0]})
+    with pytest.raises(TypeError, match=r"done must be a bool tensor, got torch.int64. Pass done.bool\(\)"):
+        function(good | {"done": good["done"].long()})
+    with pytest.raises(TypeError, match="terminated must be a bool tensor"):
+        function(good | {"terminated": good["terminated"].float()})
+    with pytest.raises(TypeError, match=r"next_state_value must be of a floating dtype, got torch\.int64"):
+        function(good | {"next_state_value": good["next_state_value"].long()})
+    with pytest.raises(ValueError, match=r"the inputs are empty \(shape \(2, 0, 1\)\)"):
+        function({k: v[:, :0] for k, v in good.items()})
+    with pytest.raises(ValueError, match=r"time_dim=3 does not exist in inputs of shape \(2, 9, 1\)"):
+        function(good, time_dim=3)
+    with pytest.raises(ValueError, match=r"time_dim=-2 does not exist .* pass time_dim=-1"):
+        function({k: v[0, :, 0] for k, v in good.items()})
+    with pytest.raises(TypeError, match="done must be a tensor, got list"):
+        function(good | {"done": [False] * 9})
+
+
+def test_bad_coefficients_are_refused_by_name():
+    c = case((2, 9, 1), "mixed")
+    for gamma in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got"):
+            F.generalized_advantage_estimate(gamma, 0.5, **c)
+    with pytest.raises(ValueError, match=r"lmbda must lie in \[0, 1\], got 2.0"):
+        F.generalized_advantage_estimate(0.5, 2, **c)
+    with pytest.raises(TypeError, match="gamma must be a number or a tensor, got NoneType"):
+        F.generalized_advantage_estimate(None, 0.5, **c)
+    with pytest.raises(ValueError, match=r"gamma of shape \(9,\) does not broadcast to the inputs' shape \(2, 9, 1\)"):
+        F.generalized_advantage_estimate(torch.rand(9), 0.5, **c)
+    with pytest.raises(ValueError, match=r"gamma requires a gradient.*Pass gamma.detach\(\)"):
+        F.generalized_advantage_estimate(torch.tensor(0.5, requires_grad=True), 0.5, **c)
+    no_value = without_value(c)
+    with pytest.raises(ValueError, match="rolling_gamma=False needs a gamma or lmbda of the inputs' shape"):
+        F.td_lambda_return_estimate(0.5, 0.5, **no_value, rolling_gamma=False)
+    with pytest.raises(ValueError, match="rolling_gamma=False needs a gamma of the inputs' shape"):
+        F.td1_return_estimate(0.5, **no_value, rolling_gamma=False)
+
+
+def test_explained_variance_of_perfect_constant_and_opposite_predictions():
+    target = torch.tensor([[1.0], [2.0], [3.0]])
+    assert F.explained_variance(target, target).item() == 1
+    assert F.explained_variance(target + 5, target).item() == 1
+    assert F.explained_variance(torch.zeros(3, 1), target).item() == 0
+    assert F.explained_variance(-target, target).item() == -3
+    assert F.explained_variance(target, torch.ones(3, 1)).isnan()
+    assert F.explained_variance(target.bfloat16(), target.bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match="must share one shape"):
+        F.explained_variance(target, target[:, 0])
+    with pytest.raises(ValueError, match="are empty"):
+        F.explained_variance(target[:0], target[:0])
+
+
+def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
+    x = 5 + 3 * torch.randn(4, 50, 1, generator=torch.Generator().manual_seed(0))
+    y = F.normalize(x)
+    assert y.shape == x.shape
+    torch.testing.assert_close(y.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(y.std(correction=0), torch.tensor(1.0))
+    assert F.normalize(torch.full((3,), 7.0)).tolist() == [0, 0, 0]
+    assert F.normalize(torch.tensor([2.0])).tolist() == [0]
+    assert F.normalize(x.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="normalize: the tensor is empty"):
+        F.normalize(x[:0])
