@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
     bench = commands.add_parser("bench", help="time this package against others")
     bench.add_argument(
-        "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6], help="capacities, full; 1e7 needs 12 GB"
+        "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7], help="capacities, full; 1e7 takes 18 GB"
     )
     bench.add_argument("--images", type=float, default=5e3, help="capacity of the image buffers; 0 for none")
     bench.add_argument("--batch", type=int, default=256)

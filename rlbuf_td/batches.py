@@ -31,14 +31,9 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
         return set_entries_(batch, info)
     for key, value in info.items():
         if isinstance(value, tuple):  # coordinates, one tensor a dim
-            value = index_like(torch.stack(value, -1), batch.shape, 1)
+            value = torch.stack(value, -1)
+            value = value.view(len(value), *(1,) * (batch.ndim - 1), value.shape[-1]).expand(*batch.shape, -1)
         batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
-
-
-def index_like(index: torch.Tensor, shape: torch.Size, row_dims: int) -> torch.Tensor:
-    """Return the coordinates of rows, ``[n, ndim]``, as ``[*shape, ndim]`` for a batch of that shape."""
-    inner = len(shape) - row_dims
-    return index.view(*shape[:row_dims], *(1,) * inner, index.shape[-1]).expand(*shape, -1)
 
 
 def by_row(
@@ -63,7 +58,8 @@ def by_row(
     if dims == 0:
         index = index[None]
     elif dims > 1:
-        index = index.flatten(0, dims - inner - 1)[(slice(None), *(0,) * inner)]
+        first_of_row = (slice(None), *(0,) * inner)
+        index = index.flatten(0, dims - inner - 1)[first_of_row]
     if index.ndim != 1 + (storage.ndim > 1):
         raise ValueError(
             f"the batch has an index of shape {tuple(index.shape)} a row, which does not name rows of a storage "

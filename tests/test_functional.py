@@ -42,7 +42,10 @@ def case(
 def future(c: dict[str, Tensor], lane: tuple[int, ...], t: int, steps: int) -> range:
     """Return the steps of the trajectory that step ``t`` belongs to, from ``t`` on."""
     end = t
-    while end < steps - 1 and not c["done"][(lane[0], end, *lane[1:])]:
+    while end < steps - 1:
+        cell = (lane[0], end, *lane[1:])
+        if c["done"][cell]:
+            break
         end += 1
     return range(t, end + 1)
 

@@ -57,3 +57,23 @@ def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["play"])
     assert "invalid choice: 'play'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "Pendulum-v1"], "DQN needs an environment with discrete actions"),
+        (["--steps", "100"], "--steps must be at least 1024"),
+    ],
+)
+def test_a_demo_that_cannot_work_says_why(tmp_path, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["demo", "--out", str(tmp_path), *arguments])
+
+
+def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch, capsys):
+    from rlbuf_td.bench import compare
+
+    monkeypatch.setattr(compare, "_available", lambda: 0)
+    assert list(compare.run([1_000], 0, 8, 2, ["uniform"])) == []
+    assert "left out: 1,000 small rows" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from itertools import chain
 import torch
 from rich.console import Console
 from rich.table import Table
+from tensordict import TensorDict
 
 from rlbuf_td.bench import rollouts
 from rlbuf_td.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
@@ -93,12 +95,25 @@ def run(
         for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
             if not count or not operations:
                 continue
+            if _needed(count, make_rows) > _available():
+                print(f"left out: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
+                continue
             contenders = [contender(count, batch, make_rows) for contender in available()]
             for operation in operations:
                 calls = {c.name: getattr(c, operation) for c in contenders if hasattr(c, operation)}
                 yield Timing(operation, count, kind, interleave(calls, rounds, seconds))
             del contenders, calls
             gc.collect()
+
+
+def _needed(rows: int, make_rows: Callable[[int], TensorDict]) -> int:
+    """Return about how many bytes the buffers of all contenders take together."""
+    return 2 * len(available()) * rows * (make_rows(1).bytes() + 24)
+
+
+def _available() -> int:
+    """Return the bytes of memory that are free, without what the system could still give up."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_rollouts(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:

@@ -24,6 +24,7 @@ from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuff
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
+SAMPLED = 64
 
 
 def small_rows(count: int) -> TensorDict:
@@ -60,6 +61,8 @@ class Contender:
     """A library's buffers, uniform and prioritized, each full."""
 
     name: str
+    sampled: list[Any]
+    _turn = 0
 
     def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
         self.rows, self.batch = rows, batch
@@ -83,6 +86,11 @@ class Contender:
     def prioritize(self, td_error: torch.Tensor) -> None:
         """Give every row its TD error."""
 
+    def next_sampled(self) -> Any:
+        """Return one of several sampled batches in turn: an update finds its rows no warmer than in training."""
+        self._turn = (self._turn + 1) % len(self.sampled)
+        return self.sampled[self._turn]
+
 
 class _TorchRLStyle(Contender):
     """What holds for every ``TensorDictReplayBuffer``."""
@@ -96,8 +104,11 @@ class _TorchRLStyle(Contender):
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priority(torch.arange(self.rows), td_error)
-        self.sampled = self.prioritized.sample()
-        self.sampled["td_error"] = torch.rand(self.batch)
+        self.td_error = torch.rand(self.batch)
+        self.sampled = [
+            TensorDict({"index": self.prioritized.sample()["index"], "td_error": self.td_error}, [self.batch])
+            for _ in range(SAMPLED)
+        ]
 
     def uniform(self) -> Any:
         return self.plain.sample()
@@ -106,11 +117,11 @@ class _TorchRLStyle(Contender):
         return self.prioritized.sample()
 
     def update(self) -> None:
-        self.prioritized.update_tensordict_priority(self.sampled)
+        self.prioritized.update_tensordict_priority(self.next_sampled())
 
     def cycle(self) -> None:
         batch = self.prioritized.sample()
-        batch.set("td_error", self.sampled["td_error"])
+        batch.set("td_error", self.td_error)
         self.prioritized.update_tensordict_priority(batch)
 
     def extend(self) -> None:
@@ -141,7 +152,7 @@ class Ours(_TorchRLStyle):
         return self.ranked.sample()
 
     def rank_update(self) -> None:
-        self.ranked.update_tensordict_priority(self.sampled)
+        self.ranked.update_tensordict_priority(self.next_sampled())
 
 
 class TorchRL(_TorchRLStyle):
@@ -232,7 +243,7 @@ class Cpprb(Contender):
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priorities(np.arange(self.rows), td_error.numpy())
-        self.sampled = self.prioritized.sample(self.batch, BETA)["indexes"]
+        self.sampled = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
 
     def uniform(self) -> Any:
         return self.plain.sample(self.batch)
@@ -241,7 +252,7 @@ class Cpprb(Contender):
         return self.prioritized.sample(self.batch, BETA)
 
     def update(self) -> None:
-        self.prioritized.update_priorities(self.sampled, self.td_error)
+        self.prioritized.update_priorities(self.next_sampled(), self.td_error)
 
     def cycle(self) -> None:
         batch = self.prioritized.sample(self.batch, BETA)

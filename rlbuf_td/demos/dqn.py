@@ -37,6 +37,8 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 def make_policy(env: EnvBase, steps: int, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
     """Return a greedy policy, and the module that makes it explore less and less."""
     spec = env.action_spec
+    if not hasattr(spec.space, "n"):
+        raise SystemExit("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
     network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[256, 256], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
     explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.04, annealing_num_steps=steps // 6, device=device)
@@ -97,7 +99,10 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or Path("runs") / f"dqn-{options.env}-{options.sampler}-seed{options.seed}"
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
-    run = train(options.env, options.sampler, options.steps or STEPS, options.seed, torch.device(options.device), out)
+    steps = STEPS if options.steps is None else options.steps
+    if steps < WARM_UP:
+        raise SystemExit(f"--steps must be at least {WARM_UP}: learning begins after so many")
+    run = train(options.env, options.sampler, steps, options.seed, torch.device(options.device), out)
     print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
     print(f"learning curve: {out / 'learning_curve.png'}, policy: {out / 'policy.pt'}")
     print(f"next: the same from uniform replay, python -m rlbuf_td demo --sampler uniform --env {options.env}")

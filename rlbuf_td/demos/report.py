@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -117,9 +119,6 @@ def save_learning_curve(
     path: Path, title: str, episodes: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
 ) -> None:
     """Draw the return of every training episode, their running mean over 20, and the evaluations."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

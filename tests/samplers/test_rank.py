@@ -143,7 +143,7 @@ def test_new_rows_enter_with_the_highest_magnitude_seen() -> None:
 
 def test_setting_alpha_changes_the_law_at_once() -> None:
     sampler = sampler_of(torch.tensor([3.0, 2.0, 1.0]), alpha=1.0)
-    sampler.alpha = np.float32(2.0)  # type: ignore[assignment]
+    sampler.alpha = np.float32(2.0)
     expected = torch.tensor([1.0, 1 / 4, 1 / 9], dtype=torch.float64) / (49 / 36)
     torch.testing.assert_close(sampler.probability(torch.arange(3)), expected)
     with pytest.raises(ValueError, match="alpha must be a finite number, at least 0, got -1"):
