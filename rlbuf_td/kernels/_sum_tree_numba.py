@@ -157,8 +157,7 @@ def draw(weight, sums, minima, uniform, stratified, rows, beta, mode, index, imp
         return False
     leaves = uint64(sums.shape[0] // 2)
     batch = uniform.shape[0]
-    mass = np.empty(batch)
-    node = np.empty(batch, np.uint64)
+    mass, node = uniform, index.view(np.uint64)  # each becomes what is asked of it, step by step, in place
     segment = sums[1] / batch if stratified else sums[1]
     for j in range(batch):
         mass[j] = ((j if stratified else 0) + uniform[j]) * segment
@@ -174,9 +173,9 @@ def draw(weight, sums, minima, uniform, stratified, rows, beta, mode, index, imp
             node[j] = child | uint64(right)
     _draw_in_blocks(weight, leaves, mass, node)
     smallest = minima[1] if mode == 0 else np.inf if mode == 1 else sums[1] / rows
-    for j in range(batch):
-        index[j] = node[j]
-        smallest = min(smallest, weight[node[j]]) if mode == 1 else smallest
+    if mode == 1:
+        for j in range(batch):
+            smallest = min(smallest, weight[node[j]])
     _importance(weight, node, smallest, beta, importance)
     return True
 

@@ -119,7 +119,7 @@ def draw(
 
     Args:
         tree: the weights.
-        uniform: ``[B]`` float64 in ``[0, 1)``.
+        uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
         stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
         rows: ``N`` of the importance weight ``(N P)^-beta``.
         beta: exponent of the importance weight, not negative.

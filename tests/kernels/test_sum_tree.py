@@ -66,7 +66,7 @@ def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(
         sum_tree.update_(tree, index, td_error, capacity, 0.6, 0.0)
     uniform = torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     uniform[-1] = 1.0 - 2**-53
-    drawn = sum_tree.draw(tree, uniform, stratified, capacity, 0.4, norm)
+    drawn = sum_tree.draw(tree, uniform.clone(), stratified, capacity, 0.4, norm)
     if drawn is None:
         assert not (tree.weight > 0).any()
         return
