@@ -13,8 +13,7 @@ from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 #: The Python error model would check every division for zero, which keeps loops from being vectorised.
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
-_ONE, _TWO, _THREE, _FOUR = (np.uint64(k) for k in (1, 2, 3, 4))
-_BLOCK = np.uint64(BLOCK)
+_ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
 
 
@@ -27,7 +26,7 @@ def _weight(magnitude, alpha, eps):
 
 
 @_kernel
-def _set_block(weight, sums, minima, block, leaves):
+def _set_block(weight, sums, minima, block):
     """Recompute one block; return whether its minimum changed."""
     row = block << _SHIFT
     half = (weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE])
@@ -37,23 +36,44 @@ def _set_block(weight, sums, minima, block, leaves):
     for k in range(BLOCK):
         w = weight[(block << _SHIFT) + uint64(k)]
         smallest = min(smallest, w if w > 0.0 else np.inf)
-    node = block + leaves
-    sums[node] = total
-    changed = minima[node] != smallest
-    minima[node] = smallest
+    sums[block] = total
+    changed = minima[block] != smallest
+    minima[block] = smallest
     return changed
 
 
 @_kernel
-def _raise_minimum(minima, node):
-    """Recompute the minima above ``node`` until one does not change."""
-    while node > _ONE:
-        node >>= _ONE
-        left, right = minima[node << _ONE], minima[(node << _ONE) | _ONE]
-        smallest = min(left, right)
-        if minima[node] == smallest:
+def _set_group(sums, before, first, above):
+    """Recompute the group whose members begin at ``first``; its sum goes to ``above``."""
+    total = 0.0
+    for k in range(BLOCK):
+        before[first + uint64(k)] = total
+        total += sums[first + uint64(k)]
+    sums[above] = total
+    last = first + _SEVEN
+    while last > first and not sums[last] > 0.0:
+        before[last] = np.inf
+        last -= _ONE
+
+
+@_kernel
+def _smallest_of(minima, first):
+    smallest = np.inf
+    for k in range(BLOCK):
+        smallest = min(smallest, minima[first + uint64(k)])
+    return smallest
+
+
+@_kernel
+def _raise_minimum(starts, minima, node):
+    """Recompute the minima above a block until one does not change."""
+    for k in range(starts.shape[0] - 1):
+        node >>= _SHIFT
+        smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
+        above = starts[k + 1] + node
+        if minima[above] == smallest:
             return
-        minima[node] = smallest
+        minima[above] = smallest
 
 
 @_kernel
@@ -65,11 +85,10 @@ def _acceptable(index, td_error, rows):
 
 
 @_kernel
-def update(magnitude, weight, sums, minima, index, td_error, rows, alpha, eps):
+def update(starts, magnitude, weight, sums, before, minima, index, td_error, rows, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
     if not _acceptable(index, td_error, rows):
         return REFUSED
-    leaves = uint64(sums.shape[0] // 2)
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
@@ -83,56 +102,62 @@ def update(magnitude, weight, sums, minima, index, td_error, rows, alpha, eps):
             node[count] = row >> _SHIFT
             count += 1
     for j in range(count):
-        if _set_block(weight, sums, minima, node[j], leaves):
-            _raise_minimum(minima, node[j] + leaves)
-        node[j] += leaves
-    _sum_upwards(sums, node, count, leaves)
+        if _set_block(weight, sums, minima, node[j]):
+            _raise_minimum(starts, minima, node[j])
+    _sum_upwards(starts, sums, before, node, count)
     return largest
 
 
 @_kernel
-def _sum_upwards(sums, node, count, leaves):
-    """Recompute the sums above ``count`` nodes of the lowest stored level."""
-    size = leaves
-    while size > _ONE:
-        size >>= _ONE
-        if size <= uint64(count):  # fewer nodes than rows: take this level whole, and all above it
-            while size >= _ONE:
-                for k in range(size, size << _ONE):
-                    sums[k] = sums[2 * k] + sums[2 * k + 1]
-                size >>= _ONE
-            return
+def _sum_upwards(starts, sums, before, node, count):
+    """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
+    for k in range(starts.shape[0] - 1):
+        start, above = starts[k], starts[k + 1]
+        if (above - start) >> _SHIFT <= uint64(count):  # fewer groups than rows: take all of them
+            for g in range((above - start) >> _SHIFT):
+                _set_group(sums, before, start + (uint64(g) << _SHIFT), above + uint64(g))
+            continue
         for j in range(count):
-            parent = node[j] >> _ONE
-            node[j] = parent
-            sums[parent] = sums[parent << _ONE] + sums[(parent << _ONE) | _ONE]
+            group = node[j] >> _SHIFT
+            node[j] = group
+            _set_group(sums, before, start + (group << _SHIFT), above + group)
 
 
 @_kernel
-def fill(magnitude, weight, sums, minima, start, count, value, alpha, eps):
+def fill(starts, magnitude, weight, sums, before, minima, start, count, value, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.fill_`."""
-    leaves = uint64(sums.shape[0] // 2)
-    new = _weight(value, alpha, eps)
     magnitude[start : start + count] = value
-    weight[start : start + count] = new
+    weight[start : start + count] = _weight(value, alpha, eps)
     first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
     for block in range(first, last + _ONE):
-        _set_block(weight, sums, minima, uint64(block), leaves)
-    first, last = first + leaves, last + leaves
-    while first > _ONE:
-        first, last = first >> _ONE, last >> _ONE
-        for k in range(first, last + _ONE):
-            node = uint64(k)
-            left, right = node << _ONE, (node << _ONE) | _ONE
-            sums[node] = sums[left] + sums[right]
-            minima[node] = min(minima[left], minima[right])
+        _set_block(weight, sums, minima, uint64(block))
+    for k in range(starts.shape[0] - 1):
+        first, last = first >> _SHIFT, last >> _SHIFT
+        for g in range(first, last + _ONE):
+            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
+            _set_group(sums, before, members, above)
+            minima[above] = _smallest_of(minima, members)
 
 
 @_kernel
-def _draw_in_blocks(weight, leaves, mass, node):
-    """Go on for the three levels within a block, whose sums are added on the way: ``node`` becomes a row."""
+def _descend(starts, before, mass, node):
+    """Go from the root to the blocks: in each group, to the last member that begins within the mass."""
+    for k in range(starts.shape[0] - 2, -1, -1):
+        start = starts[k]
+        for j in range(node.shape[0]):
+            first = start + (node[j] << _SHIFT)
+            member = uint64(0)
+            for i in range(1, BLOCK):
+                member += uint64(mass[j] >= before[first + uint64(i)])
+            mass[j] -= before[first + member]
+            node[j] = (node[j] << _SHIFT) | member
+
+
+@_kernel
+def _draw_in_blocks(weight, mass, node):
+    """Go on to the row, by halves, whose sums are added on the way."""
     for j in range(node.shape[0]):
-        row = (node[j] - leaves) << _SHIFT
+        row = node[j] << _SHIFT
         four = row | _FOUR
         left = (weight[row] + weight[row | _ONE]) + (weight[row | _TWO] + weight[row | _THREE])
         total = (weight[four] + weight[four | _ONE]) + (weight[four | _TWO] + weight[four | _THREE])
@@ -151,28 +176,21 @@ def _draw_in_blocks(weight, leaves, mass, node):
 
 
 @_kernel
-def draw(weight, sums, minima, uniform, stratified, rows, beta, mode, index, importance):
+def draw(starts, magnitude, weight, sums, before, minima, uniform, stratified, rows, beta, mode, index, importance):
     """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none."""
-    if not sums[1] > 0.0:
+    root = starts[starts.shape[0] - 1]
+    total = sums[root]
+    if not total > 0.0:
         return False
-    leaves = uint64(sums.shape[0] // 2)
     batch = uniform.shape[0]
     mass, node = uniform, index.view(np.uint64)  # each becomes what is asked of it, step by step, in place
-    segment = sums[1] / batch if stratified else sums[1]
+    segment = total / batch if stratified else total
     for j in range(batch):
         mass[j] = ((j if stratified else 0) + uniform[j]) * segment
-        node[j] = _ONE
-    level = leaves
-    while level > _ONE:
-        level >>= _ONE
-        for j in range(batch):
-            child = node[j] << _ONE
-            left = sums[child]
-            right = (mass[j] >= left) & (sums[child | _ONE] > 0.0)
-            mass[j] -= left * right
-            node[j] = child | uint64(right)
-    _draw_in_blocks(weight, leaves, mass, node)
-    smallest = minima[1] if mode == 0 else np.inf if mode == 1 else sums[1] / rows
+        node[j] = uint64(0)
+    _descend(starts, before, mass, node)
+    _draw_in_blocks(weight, mass, node)
+    smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
     if mode == 1:
         for j in range(batch):
             smallest = min(smallest, weight[node[j]])

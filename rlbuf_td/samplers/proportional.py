@@ -34,7 +34,7 @@ class ProportionalSampler(Prioritized):
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude. NaN and infinite ones are refused, and nothing changes.
 
-    Cost: O(B log N) to draw and to update; 20 to 24 bytes a row. Changing alpha is O(N).
+    Cost: O(B log N) to draw and to update; 20 bytes a row. Changing alpha is O(N).
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. Unlike TorchRL's
     ``PrioritizedSampler``: negative TD errors count by magnitude, sums are float64 and recomputed (they do not drift),
@@ -113,7 +113,7 @@ class ProportionalSampler(Prioritized):
         return self._tree.magnitude[flat]
 
     def _probability(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._tree.weight[flat] / self._tree.sums[1]
+        return self._tree.weight[flat] / self._tree.total
 
     def _alpha_changed(self) -> None:
         self._weighed_alpha = self._alpha
