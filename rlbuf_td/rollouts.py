@@ -171,7 +171,7 @@ class RolloutBuffer(ReplayBuffer):
             return
         self._sampler.restart()
         plain_rows = self._is_direct and not self._storage.layout.root.batch_size
-        if plain_rows and self._batch_size and not self._prefetch:
+        if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
             yield from self._in_blocks(self._batch_size)
         else:
             yield from super().__iter__()

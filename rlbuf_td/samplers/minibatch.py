@@ -77,6 +77,7 @@ class MinibatchSampler(SamplerWithoutReplacement):
         self._position = 0
         self._epoch = 0
         self.ran_out = False
+        self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw the next ``batch_size`` rows of the epoch, fewer at its end.
@@ -106,6 +107,10 @@ class MinibatchSampler(SamplerWithoutReplacement):
             self.ran_out = self._epoch == 0
         else:
             self.ran_out = False
+        a_pass = rows // batch_size if self.drop_last else -(-rows // batch_size)
+        drawn = -(-self._position // batch_size) + self._epoch * a_pass
+        # TorchRL's prefetching threads draw no further ahead than this.
+        self._remaining_batches = 0 if self.ran_out else self._epochs * a_pass - drawn
         return order[start:stop], {}
 
     def order(self, storage: Storage) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
 
 
@@ -129,3 +129,20 @@ def test_wrong_settings_are_refused():
     rb = buffer(3, MinibatchSampler(drop_last=True), 4)
     with pytest.raises(ValueError, match="drop_last leaves no batch: 3 rows are fewer than the batch size 4"):
         rb.sample()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
+def test_threads_that_fetch_ahead_draw_every_row_as_often_as_asked(buffer, drop_last):
+    rb = buffer(
+        storage=PackedStorage(10),
+        sampler=MinibatchSampler(3, drop_last=drop_last),
+        writer=RingWriter(),
+        batch_size=4,
+        prefetch=3,
+    )
+    rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
+    for _ in range(30):  # a race would not show every time
+        sizes = [len(batch) for batch in rb]
+        assert sorted(sizes) == ([4] * 6 if drop_last else [2] * 3 + [4] * 6)
+    rb.shutdown()
