@@ -6,12 +6,13 @@ import json
 from abc import abstractmethod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities
 from rlbuf_td.samplers.indices import Index, coordinates, device_of, flat_rows, lanes_of
 
 WeightNorm = Literal["buffer", "batch"] | None
@@ -46,8 +47,8 @@ class Prioritized(PrioritizedSampler):
         if reduction not in ("max", "min", "mean", "median"):
             raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
         self._max_capacity = int(max_capacity)
-        self._alpha = _exponent("alpha", alpha)
-        self._beta = _exponent("beta", beta)
+        self._alpha = exponent("alpha", alpha)
+        self._beta = exponent("beta", beta)
         self._alpha_is_new = False
         self.stratified = stratified
         self.weight_norm = weight_norm
@@ -106,7 +107,7 @@ class Prioritized(PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        value = _exponent("alpha", value)
+        value = exponent("alpha", value)
         self._alpha_is_new |= value != self._alpha
         self._alpha = value
 
@@ -117,7 +118,7 @@ class Prioritized(PrioritizedSampler):
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = _exponent("beta", value)
+        self._beta = exponent("beta", value)
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +187,7 @@ class Prioritized(PrioritizedSampler):
         if isinstance(largest, torch.Tensor):
             self._largest = torch.maximum(largest, torch.as_tensor(self._largest, device=largest.device))
         elif largest == REFUSED:
-            _refuse(flat, td_error, rows)
+            refuse_priorities(flat, td_error, rows)
         elif largest > self._largest:
             self._largest = largest
 
@@ -199,7 +200,7 @@ class Prioritized(PrioritizedSampler):
         entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
         largest = self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity)
         if isinstance(largest, float) and largest == REFUSED:
-            _refuse(flat, entry.expand(flat.shape), self._max_capacity)
+            refuse_priorities(flat, entry.expand(flat.shape), self._max_capacity)
 
     def mark_range(self, start: int, count: int, *, storage: Storage) -> None:
         """Let the flat rows ``start, start + 1, ...`` that have just been written enter at :attr:`default_priority`."""
@@ -320,57 +321,3 @@ class Prioritized(PrioritizedSampler):
             f"{type(self).__name__}(alpha={self._alpha:g}, beta={self._beta:g}, stratified={self.stratified}, "
             f"weight_norm={self.weight_norm!r}, max_capacity={self._max_capacity})"
         )
-
-
-def _exponent(name: str, value: float) -> float:
-    number = float(value)
-    if not 0.0 <= number < float("inf"):
-        raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
-    return number
-
-
-def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
-    """Return TD errors in any form as ``[rows]`` float32 or float64, contiguous, on ``device``.
-
-    Raises:
-        ValueError: they are neither one nor as many as the rows.
-    """
-    td_error = priority if type(priority) is torch.Tensor else torch.as_tensor(priority)
-    if td_error.requires_grad:
-        td_error = td_error.detach()
-    if td_error.device != device:
-        td_error = td_error.to(device)
-    if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
-        td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
-    if td_error.numel() == 1 != rows:
-        return td_error.expand(rows).contiguous()
-    if td_error.numel() != rows:
-        raise ValueError(
-            f"{td_error.numel()} priorities (shape {tuple(td_error.shape)}) for {rows} rows: "
-            "give one a row, or one for all"
-        )
-    return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
-
-
-def refuse_errors(td_error: torch.Tensor) -> None:
-    """Raise if a TD error is NaN or infinite, saying how many and where.
-
-    Raises:
-        ValueError: see above.
-    """
-    finite = td_error.isfinite()
-    if not finite.all():
-        where = (~finite).nonzero().squeeze(1)
-        shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
-        raise ValueError(
-            f"{where.numel()} of {td_error.numel()} TD errors are NaN or infinite (positions {shown}): "
-            "nothing has been changed. Look for a diverging loss."
-        )
-
-
-def _refuse(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> NoReturn:
-    """Say which row or which error is bad."""
-    refuse_errors(td_error)
-    low, high = int(flat.min()), int(flat.max())
-    bad = high if high >= rows else low
-    raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")

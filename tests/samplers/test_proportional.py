@@ -225,6 +225,7 @@ def test_a_bad_setting_is_refused(settings, message):
         (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
         (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
         (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "named by integers"),
+        (torch.arange(2), torch.ones(2, dtype=torch.complex64), TypeError, "must be real numbers"),
         (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
     ],
 )
