@@ -20,9 +20,9 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row
+from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
-from rlbuf_td.samplers.indices import coordinates
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers import RingWriter

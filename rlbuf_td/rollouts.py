@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from rlbuf_td._tensordict import set_entries_
 from rlbuf_td.buffers import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
-from rlbuf_td.samplers.indices import coordinates
+from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.writers.rollout import RolloutWriter

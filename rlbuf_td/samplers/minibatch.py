@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.samplers.indices import Index, coordinates, device_of
+from rlbuf_td.indices import Index, coordinates, device_of
 
 _FILE = "minibatch_sampler.pt"
 

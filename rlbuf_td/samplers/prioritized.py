@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
+from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities
-from rlbuf_td.samplers.indices import Index, coordinates, device_of, flat_rows, lanes_of
 
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]

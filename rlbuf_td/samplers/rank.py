@@ -6,10 +6,10 @@ from typing import Any, final
 
 import torch
 
+from rlbuf_td.indices import flat_rows
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
 from rlbuf_td.kernels.rank_order import make_order
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.indices import flat_rows
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 
 
