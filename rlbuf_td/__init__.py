@@ -4,6 +4,7 @@ from rlbuf_td.buffers import ReplayBuffer
 from rlbuf_td.rollouts import RolloutBuffer
 from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.trajectories import TrajectoryIndex
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "RolloutBuffer",
     "RolloutWriter",
     "SchemaError",
+    "TrajectoryIndex",
     "UniformSampler",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,215 @@
+"""Where trajectories are cut: for any row, how far its trajectory reaches back and ahead.
+
+Rows lie in lanes ``[T, E]`` (time, lanes), each lane a ring. A step ``t`` of a lane is *cut* when step ``t + 1`` does not
+follow it: its trajectory ended there, or the write head stands there. It is *over* when its trajectory ended there.
+From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
+beginning of one.
+
+Two classes offer the same: :class:`FlagBoundaries`, the specification, in torch ops on any device (a look-up scans all
+steps, once after a write), and on the CPU :class:`BitBoundaries`, a bitmap with summaries, 64 bits to the word, in
+which a look-up reads as many words as there are levels: four for a million steps.
+
+Invariants, which :func:`check` states as code: a lane that has been written has at least one cut; while the ring fills,
+its last step is cut; a step that is over is cut.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORD = 64
+
+
+class FlagBoundaries:
+    """The specification: one flag a row.
+
+    Attributes:
+        cut: ``[T, E]`` bool.
+        over: ``[T, E]`` bool.
+        head: ``[1]`` int64 on the host, the step that was written last, -1 before any.
+    """
+
+    def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
+        self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+        self.over = torch.zeros_like(self.cut)
+        self.head = torch.full((1,), -1)
+        self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
+
+    def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        """Take in steps ``start, ..., start + count - 1`` of all lanes, which have just been written in this order.
+
+        Args:
+            start: the first step; if it follows the one that was written last, trajectories go on.
+            count: at least 1, not beyond the last step of the ring.
+            end: ``[T, E]`` bool of the whole storage: the trajectory ends with this row.
+            name: ``[T, E]`` integers of the whole storage that name trajectories: where the name changes, one ends.
+        """
+        self._reach = None
+        steps, stop = len(self.cut), start + count
+        before = (start - 1) % steps
+        follows = int(self.head) == before
+        if follows:
+            if name is not None:
+                self.over[before] |= name[before] != name[start]
+            self.cut[before] = self.over[before]
+        else:
+            self.cut[before] = True
+        over = end[start:stop].clone()
+        if name is not None:
+            over[:-1] |= name[start : stop - 1] != name[start + 1 : stop]
+        self.over[start:stop] = self.cut[start:stop] = over
+        self.cut[stop - 1] = True
+        self.head.fill_(stop - 1)
+
+    def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they are over.
+
+        Args:
+            cells: flat rows ``t * E + e``, ``[B]`` int64.
+
+        Returns:
+            ``[B]`` int64, ``[B]`` int64, ``[B]`` bool.
+        """
+        back, ahead = self._reach = self._reach or self._scan()
+        steps, lanes = self.cut.shape
+        last = (cells + ahead.view(-1)[cells] * lanes) % (steps * lanes)
+        return back.view(-1)[cells], ahead.view(-1)[cells], self.over.view(-1)[last]
+
+    def _scan(self) -> tuple[Tensor, Tensor]:
+        """Return the steps back and ahead of all rows, ``[T, E]`` each."""
+        steps = len(self.cut)
+        twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
+        at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
+        next_cut = torch.where(twice, at, 4 * steps).flip(0).cummin(0).values.flip(0)[:steps]
+        last_cut = torch.where(twice, at, -1).cummax(0).values[steps - 1 : -1]
+        return at[:steps] + (steps - 1) - last_cut, next_cut - at[:steps]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._reach = None
+        self.cut.zero_()
+        self.over.zero_()
+        self.head.fill_(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, as it is, by name."""
+        return {"cut": self.cut, "over": self.over, "head": self.head}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what :meth:`tensors` returned."""
+        self._reach = None
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+
+class BitBoundaries:
+    """The CPU twin: one bit a row, and for each 64 of them one bit that says whether any is set, and so on.
+
+    Attributes:
+        cut: ``[E, words]`` int64, the levels of a lane one after the other, the rows' own first.
+        over: ``[E, words of the first level]`` int64.
+        head: as in :class:`FlagBoundaries`.
+    """
+
+    def __init__(self, steps: int, lanes: int) -> None:
+        self.steps, self.lanes = steps, lanes
+        sizes = [-(-steps // WORD)]
+        while sizes[-1] > 1:
+            sizes.append(-(-sizes[-1] // WORD))
+        self._starts = np.cumsum([0, *sizes])
+        self.cut = torch.zeros(lanes, int(self._starts[-1]), dtype=torch.int64)
+        self.over = torch.zeros(lanes, sizes[0], dtype=torch.int64)
+        self.head = torch.full((1,), -1)
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What the twin's loops take: bits of cuts, bits of ends, the head, and where the levels begin."""
+        views = self.__dict__.get("_arrays")
+        if views is None:
+            bits = (self.cut.numpy().view(np.uint64), self.over.numpy().view(np.uint64), self.head.numpy())
+            views = self.__dict__["_arrays"] = (*bits, self._starts)
+        return views
+
+    def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
+        names = _NO_NAMES if name is None else name.numpy()
+        twin().write(*self.arrays, end.numpy(), names, name is not None, start, count)
+
+    def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
+        rows = len(cells)
+        back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        twin().reach(*self.arrays, self.steps, cells.numpy(), back, ahead, over)
+        return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.cut.zero_()
+        self.over.zero_()
+        self.head.fill_(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, as it is, by name."""
+        return {"cut": self.cut, "over": self.over, "head": self.head}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what :meth:`tensors` returned."""
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+    def share_memory_(self) -> None:
+        """Move the state into shared memory: a process that is given this object reads and writes the same bits."""
+        for tensor in self.tensors().values():
+            tensor.share_memory_()
+        self.__dict__.pop("_arrays", None)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+
+
+Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
+_NO_NAMES = np.empty((0, 0), np.int64)
+
+
+def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
+    """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
+    return BitBoundaries(steps, lanes) if device.type == "cpu" else FlagBoundaries(steps, lanes, device)
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _boundaries_numba
+
+    return _boundaries_numba
+
+
+def flags(bits: BitBoundaries) -> FlagBoundaries:
+    """Return the same boundaries as flags, for tests."""
+    flagged = FlagBoundaries(bits.steps, bits.lanes)
+    position = torch.arange(bits.steps)
+    for flag, words in ((flagged.cut, bits.cut), (flagged.over, bits.over)):
+        flag.copy_(((words[:, position // WORD] >> (position % WORD)) & 1).bool().T)
+    flagged.head.copy_(bits.head)
+    return flagged
+
+
+def check(bits: BitBoundaries) -> None:
+    """Raise AssertionError unless the invariants hold, for tests: O(T * E)."""
+    flagged = flags(bits)
+    if (flagged.over & ~flagged.cut).any():
+        raise AssertionError("a step is over but not cut")
+    if int(bits.head) >= 0 and not flagged.cut.any(0).all():
+        raise AssertionError("a lane has no cut")
+    starts = bits._starts
+    for level in range(1, len(starts) - 1):
+        below, above = bits.cut[:, starts[level - 1] : starts[level]], bits.cut[:, starts[level] : starts[level + 1]]
+        at = torch.arange(below.shape[1])
+        if not torch.equal((above[:, at // WORD] >> (at % WORD)) & 1, (below != 0).long()):
+            raise AssertionError(f"level {level} does not summarise the one below")
