@@ -208,7 +208,8 @@ class TrajectoryIndex:
                 f"LazyMemmapStorage), not in a {type(storage).__name__}"
             )
         flags, self._name = self._find(columns, storage.ndim)
-        steps, lanes, device = *flags[0].shape[:2], flags[0].device
+        steps, lanes = flags[0].shape[:2]
+        device = flags[0].device
         plain = len(flags) == 1 and flags[0].shape[2:].numel() == 1
         self._end = flags[0].view(steps, lanes) if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
         self._flags = [] if plain else flags
@@ -261,7 +262,8 @@ class TrajectoryIndex:
             ValueError: the state is of another size; this index stays as it was.
         """
         if not state_dict:
-            return self.clear()
+            self._boundaries = None
+            return
         boundaries = self._bind()
         shapes = {name: tensor.shape for name, tensor in boundaries.tensors().items()}
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()}:

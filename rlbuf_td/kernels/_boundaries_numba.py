@@ -1,7 +1,8 @@
 """The bitmap of cuts on the CPU: the loops of :class:`rlbuf_td.kernels.boundaries.BitBoundaries`.
 
-All take the bitmap as ``cut, over, head, starts``: bits of lane ``e`` in ``cut[e]``, level ``k`` from word ``starts[k]``
-on; bit ``t`` of the first level is step ``t``, bit ``w`` of the next one says whether word ``w`` below has any bit set.
+All take the bitmap as ``cut, over, head, starts``: bits of lane ``e`` in ``cut[e]``, level ``k`` from word
+``starts[k]`` on. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next one says whether any bit of word
+``w`` below is set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where trajectories are cut: for any row, how far its trajectory reaches back and ahead.
 
-Rows lie in lanes ``[T, E]`` (time, lanes), each lane a ring. A step ``t`` of a lane is *cut* when step ``t + 1`` does not
-follow it: its trajectory ended there, or the write head stands there. It is *over* when its trajectory ended there.
+Rows lie in lanes ``[T, E]`` (time, lanes), each lane a ring. A step ``t`` of a lane is *cut* when step ``t + 1`` does
+not follow it: its trajectory ended there, or the write head stands there. It is *over* when its trajectory ended there.
 From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
 beginning of one.
 
