@@ -2,12 +2,21 @@
 
 from rlbuf_td.buffers import ReplayBuffer
 from rlbuf_td.rollouts import RolloutBuffer
-from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers import (
+    HindsightSampler,
+    MinibatchSampler,
+    ProportionalSampler,
+    RankSampler,
+    UniformSampler,
+    gymnasium_reward_fn,
+    gymnasium_terminated_fn,
+)
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.trajectories import TrajectoryIndex
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "HindsightSampler",
     "MinibatchSampler",
     "PackedStorage",
     "ProportionalSampler",
@@ -19,5 +28,7 @@ __all__ = [
     "SchemaError",
     "TrajectoryIndex",
     "UniformSampler",
+    "gymnasium_reward_fn",
+    "gymnasium_terminated_fn",
 ]
 __version__ = "0.1.0"

@@ -56,3 +56,13 @@ def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> N
         dict.update(data._tensordict, entries)
     else:
         data.update(dict(entries))
+
+
+def leaf_of(data: TensorDictBase, key: tuple[str, ...]) -> Any:
+    """Return the entry at a key in its long form, None if there is none."""
+    found: Any = data
+    for name in key:
+        if found is None:
+            return None
+        found = entries_of(found).get(name)
+    return found

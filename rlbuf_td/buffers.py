@@ -24,6 +24,7 @@ from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.wrapper import SamplerWrapper, innermost
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers import RingWriter
 
@@ -84,10 +85,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
             and self._sample_unit is None
             and self._collates_plainly
             and isinstance(self._storage, PackedStorage)
-            and _draws(type(self._sampler))
+            and (_draws(type(self._sampler)) or isinstance(self._sampler, SamplerWrapper))
             and not self._writer.tracks_generations
         )
-        sampler = self._sampler  # asking an abstract class for its instances takes longer than the question is worth
+        # Asking an abstract class for its instances takes longer than the question is worth at each call.
+        self._wrapper = self._sampler if isinstance(self._sampler, SamplerWrapper) else None
+        sampler = innermost(self._sampler)
         self._prioritized = sampler if isinstance(sampler, Prioritized) else None
         if self._prioritized is not None:
             self._prioritized.follow(self._storage)
@@ -175,8 +178,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             return super()._sample(batch_size)
         storage = self._storage
         with self._replay_lock, self._write_lock:
-            index, info = self._sampler.draw(storage, batch_size)
-            batch = storage.gather(index)
+            if self._wrapper is None:
+                index, info = self._sampler.draw(storage, batch_size)
+                batch = storage.gather(index)
+            else:
+                index, info, batch = self._wrapper.draw_batch(storage, batch_size)
         if storage.ndim > 1:
             index = coordinates(index, storage)
         info["index"] = index
@@ -317,6 +323,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             missing = self.priority_key if td_error is None else "index"
             raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
         td_error, index = by_row(td_error, index, data.ndim, self._storage, sampler.reduction)
+        if self._wrapper is not None:
+            index, td_error = self._wrapper.anchored(data, index, td_error)
         with self._replay_lock, self._write_lock:
             sampler.update_priority(index, td_error, storage=self._storage)
 

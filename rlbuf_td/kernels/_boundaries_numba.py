@@ -1,8 +1,8 @@
 """The bitmap of cuts on the CPU: the loops of :class:`rlbuf_td.kernels.boundaries.BitBoundaries`.
 
-All take the bitmap as ``cut, over, head, starts``: bits of lane ``e`` in ``cut[e]``, level ``k`` from word
-``starts[k]`` on. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next one says whether any bit of word
-``w`` below is set.
+All take the bitmap as ``bits, starts``: in ``bits[e]`` lie the cuts of lane ``e``, level ``k`` from word ``starts[k]``
+on, and from ``starts[-1]`` on which steps are over. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next
+one says whether any bit of word ``w`` below is set.
 """
 
 from __future__ import annotations
@@ -32,57 +32,56 @@ _trailing_zeros, _leading_zeros = _counter("cttz"), _counter("ctlz")  # of a wor
 
 
 @_kernel
-def _set(cut, lane, starts, t):
+def _set(bits, lane, starts, t):
     """Set bit ``t``, and those above it."""
     t = np.uint64(t)
     for level in range(len(starts) - 1):
         word = np.uint64(starts[level]) + (t >> _SIX)
-        old = cut[lane, word]
-        cut[lane, word] = old | (_ONE << (t & _63))
+        old = bits[lane, word]
+        bits[lane, word] = old | (_ONE << (t & _63))
         if old != 0:
             return
         t >>= _SIX
 
 
 @_kernel
-def _clear(cut, lane, starts, t):
+def _clear(bits, lane, starts, t):
     """Clear bit ``t``, and those above it that have nothing set below any more."""
     t = np.uint64(t)
     for level in range(len(starts) - 1):
         word = np.uint64(starts[level]) + (t >> _SIX)
-        new = cut[lane, word] & ~(_ONE << (t & _63))
-        cut[lane, word] = new
+        new = bits[lane, word] & ~(_ONE << (t & _63))
+        bits[lane, word] = new
         if new != 0:
             return
         t >>= _SIX
 
 
 @_kernel
-def _bit(words, lane, t):
+def _is_over(bits, lane, starts, t):
+    """Return whether a trajectory ended with step ``t``."""
     t = np.uint64(t)
-    return (words[lane, t >> _SIX] >> (t & _63)) & _ONE != 0
+    return (bits[lane, np.uint64(starts[-1]) + (t >> _SIX)] >> (t & _63)) & _ONE != 0
 
 
 @_kernel
-def _put(words, lane, t, value):
+def _put_over(bits, lane, starts, t, value):
+    """Set whether a trajectory ended with step ``t``."""
     t = np.uint64(t)
-    bit = _ONE << (t & _63)
-    if value:
-        words[lane, t >> _SIX] |= bit
-    else:
-        words[lane, t >> _SIX] &= ~bit
+    word, bit = np.uint64(starts[-1]) + (t >> _SIX), _ONE << (t & _63)
+    bits[lane, word] = bits[lane, word] | bit if value else bits[lane, word] & ~bit
 
 
 @_kernel
-def _assign(cut, lane, starts, t, value):
+def _assign(bits, lane, starts, t, value):
     if value:
-        _set(cut, lane, starts, t)
+        _set(bits, lane, starts, t)
     else:
-        _clear(cut, lane, starts, t)
+        _clear(bits, lane, starts, t)
 
 
 @_kernel
-def write(cut, over, head, starts, end, name, named, start, count):
+def write(bits, starts, head, end, name, named, start, count):
     """Take in ``count`` steps from ``start`` on; see :meth:`FlagBoundaries.write`."""
     steps, lanes = end.shape
     stop = start + count
@@ -90,60 +89,64 @@ def write(cut, over, head, starts, end, name, named, start, count):
     follows = head[0] == before
     for lane in range(lanes):
         if follows:
-            ended = _bit(over, lane, before)
+            ended = _is_over(bits, lane, starts, before)
             if named and not ended and name[before, lane] != name[start, lane]:
                 ended = True
-                _put(over, lane, before, True)
-            _assign(cut, lane, starts, before, ended)
+                _put_over(bits, lane, starts, before, True)
+            _assign(bits, lane, starts, before, ended)
         else:
-            _set(cut, lane, starts, before)
+            _set(bits, lane, starts, before)
         for t in range(start, stop):
             ended = end[t, lane]
             if named and t + 1 < stop:
                 ended = ended or name[t, lane] != name[t + 1, lane]
-            _put(over, lane, t, ended)
-            _assign(cut, lane, starts, t, ended or t + 1 == stop)
+            _put_over(bits, lane, starts, t, ended)
+            _assign(bits, lane, starts, t, ended or t + 1 == stop)
     head[0] = stop - 1
 
 
 @_kernel
-def _descend(cut, lane, starts, level, position, first):
+def _descend(bits, lane, starts, level, position, first):
     """Follow the first (or last) set bit of each level down to the rows."""
     while level > 0:
         level -= 1
-        word = cut[lane, np.uint64(starts[level]) + position]
+        word = bits[lane, np.uint64(starts[level]) + position]
         bit = _trailing_zeros(word) if first else _63 - _leading_zeros(word)
         position = (position << _SIX) + bit
     return np.int64(position)
 
 
 @_kernel
-def _next(cut, lane, starts, t):
+def _next(bits, lane, starts, t):
     """Return the first cut at ``t`` or later, -1 if there is none."""
     position = np.uint64(t)
-    for level in range(len(starts) - 1):
+    word = bits[lane, position >> _SIX] & (_ALL << (position & _63))
+    if word != 0:
+        return np.int64(((position >> _SIX) << _SIX) + _trailing_zeros(word))
+    position = (position >> _SIX) + _ONE
+    for level in range(1, len(starts) - 1):
         at = np.uint64(starts[level]) + (position >> _SIX)
         if at >= np.uint64(starts[level + 1]):
             return np.int64(-1)
-        word = cut[lane, at] & (_ALL << (position & _63))
+        word = bits[lane, at] & (_ALL << (position & _63))
         if word != 0:
             position = ((position >> _SIX) << _SIX) + _trailing_zeros(word)
-            return _descend(cut, lane, starts, level, position, True)
+            return _descend(bits, lane, starts, level, position, True)
         position = (position >> _SIX) + _ONE
     return np.int64(-1)
 
 
 @_kernel
-def _previous(cut, lane, starts, t):
+def _previous(bits, lane, starts, t):
     """Return the last cut at ``t`` or earlier, -1 if there is none."""
     if t < 0:
         return np.int64(-1)
     position = np.uint64(t)
     for level in range(len(starts) - 1):
-        word = cut[lane, np.uint64(starts[level]) + (position >> _SIX)] & (_ALL >> (_63 - (position & _63)))
+        word = bits[lane, np.uint64(starts[level]) + (position >> _SIX)] & (_ALL >> (_63 - (position & _63)))
         if word != 0:
             position = ((position >> _SIX) << _SIX) + (_63 - _leading_zeros(word))
-            return _descend(cut, lane, starts, level, position, False)
+            return _descend(bits, lane, starts, level, position, False)
         position >>= _SIX
         if position == 0:
             return np.int64(-1)
@@ -152,24 +155,40 @@ def _previous(cut, lane, starts, t):
 
 
 @_kernel
-def span(cut, starts, steps, lane, t):
-    """Return how many steps a trajectory reaches back and ahead from step ``t`` of a lane."""
-    last = _next(cut, lane, starts, t)
-    if last < 0:
-        last = _next(cut, lane, starts, 0)
-    before = _previous(cut, lane, starts, t - 1)
-    if before < 0:
-        before = _previous(cut, lane, starts, steps - 1)
-    back, ahead = t - before - 1, last - t
-    return back + steps if back < 0 else back, ahead + steps if ahead < 0 else ahead
+def split(cell, lanes):
+    """Return time step and lane of a flat row."""
+    if lanes == 1:
+        return cell, 0
+    t = np.int64(np.uint64(cell) // np.uint64(lanes))
+    return t, cell - t * lanes
 
 
 @_kernel
-def reach(cut, over, head, starts, steps, cells, back, ahead, ended):
+def steps_ahead(bits, starts, steps, lane, t):
+    """Return how many steps after step ``t`` of a lane its trajectory ends."""
+    last = _next(bits, lane, starts, t)
+    return last - t if last >= 0 else _next(bits, lane, starts, 0) + steps - t
+
+
+@_kernel
+def steps_back(bits, starts, steps, lane, t):
+    """Return how many steps before step ``t`` of a lane its trajectory begins."""
+    before = _previous(bits, lane, starts, t - 1)
+    return t - before - 1 if before >= 0 else t + steps - _previous(bits, lane, starts, steps - 1) - 1
+
+
+@_kernel
+def is_over(bits, starts, steps, lane, t):
+    """Return whether a trajectory ended with step ``t``, which may lie beyond the end of the ring."""
+    return _is_over(bits, lane, starts, t - steps if t >= steps else t)
+
+
+@_kernel
+def reach(bits, starts, steps, cells, back, ahead, ended):
     """Write how far the trajectories of rows reach; see :meth:`FlagBoundaries.reach`."""
-    lanes = len(cut)
+    lanes = len(bits)
     for i in range(len(cells)):
-        t, lane = cells[i] // lanes, cells[i] % lanes
-        back[i], ahead[i] = span(cut, starts, steps, lane, t)
-        last = t + ahead[i]
-        ended[i] = _bit(over, lane, last - steps if last >= steps else last)
+        t, lane = split(cells[i], lanes)
+        back[i] = steps_back(bits, starts, steps, lane, t)
+        ahead[i] = steps_ahead(bits, starts, steps, lane, t)
+        ended[i] = is_over(bits, starts, steps, lane, t + ahead[i])

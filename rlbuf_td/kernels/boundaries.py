@@ -112,8 +112,9 @@ class BitBoundaries:
     """The CPU twin: one bit a row, and for each 64 of them one bit that says whether any is set, and so on.
 
     Attributes:
-        cut: ``[E, words]`` int64, the levels of a lane one after the other, the rows' own first.
-        over: ``[E, words of the first level]`` int64.
+        bits: ``[E, words]`` int64. Of each lane first the cuts, the rows' own level and then the levels above it, and
+            last which rows are over.
+        starts: where the levels of cuts begin, and where they end.
         head: as in :class:`FlagBoundaries`.
     """
 
@@ -122,24 +123,22 @@ class BitBoundaries:
         sizes = [-(-steps // WORD)]
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // WORD))
-        self._starts = np.cumsum([0, *sizes])
-        self.cut = torch.zeros(lanes, int(self._starts[-1]), dtype=torch.int64)
-        self.over = torch.zeros(lanes, sizes[0], dtype=torch.int64)
+        self.starts = np.cumsum([0, *sizes])
+        self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
         self.head = torch.full((1,), -1)
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """What the twin's loops take: bits of cuts, bits of ends, the head, and where the levels begin."""
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the twin's loops take: the bits, unsigned, and where the levels begin."""
         views = self.__dict__.get("_arrays")
         if views is None:
-            bits = (self.cut.numpy().view(np.uint64), self.over.numpy().view(np.uint64), self.head.numpy())
-            views = self.__dict__["_arrays"] = (*bits, self._starts)
+            views = self.__dict__["_arrays"] = self.bits.numpy().view(np.uint64), self.starts
         return views
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
         names = _NO_NAMES if name is None else name.numpy()
-        twin().write(*self.arrays, end.numpy(), names, name is not None, start, count)
+        twin().write(*self.arrays, self.head.numpy(), end.numpy(), names, name is not None, start, count)
 
     def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
@@ -150,13 +149,12 @@ class BitBoundaries:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.cut.zero_()
-        self.over.zero_()
+        self.bits.zero_()
         self.head.fill_(-1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state, as it is, by name."""
-        return {"cut": self.cut, "over": self.over, "head": self.head}
+        return {"bits": self.bits, "head": self.head}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Copy what :meth:`tensors` returned."""
@@ -194,8 +192,8 @@ def flags(bits: BitBoundaries) -> FlagBoundaries:
     """Return the same boundaries as flags, for tests."""
     flagged = FlagBoundaries(bits.steps, bits.lanes)
     position = torch.arange(bits.steps)
-    for flag, words in ((flagged.cut, bits.cut), (flagged.over, bits.over)):
-        flag.copy_(((words[:, position // WORD] >> (position % WORD)) & 1).bool().T)
+    for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
+        flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
     flagged.head.copy_(bits.head)
     return flagged
 
@@ -207,9 +205,9 @@ def check(bits: BitBoundaries) -> None:
         raise AssertionError("a step is over but not cut")
     if int(bits.head) >= 0 and not flagged.cut.any(0).all():
         raise AssertionError("a lane has no cut")
-    starts = bits._starts
+    starts = bits.starts
     for level in range(1, len(starts) - 1):
-        below, above = bits.cut[:, starts[level - 1] : starts[level]], bits.cut[:, starts[level] : starts[level + 1]]
+        below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))
         at = torch.arange(below.shape[1])
         if not torch.equal((above[:, at // WORD] >> (at % WORD)) & 1, (below != 0).long()):
             raise AssertionError(f"level {level} does not summarise the one below")

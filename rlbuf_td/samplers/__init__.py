@@ -1,8 +1,18 @@
 """Samplers: which rows a batch takes. A sampler draws rows; it knows nothing of what they hold."""
 
+from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn
+from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.proportional import ProportionalSampler
 from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
-__all__ = ["MinibatchSampler", "ProportionalSampler", "RankSampler", "UniformSampler"]
+__all__ = [
+    "HindsightSampler",
+    "MinibatchSampler",
+    "ProportionalSampler",
+    "RankSampler",
+    "UniformSampler",
+    "gymnasium_reward_fn",
+    "gymnasium_terminated_fn",
+]

@@ -1,0 +1,64 @@
+"""The loops of :mod:`rlbuf_td.kernels.goals` on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlbuf_td.kernels._boundaries_numba import is_over, split, steps_ahead, steps_back
+from rlbuf_td.kernels._memory_numba import copy_bytes, load_float64, load_int64, prefetch, store_bool
+
+_kernel = njit(cache=True, nogil=True, error_model="numpy")
+
+
+@_kernel
+def _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick):
+    """Return the row that gives ``cell`` its goal, -1 for none."""
+    if pick >= episode:
+        return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
+    lanes = len(bits)
+    t, lane = split(cell, lanes)
+    ahead = steps_ahead(bits, starts, steps, lane, t)
+    if only_finished and not is_over(bits, starts, steps, lane, t + ahead):
+        return np.int64(-1)
+    if pick < future:
+        t += min(np.int64(pick / future * (ahead + 1)), ahead)
+    elif pick < final:
+        t += ahead
+    else:
+        back = steps_back(bits, starts, steps, lane, t)
+        t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
+    return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
+
+
+@_kernel
+def choose_goals(bits, starts, steps, future, final, episode, random, only_finished, live, cells, uniform, rows, mask):
+    """Write the rows chosen for ``cells``, and whether each is relabelled."""
+    for i in range(len(cells)):
+        row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cells[i], uniform[i])
+        mask[i] = row >= 0
+        rows[i] = row if row >= 0 else cells[i]
+
+
+@_kernel
+def relabel(
+    bits, starts, steps, future, final, episode, random, only_finished, live,
+    outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask,
+):  # fmt: skip
+    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
+
+    All goals are chosen, and begin to come, before the first one is copied.
+    """
+    rows = np.empty(count, np.int64)
+    for i in range(count):
+        cell, pick = load_int64(cells + 8 * i), load_float64(uniform + 8 * i)
+        row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick)
+        rows[i] = row
+        store_bool(mask + i, row >= 0)
+        if row >= 0:
+            prefetch(outcomes + row * stride)
+    for i in range(count):
+        if rows[i] >= 0:
+            copy_bytes(first + i * first_stride, outcomes + rows[i] * stride, width)
+            if second != first:
+                copy_bytes(second + i * second_stride, outcomes + rows[i] * stride, width)

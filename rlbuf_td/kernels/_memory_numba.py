@@ -1,0 +1,72 @@
+"""Memory by address, for the loops that numba compiles: unboxing an array takes longer than many of them do.
+
+The callers vouch that the memory is there, and that tensors stay alive as long as their addresses are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy ``count`` bytes from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, since, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Start loading the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], cgutils.voidptr_t), for_reading, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _loader(kind: types.Type) -> Any:
+    """Return a function that reads a value of a type at an address."""
+
+    def load(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = ir.PointerType(context.get_data_type(kind))
+            return context.unpack_value(builder, kind, builder.inttoptr(arguments[0], pointer))
+
+        return kind(types.int64), generate
+
+    return intrinsic(load)
+
+
+def _storer(kind: types.Type) -> Any:
+    """Return a function that writes a value of a type at an address."""
+
+    def store(typing_context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = ir.PointerType(context.get_data_type(kind))
+            context.pack_value(builder, kind, arguments[1], builder.inttoptr(arguments[0], pointer))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), generate
+
+    return intrinsic(store)
+
+
+load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
+load_int64, store_int64 = _loader(types.int64), _storer(types.int64)
+load_float32, store_float32 = _loader(types.float32), _storer(types.float32)
+load_float64, store_float64 = _loader(types.float64), _storer(types.float64)

@@ -1,0 +1,120 @@
+"""Hindsight: which rows give new goals to a batch, and putting them there.
+
+Costs are per batch of ``B``. On the CPU the numba twin runs; elsewhere the torch ops of this module, without host
+synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
+from rlbuf_td.kernels.columns import copy_rows_
+
+#: The strategies, in the order of the thresholds.
+STRATEGIES = ("future", "final", "episode", "random")
+
+
+def relabel_(
+    boundaries: Boundaries,
+    cells: Tensor,
+    uniform: Tensor,
+    law: Law,
+    outcomes: Tensor,
+    goals: Sequence[Tensor],
+) -> Tensor:
+    """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
+
+    Args:
+        boundaries: where trajectories are cut.
+        cells: the batch's flat rows, ``[B]`` int64, contiguous.
+        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
+        law: who gets a goal, and from where.
+        outcomes: the column of a storage that goals are read from, ``[T * E, ...]``, each row contiguous.
+        goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
+    """
+    if not isinstance(boundaries, BitBoundaries):
+        rows, mask = choose_goals(boundaries, cells, uniform, law)
+        for goal in goals:
+            copy_rows_(goal, outcomes, rows, mask)
+        return mask
+    size = outcomes.element_size()
+    stride = outcomes.stride(0)
+    first, second = goals[0], goals[-1]
+    mask = torch.empty(cells.shape, dtype=torch.bool)
+    twin().relabel(
+        *boundaries.arrays,
+        boundaries.steps,
+        *law.thresholds,
+        law.only_finished,
+        law.live,
+        outcomes.data_ptr(),
+        stride * size,
+        outcomes[:1].numel() * size,
+        first.data_ptr(),
+        first.stride(0) * size,
+        second.data_ptr(),
+        second.stride(0) * size,
+        cells.shape[0],
+        cells.data_ptr(),
+        uniform.data_ptr(),
+        mask.data_ptr(),
+    )
+    return mask
+
+
+class Law(NamedTuple):
+    """Who gets a goal, and from where.
+
+    Attributes:
+        thresholds: one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by the first
+            strategy whose threshold its uniform number is below; where it lies between two chooses among the rows.
+        only_finished: leave rows of unfinished trajectories alone, but for ``random``.
+        live: how many rows are written.
+    """
+
+    thresholds: Sequence[float]
+    only_finished: bool
+    live: int
+
+
+def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+    """Choose the rows whose outcomes become goals; arguments as for :func:`relabel_`.
+
+    Returns:
+        ``[B]`` int64, the flat rows chosen (the row itself where it is left alone), and ``[B]`` bool, which are not.
+    """
+    if isinstance(boundaries, BitBoundaries):
+        rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
+        given = *law.thresholds, law.only_finished, law.live, cells.numpy(), uniform.numpy()
+        twin().choose_goals(*boundaries.arrays, boundaries.steps, *given, rows, mask)
+        return torch.from_numpy(rows), torch.from_numpy(mask)
+    steps, lanes = boundaries.cut.shape
+    back, ahead, over = boundaries.reach(cells)
+    edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=uniform.dtype).to(uniform.device, non_blocking=True)
+    strategy = torch.searchsorted(edges[1:-1], uniform, right=True)
+    where = (uniform - edges[strategy]) / (edges[strategy + 1] - edges[strategy])
+    within = (where * (ahead + 1)).long().clamp(max=ahead)
+    around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
+    offset = torch.where(strategy == 0, within, torch.where(strategy == 1, ahead, around))
+    rows = (cells + offset * lanes) % (steps * lanes)
+    rows = torch.where(strategy == 3, (where * law.live).long().clamp(max=law.live - 1), rows)
+    mask = strategy < len(STRATEGIES)
+    if law.only_finished:
+        mask &= over | (strategy == 3)
+    return torch.where(mask, rows, cells), mask
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _goals_numba
+
+    return _goals_numba

@@ -1,0 +1,108 @@
+"""Rewards for hindsight from Gymnasium's goal environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+TransitionFn = Callable[[TensorDictBase], torch.Tensor]
+
+
+def gymnasium_reward_fn(
+    env: Any,
+    *,
+    goal_key: NestedKey = "desired_goal",
+    achieved_goal_key: NestedKey = "achieved_goal",
+    info_keys: Mapping[str, NestedKey] | None = None,
+    vectorized: bool = True,
+) -> TransitionFn:
+    """Return a ``reward_fn`` for :class:`HindsightSampler` that calls a goal environment's ``compute_reward``.
+
+    Args:
+        env: a Gymnasium environment, wrapped or not, that offers ``compute_reward(achieved_goal, desired_goal, info)``
+            (those of gymnasium-robotics do), or TorchRL's wrapper of one.
+        goal_key: the desired goal, in the batch's root.
+        achieved_goal_key: the achieved goal, in ``"next"``.
+        info_keys: what the environment wants to find in ``info``, by name, and where the batch has it.
+        vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once a row.
+
+    Returns:
+        A function of a batch ``[B]`` to its rewards, ``[B]``, of the dtype that the environment gives.
+
+    Raises:
+        TypeError: the environment has no ``compute_reward``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> class Line:
+        ...     def compute_reward(self, achieved_goal, desired_goal, info):
+        ...         return -np.abs(achieved_goal - desired_goal)[:, 0]
+        >>> reward_fn = gymnasium_reward_fn(Line())
+        >>> goals = {"desired_goal": torch.ones(2, 1), "next": {"achieved_goal": torch.tensor([[1.0], [3.0]])}}
+        >>> reward_fn(TensorDict(goals, [2]))
+        tensor([-0., -2.])
+    """
+    return _caller(env, "compute_reward", goal_key, achieved_goal_key, info_keys or {}, vectorized)
+
+
+def gymnasium_terminated_fn(
+    env: Any,
+    *,
+    goal_key: NestedKey = "desired_goal",
+    achieved_goal_key: NestedKey = "achieved_goal",
+    info_keys: Mapping[str, NestedKey] | None = None,
+    vectorized: bool = False,
+) -> TransitionFn:
+    """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
+
+    As :func:`gymnasium_reward_fn`, but most environments answer for one pair of goals only.
+    """
+    return _caller(env, "compute_terminated", goal_key, achieved_goal_key, info_keys or {}, vectorized)
+
+
+def _caller(
+    env: Any,
+    name: str,
+    goal_key: NestedKey,
+    achieved_goal_key: NestedKey,
+    info_keys: Mapping[str, NestedKey],
+    vectorized: bool,
+) -> TransitionFn:
+    compute = _method(env, name)
+    outcome_key = ("next", achieved_goal_key) if isinstance(achieved_goal_key, str) else ("next", *achieved_goal_key)
+
+    def call(batch: TensorDictBase) -> torch.Tensor:
+        achieved, desired = (batch.get(key).cpu().numpy() for key in (outcome_key, goal_key))
+        info = {name: batch.get(key).cpu().numpy() for name, key in info_keys.items()}
+        if vectorized:
+            values = compute(achieved, desired, info)
+        else:
+            infos = [{name: column[row] for name, column in info.items()} for row in range(len(achieved))]
+            values = [compute(*goals) for goals in zip(achieved, desired, infos, strict=True)]
+        return torch.from_numpy(np.asarray(values)).to(batch.device or "cpu")
+
+    return call
+
+
+def _method(env: Any, name: str) -> Callable[..., Any]:
+    """Return a method of the innermost environment that has it.
+
+    Raises:
+        TypeError: none has.
+    """
+    innermost = env
+    while env is not None:
+        innermost = getattr(env, "unwrapped", None) or env
+        for candidate in (innermost, env):
+            method = getattr(candidate, name, None)
+            if callable(method):
+                return method
+        env = getattr(env, "_env", None)  # TorchRL's wrappers
+    raise TypeError(
+        f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info): write a function of the batch "
+        "yourself"
+    )

@@ -1,0 +1,276 @@
+"""Hindsight experience replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from rlbuf_td._tensordict import leaf_of, set_entries_
+from rlbuf_td.kernels.boundaries import Boundaries
+from rlbuf_td.kernels.columns import copy_rows_, put_values_
+from rlbuf_td.kernels.goals import STRATEGIES, Law, choose_goals, relabel_
+from rlbuf_td.samplers.wrapper import Draw, SamplerWrapper, as_tuple, column_of, draw_from
+from rlbuf_td.storages.schema import show_key
+from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+
+Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
+TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What is looked up once a storage."""
+
+    columns: TensorDictBase
+    trajectories: TrajectoryIndex
+    outcomes: torch.Tensor
+    goal_keys: list[tuple[str, ...]]
+
+
+class HindsightSampler(SamplerWrapper):
+    """Pretend, for a share of the drawn rows, that an outcome which was reached later had been the goal all along.
+
+    A relabelled row is given the ``("next", achieved_goal_key)`` of a row of the same trajectory as its goal, at the
+    root and in ``"next"``; its reward, and if asked for its ``terminated`` and ``done``, are computed anew. Which rows
+    are relabelled is in the batch as ``"relabeled"``, ``[B]`` bool.
+
+    Args:
+        sampler: what draws the rows. Priorities, writes and state go to it.
+        reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. It must
+            not change the batch. :func:`gymnasium_reward_fn` makes one from a Gymnasium goal environment.
+        her_ratio: the probability with which each row is relabelled, 0 to 1. The paper's k goals a transition are
+            ``k / (k + 1)``: 0.8 for 4.
+        strategy: which row of the trajectory gives the goal: ``"future"``, the row itself or a later one;
+            ``"final"``, the last one so far; ``"episode"``, any; ``"random"``, any row of the buffer. Or a mixture,
+            ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally likely.
+        goal_key: the desired goal, of any shape; in ``"next"`` too, where it is stored there.
+        achieved_goal_key: the achieved goal, of the same dtype and shape, stored in ``"next"``.
+        reward_key: the reward. A relabelled reward has its dtype and shape.
+        terminated_fn: as ``reward_fn``, but returns whether the transition ends the episode under the new goal, bool.
+            Then ``terminated`` beside the reward becomes that, and ``done`` is set where it or ``truncated`` is.
+            Without it, flags stay as stored.
+        only_finished: relabel rows of trajectories that have ended only (``"random"`` goals are not affected).
+        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+
+    ``her_ratio`` and ``only_finished`` may be set at any time.
+
+    Raises:
+        ValueError: an argument is out of range; (at the first draw) dtypes or shapes of the goals differ, or a reward
+            has a wrong shape or is NaN.
+        KeyError: (at the first draw) a key is not stored.
+        TypeError: the wrapped sampler revises batches itself.
+
+    Cost: O(B) beside the wrapped draw. Randomness: the buffer's generator, else torch's default one.
+
+    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5. Unlike TorchRL's
+    ``HERReplayBuffer``: goals are outcomes (``"next"``), never what had been reached before the row's action; rows are
+    chosen one by one; lanes and wraps are kept apart, and unfinished trajectories take part.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
+        >>> from tensordict import TensorDict
+        >>> def reward_fn(batch):
+        ...     return (batch["next", "achieved_goal"] == batch["desired_goal"]).float()
+        >>> sampler = HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy="final")
+        >>> rb = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=4)
+        >>> position, goal = torch.arange(4.0).unsqueeze(-1), torch.full((3, 1), 9.0)
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> outcome = {"achieved_goal": position[1:], "reward": torch.zeros(3, 1), "done": done}
+        >>> _ = rb.extend(TensorDict({"desired_goal": goal, "next": outcome}, [3]))
+        >>> batch = rb.sample()
+        >>> batch["desired_goal"].squeeze(-1)
+        tensor([3., 3., 3., 3.])
+        >>> bool((batch["next", "reward"] == (batch["next", "achieved_goal"] == 3)).all())
+        True
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        reward_fn: TransitionFn,
+        *,
+        her_ratio: float = 0.8,
+        strategy: Strategy | Mapping[Strategy, float] = "future",
+        goal_key: NestedKey = "desired_goal",
+        achieved_goal_key: NestedKey = "achieved_goal",
+        reward_key: NestedKey = ("next", "reward"),
+        terminated_fn: TransitionFn | None = None,
+        only_finished: bool = False,
+        done_key: NestedKey = DONE_KEY,
+        traj_key: NestedKey | None = TRAJ_KEY,
+    ) -> None:
+        if isinstance(sampler, SamplerWrapper):
+            raise TypeError(
+                f"HindsightSampler wraps a sampler that draws single rows, got a {type(sampler).__name__}: put it "
+                f"inside, {type(sampler).__name__}(HindsightSampler(...), ...)"
+            )
+        super().__init__(sampler)
+        self.reward_fn = reward_fn
+        self.terminated_fn = terminated_fn
+        self.strategy = strategy
+        self._shares = _cumulative(strategy)
+        self.her_ratio = her_ratio
+        self.only_finished = only_finished
+        self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
+        self.reward_key = as_tuple(reward_key)
+        self._bound: _Bound | None = None
+        self.done_key, self.traj_key = done_key, traj_key
+
+    @property
+    def her_ratio(self) -> float:
+        """The probability with which each row is relabelled."""
+        return self._her_ratio
+
+    @her_ratio.setter
+    def her_ratio(self, value: float) -> None:
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
+        self._her_ratio = float(value)
+        self._thresholds = [self._her_ratio * share for share in self._shares]
+
+    def _draw(self, storage: Storage, batch_size: int) -> Draw:
+        flat, info, _ = draw_from(self.sampler, storage, batch_size)
+        bound = self._bound
+        if bound is None or bound.columns is not storage._storage:
+            bound = self._bound = self._bind(storage)
+        generator, device = self._rng, bound.outcomes.device
+        source = device if generator is None else generator.device
+        uniform = torch.rand(flat.shape[0], dtype=torch.float64, generator=generator, device=source)
+        if source != device:
+            uniform = uniform.to(device)
+        law = Law(self._thresholds, self.only_finished, len(storage))
+        return flat, info, partial(self._relabel_, bound, bound.trajectories.boundaries(), flat, uniform, law)
+
+    def _relabel_(
+        self,
+        bound: _Bound,
+        boundaries: Boundaries,
+        drawn: torch.Tensor,
+        uniform: torch.Tensor,
+        law: Law,
+        batch: TensorDictBase,
+        flat: torch.Tensor,
+        owner: torch.Tensor | None,
+    ) -> None:
+        """Give rows of ``batch`` the goals that the drawn rows have been given by ``uniform`` and ``law``."""
+        goals = [leaf_of(batch, key) for key in bound.goal_keys]
+        if owner is None:
+            mask = relabel_(boundaries, drawn, uniform, law, bound.outcomes, goals)
+        else:
+            rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law))
+            for goal in goals:
+                copy_rows_(goal, bound.outcomes, rows, mask)
+        reward = leaf_of(batch, self.reward_key)
+        new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
+        bad = put_values_(reward, new, mask)
+        if bad >= 0:
+            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad} of the batch")
+        if self.terminated_fn is not None:
+            self._end_(batch, mask)
+        set_entries_(batch, {"relabeled": mask})
+
+    def _bind(self, storage: Storage) -> _Bound:
+        """Look at a storage's columns.
+
+        Raises:
+            KeyError: one is not there.
+            ValueError: goals differ from outcomes.
+        """
+        trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
+        trajectories.boundaries()
+        outcome_key = "next", *self.achieved_goal_key
+        outcomes = _needed(storage, outcome_key, "say where outcomes are with achieved_goal_key")
+        _needed(storage, self.reward_key, "say where the reward is with reward_key")
+        if self.terminated_fn is not None:
+            _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
+        goals = {self.goal_key: _needed(storage, self.goal_key, "say where the desired goal is with goal_key")}
+        next_goal = column_of(storage, ("next", *self.goal_key))
+        if next_goal is not None:
+            goals |= {("next", *self.goal_key): next_goal}
+        for key, goal in goals.items():
+            if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
+                raise ValueError(
+                    f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
+                    f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
+                )
+        return _Bound(storage._storage, trajectories, outcomes, list(goals))
+
+    def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
+        """Set the flags of relabelled rows anew."""
+        terminated_key, truncated_key, done_key = (
+            (*self.reward_key[:-1], flag) for flag in ("terminated", "truncated", "done")
+        )
+        terminated, truncated, done = (leaf_of(batch, key) for key in (terminated_key, truncated_key, done_key))
+        new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # type: ignore[misc]
+        where = mask.view(-1, *[1] * (terminated.ndim - 1))
+        if done is not None:
+            other = truncated if truncated is not None else done & ~terminated
+            done.copy_(torch.where(where, new | other, done))
+        terminated.copy_(torch.where(where, new, terminated))
+
+    def _revised_keys(self) -> Iterator[NestedKey]:
+        yield from (self.goal_key, ("next", *self.goal_key), self.reward_key, "relabeled")
+        if self.terminated_fn is not None:
+            yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
+
+    def _settings(self) -> dict[str, Any]:
+        return {"her_ratio": self.her_ratio, "only_finished": self.only_finished}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_bound": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sampler!r}, her_ratio={self.her_ratio:g}, strategy={self.strategy!r})"
+
+
+def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
+    """Return a column.
+
+    Raises:
+        KeyError: it is not stored.
+    """
+    column = column_of(storage, key)
+    if column is None:
+        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
+    return column
+
+
+def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
+    """Return the cumulative shares of the strategies, in their order.
+
+    Raises:
+        ValueError: an unknown strategy, or shares that are no distribution.
+    """
+    mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
+    unknown = [name for name in mixture if name not in STRATEGIES]
+    if unknown:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}")
+    total = sum(mixture.values())
+    if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
+        raise ValueError(f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {mixture}")
+    return [*accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]), 1.0]
+
+
+def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Tensor:
+    """Return what a user's function gave for each row in the shape and dtype of what is stored.
+
+    Raises:
+        ValueError: it does not have one value a row.
+    """
+    if not isinstance(values, torch.Tensor):
+        values = torch.as_tensor(values, device=like.device)
+    if values.shape != like.shape:
+        if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
+            raise ValueError(
+                f"{source} must return one {name} a row, of shape {tuple(like.shape)} or [{len(like)}], "
+                f"got shape {tuple(values.shape)}"
+            )
+        values = values.view(like.shape)
+    return values if values.dtype is like.dtype else values.to(like.dtype)

@@ -1,0 +1,236 @@
+"""Samplers that draw through another sampler, and revise what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
+
+from rlbuf_td._tensordict import leaf_of
+from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
+from rlbuf_td.storages import PackedStorage
+
+Revise: TypeAlias = Callable[[TensorDictBase, torch.Tensor, torch.Tensor | None], None]
+"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
+
+
+Draw: TypeAlias = tuple[torch.Tensor, dict[Any, Any], Revise | None]
+"""What is decided about a batch before any of it is read: flat rows, the sampler's report, and how to revise it."""
+
+
+class SamplerWrapper(Sampler):
+    """Base of the samplers that wrap another one; abstract.
+
+    A wrapper draws through the sampler it wraps, and *revises* the batch: it changes or adds entries. What is decided
+    once for a drawn row (a goal, say) holds for every row that a wrapper around it looks at in its name: n-step returns
+    over hindsight sum the rewards of one goal. A subclass implements :meth:`_draw`.
+
+    In this package's buffer a batch is read once and revised before the transforms run; in TorchRL's buffers the
+    revised entries are the sampler's report, which they merge into the batch after the transforms.
+
+    Everything else (generator, writes, priorities, settings, state) goes to the wrapped sampler. Over a prioritized
+    sampler a wrapper is a TorchRL ``PrioritizedSampler`` too: its buffers pass priorities to that class only.
+    """
+
+    sampler: Sampler
+
+    def __new__(cls, sampler: Sampler, *args: Any, **kwargs: Any) -> SamplerWrapper:
+        """Make a prioritized wrapper for a prioritized sampler."""
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"{cls.__name__} wraps a sampler, got {type(sampler).__name__}")
+        return object.__new__(_prioritized(cls) if isinstance(sampler, PrioritizedSampler) else cls)
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+
+    # -- drawing
+
+    def _draw(self, storage: Storage, batch_size: int) -> Draw:
+        raise NotImplementedError
+
+    def _revised_keys(self) -> Iterator[NestedKey]:
+        """Yield the keys of all entries that a revision may change or add."""
+        if isinstance(self.sampler, SamplerWrapper):
+            yield from self.sampler._revised_keys()
+
+    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+        """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
+        flat, info, revise = self._draw(storage, batch_size)
+        batch = rows_at(storage, flat)
+        if revise is not None:
+            revise(batch, flat, None)
+        return flat, info, batch
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
+        """Draw rows, and return their index with the revised entries: ``{key: [B, ...]}``, nested keys included."""
+        flat, info, batch = self.draw_batch(storage, batch_size)
+        for key in self._revised_keys():
+            value = batch.get(key, None)
+            if isinstance(value, TensorDictBase):
+                names = value.keys(include_nested=True, leaves_only=True)
+                info |= {(*as_tuple(key), *as_tuple(name)): value.get(name) for name in names}
+            elif value is not None:
+                info[key] = value
+        return coordinates(flat, storage), info
+
+    def anchored(
+        self, batch: TensorDictBase, index: torch.Tensor, td_error: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
+        inner = self.sampler
+        return inner.anchored(batch, index, td_error) if isinstance(inner, SamplerWrapper) else (index, td_error)
+
+    # -- what goes to the wrapped sampler
+
+    @property
+    def _rng(self) -> torch.Generator | None:
+        return self.sampler._rng
+
+    @_rng.setter
+    def _rng(self, generator: torch.Generator | None) -> None:
+        self.sampler._rng = generator
+
+    @property
+    def _remaining_batches(self) -> int:
+        return self.sampler._remaining_batches
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the wrapped sampler has no batch left."""
+        return self.sampler.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self.sampler.ran_out = value
+
+    @property
+    def default_priority(self) -> Any:
+        """The magnitude that a new row enters with."""
+        return self.sampler.default_priority
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up settings and questions that a wrapper does not know in the wrapped sampler."""
+        if name.startswith("_") or name == "sampler":
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.sampler, name)
+
+    def add(self, index: Any) -> None:
+        """Pass a write on."""
+        self.sampler.add(index)
+
+    def extend(self, index: Any) -> None:
+        """Pass a write on."""
+        self.sampler.extend(index)
+
+    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
+        """Pass a write on."""
+        self.sampler.mark_update(index, storage=storage)
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
+        """Pass priorities on."""
+        return self.sampler.update_priority(index, priority, storage=storage)
+
+    def _empty(self) -> None:
+        self.sampler._empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped sampler, and the settings."""
+        return {"sampler": self.sampler.state_dict(), "settings": self._settings()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        self.sampler.load_state_dict(state_dict["sampler"])
+        for name, value in state_dict["settings"].items():
+            setattr(self, name, value)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a user may change between draws, as numbers, by the names of the attributes."""
+        return {}
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the wrapped sampler in the folder ``path``."""
+        self.sampler.dumps(Path(path) / "sampler")
+
+    def loads(self, path: str | Path) -> None:
+        """Continue from what :meth:`dumps` saved."""
+        self.sampler.loads(Path(path) / "sampler")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank, (_plain(type(self)), self.sampler), self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class _PriorityGate(PrioritizedSampler):
+    """What a wrapper inherits from over a prioritized sampler: its settings are those of the wrapped one."""
+
+    sampler: PrioritizedSampler
+
+    alpha = property(lambda self: self.sampler.alpha, lambda self, value: setattr(self.sampler, "alpha", value))
+    beta = property(lambda self: self.sampler.beta, lambda self, value: setattr(self.sampler, "beta", value))
+    max_size = property(lambda self: self.sampler.max_size)
+    device = property(lambda self: self.sampler.device)
+
+
+def _prioritized(cls: type[SamplerWrapper]) -> type[SamplerWrapper]:
+    """Return the class of the wrappers ``cls`` over prioritized samplers."""
+    if issubclass(cls, _PriorityGate):
+        return cls
+    if cls not in _VARIANTS:
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _VARIANTS[cls] = type(cls.__name__, (cls, _PriorityGate), names)
+    return _VARIANTS[cls]
+
+
+_VARIANTS: dict[type, type] = {}
+
+
+def _plain(cls: type) -> type:
+    """Return the class that a module knows by name."""
+    return cls.__mro__[1] if _PriorityGate in cls.__bases__ else cls
+
+
+def _blank(cls: type[SamplerWrapper], sampler: Sampler) -> SamplerWrapper:
+    return cls.__new__(cls, sampler)
+
+
+def innermost(sampler: Sampler) -> Sampler:
+    """Return the sampler that does the drawing."""
+    while isinstance(sampler, SamplerWrapper):
+        sampler = sampler.sampler
+    return sampler
+
+
+def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> Draw:
+    """Draw through any sampler, TorchRL's included."""
+    if isinstance(sampler, SamplerWrapper):
+        return sampler._draw(storage, batch_size)
+    draw = getattr(sampler, "draw", None)
+    if draw is not None:
+        return (*draw(storage, batch_size), None)
+    index, info = sampler.sample(storage, batch_size)
+    return flat_rows(index, storage, device_of(storage)), info, None
+
+
+def rows_at(storage: Storage, flat: torch.Tensor) -> TensorDictBase:
+    """Return the transitions at flat rows, as fresh memory."""
+    return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
+
+
+def column_of(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
+    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored."""
+    column = leaf_of(storage._storage, key)
+    return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
+
+
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """Return a key in its long form."""
+    return (key,) if isinstance(key, str) else tuple(key)
