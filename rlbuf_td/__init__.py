@@ -5,6 +5,7 @@ from rlbuf_td.rollouts import RolloutBuffer
 from rlbuf_td.samplers import (
     HindsightSampler,
     MinibatchSampler,
+    NStepSampler,
     ProportionalSampler,
     RankSampler,
     UniformSampler,
@@ -18,6 +19,7 @@ from rlbuf_td.writers import RingWriter, RolloutWriter
 __all__ = [
     "HindsightSampler",
     "MinibatchSampler",
+    "NStepSampler",
     "PackedStorage",
     "ProportionalSampler",
     "RankSampler",

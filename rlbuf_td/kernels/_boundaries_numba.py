@@ -178,6 +178,13 @@ def steps_back(bits, starts, steps, lane, t):
 
 
 @_kernel
+def is_cut(bits, lane, t):
+    """Return whether the step after step ``t`` of a lane does not follow it."""
+    t = np.uint64(t)
+    return (bits[lane, t >> _SIX] >> (t & _63)) & _ONE != 0
+
+
+@_kernel
 def is_over(bits, starts, steps, lane, t):
     """Return whether a trajectory ended with step ``t``, which may lie beyond the end of the ring."""
     return _is_over(bits, lane, starts, t - steps if t >= steps else t)

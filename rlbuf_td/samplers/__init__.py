@@ -3,6 +3,7 @@
 from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.minibatch import MinibatchSampler
+from rlbuf_td.samplers.n_step import NStepSampler
 from rlbuf_td.samplers.proportional import ProportionalSampler
 from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.uniform import UniformSampler
@@ -10,6 +11,7 @@ from rlbuf_td.samplers.uniform import UniformSampler
 __all__ = [
     "HindsightSampler",
     "MinibatchSampler",
+    "NStepSampler",
     "ProportionalSampler",
     "RankSampler",
     "UniformSampler",

@@ -1,0 +1,102 @@
+"""n-step returns: rewards added up along a trajectory, and where the sum ends.
+
+The specification is in torch ops and runs on any device; costs are per batch of ``B``. The CPU twin works in place on
+rows of bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
+
+
+def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
+    """Return the ``n`` rows from each row on, held at the last one of its trajectory, ``[B, n]``, and steps ahead."""
+    ahead = boundaries.reach(rows)[1]
+    offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
+    return (rows[:, None] + offset * lanes) % cells, ahead
+
+
+def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return discounted sums of rewards, and of how many.
+
+    Args:
+        reward: ``[B, n, ...]``.
+        end: ``[B, n]`` bool, the trajectory ends with this row.
+        ahead: ``[B]``, how many of the rows behind the first belong to its trajectory.
+        gamma: the discount factor.
+
+    Returns:
+        ``[B, ...]`` of the dtype of ``reward``, added up in float64; ``[B]`` int64, 1 to n.
+    """
+    steps = torch.arange(reward.shape[1], device=reward.device)
+    ended_before = end.cumsum(1) - end.long() > 0
+    counts = (steps <= ahead[:, None]) & ~ended_before
+    discount = torch.where(counts, gamma ** steps.to(torch.float64), 0.0)
+    wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))
+    terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount.view(wide.shape)
+    return terms.sum(1).to(reward.dtype), counts.sum(1)
+
+
+class Parts(NamedTuple):
+    """Which bytes of a row an n-step transition takes from its last row, and where its reward lies.
+
+    Attributes:
+        reward: offset of the reward in bytes.
+        features: how many numbers a reward is.
+        double: whether they are float64 rather than float32.
+        row_bytes: bytes a row.
+        offsets, widths: byte ranges, ``[K]`` int64 each.
+    """
+
+    reward: int
+    features: int
+    double: bool
+    row_bytes: int
+    offsets: np.ndarray
+    widths: np.ndarray
+
+
+def n_step_(
+    boundaries: BitBoundaries, source: int, batch: int, parts: Parts, rows: Tensor, n: int, gamma: float
+) -> Tensor:
+    """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B]`` int64.
+
+    Args:
+        boundaries: where trajectories are cut.
+        source: address of all rows of a storage, one after the other.
+        batch: address of ``[B]`` such rows, read from ``rows``, which are changed in place.
+        parts: what to take from the last row.
+        rows: flat rows, ``[B]`` int64, contiguous.
+        n: at most so many steps.
+        gamma: the discount factor.
+    """
+    steps = torch.empty_like(rows)
+    twin().n_step(
+        *boundaries.arrays,
+        boundaries.steps,
+        *parts,
+        source,
+        batch,
+        rows.shape[0],
+        rows.data_ptr(),
+        steps.data_ptr(),
+        n,
+        gamma,
+    )
+    return steps
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _n_step_numba
+
+    return _n_step_numba

@@ -1,0 +1,239 @@
+"""n-step transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from rlbuf_td._tensordict import leaf_of, set_entries_
+from rlbuf_td.kernels.boundaries import BitBoundaries
+from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, windows
+from rlbuf_td.samplers.hindsight import HindsightSampler
+from rlbuf_td.samplers.wrapper import Draw, Revise, SamplerWrapper, as_tuple, column_of, draw_from, rows_at
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What is looked up once a storage."""
+
+    columns: TensorDictBase
+    trajectories: TrajectoryIndex
+    lanes: int
+    cells: int
+    parts: Parts | None  # of a row of bytes, on the CPU
+    address: int  # of the rows
+
+
+class NStepSampler(SamplerWrapper):
+    r"""Turn drawn transitions into n-step ones: the reward of several steps, and what comes after them.
+
+    .. math:: r = \sum_{k=0}^{m-1} \gamma^k r_{t+k}, \quad m = \min(n, \text{steps to the end of the trajectory})
+
+    ``("next", "reward")`` becomes this sum (added up in float64), everything else in ``"next"`` (observation, done,
+    terminated, truncated ...) that of the last row used, and ``"steps_to_next_obs"`` is ``m``, which TorchRL's losses
+    discount with. The sum stops at the trajectory's end or at the write head. A shorter sum is right by itself: its
+    ``"next"`` is where to bootstrap from, unless terminated.
+
+    Args:
+        sampler: what draws the rows: any sampler, or a :class:`HindsightSampler`, whose new goal then holds for all
+            rewards of a sum (which stops where ``terminated_fn`` says that the goal ends the episode).
+        n_steps: at most so many rewards, at least 1.
+        gamma: the discount factor, 0 to 1.
+        reward_key: the reward, of floating dtype, in ``"next"``.
+        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+
+    ``n_steps`` and ``gamma`` may be set at any time: they hold from the next draw on.
+
+    Raises:
+        ValueError: an argument is out of range.
+        KeyError: (at the first draw) the reward, or what says where trajectories end, is not stored.
+        TypeError: the wrapped sampler draws sequences, or n-step transitions already.
+
+    Cost: O(B * n). Over hindsight the rows of all steps are read.
+
+    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. Unlike TorchRL's ``MultiStep`` transforms,
+    one-step rows stay in the buffer: n may change while training, and priorities belong to the first row.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
+        >>> from tensordict import TensorDict
+        >>> sampler = NStepSampler(UniformSampler(unique=True), n_steps=3, gamma=0.5)
+        >>> rb = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=4)
+        >>> done = torch.tensor([False, False, False, True])
+        >>> outcome = {"observation": torch.arange(1, 5), "reward": torch.ones(4), "done": done}
+        >>> _ = rb.extend(TensorDict({"observation": torch.arange(4), "next": outcome}, [4]))
+        >>> batch = rb.sample()
+        >>> batch = batch[batch["observation"].argsort()]
+        >>> batch["next", "reward"]
+        tensor([1.7500, 1.7500, 1.5000, 1.0000])
+        >>> batch["next", "observation"], batch["steps_to_next_obs"]
+        (tensor([3, 4, 4, 4]), tensor([3, 3, 2, 1]))
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        n_steps: int,
+        gamma: float,
+        *,
+        reward_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = DONE_KEY,
+        traj_key: NestedKey | None = TRAJ_KEY,
+    ) -> None:
+        if isinstance(sampler, SamplerWrapper) and not isinstance(sampler, HindsightSampler):
+            raise TypeError(
+                f"NStepSampler wraps a sampler that draws single transitions, got a {type(sampler).__name__}: "
+                "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
+            )
+        super().__init__(sampler)
+        self.n_steps, self.gamma = n_steps, gamma
+        self.reward_key = as_tuple(reward_key)
+        if self.reward_key[0] != "next" or len(self.reward_key) < 2:
+            raise ValueError(f"the reward of a transition lies in 'next', got reward_key={reward_key!r}")
+        self.done_key, self.traj_key = as_tuple(done_key), traj_key
+        self._bound: _Bound | None = None
+
+    @property
+    def n_steps(self) -> int:
+        """At most so many rewards are added up."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int) -> None:
+        if value < 1 or value != int(value):
+            raise ValueError(f"n_steps must be a whole number, at least 1, got {value}")
+        self._n_steps = int(value)
+
+    @property
+    def gamma(self) -> float:
+        """The discount factor."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"gamma must be between 0 and 1, got {value}")
+        self._gamma = float(value)
+
+    def _draw(self, storage: Storage, batch_size: int) -> Draw:
+        flat, info, revise = draw_from(self.sampler, storage, batch_size)
+        bound = self._bound
+        if bound is None or bound.columns is not storage._storage:
+            bound = self._bound = self._bind(storage)
+        return flat, info, partial(self._look_ahead_, storage, bound, revise)
+
+    def _look_ahead_(
+        self,
+        storage: Storage,
+        bound: _Bound,
+        revise: Revise | None,
+        batch: TensorDictBase,
+        flat: torch.Tensor,
+        owner: torch.Tensor | None,
+    ) -> None:
+        """Make n-step transitions of a batch that nobody has revised."""
+        boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
+        if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
+            address = reward.data_ptr() - bound.parts.reward
+            steps = n_step_(boundaries, bound.address, address, bound.parts, flat, self._n_steps, self._gamma)
+        else:
+            steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
+        set_entries_(batch, {"steps_to_next_obs": steps.view(-1, *[1] * (reward.ndim - 1))})
+
+    def _by_windows_(
+        self,
+        storage: Storage,
+        bound: _Bound,
+        revise: Revise | None,
+        batch: TensorDictBase,
+        flat: torch.Tensor,
+        owner: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Do so by reading the rows of all steps, revised where they are; return the numbers of steps."""
+        rows, n = flat.shape[0], self._n_steps
+        window, ahead = windows(bound.trajectories.boundaries(), flat, n, bound.lanes, bound.cells)
+        window = window.flatten()
+        steps = rows_at(storage, window)
+        if revise is not None:
+            revise(batch, flat, owner)
+            owners = torch.arange(rows, device=flat.device) if owner is None else owner
+            revise(steps, window, owners.repeat_interleave(n))
+        end = leaf_of(steps, self.done_key)
+        end = (
+            torch.zeros(rows, n, dtype=torch.bool, device=flat.device) if end is None else end.view(rows, n, -1).any(2)
+        )
+        reward = leaf_of(steps, self.reward_key)
+        total, taken = n_step_sums(reward.view(rows, n, *reward.shape[1:]), end, ahead, self._gamma)
+        last = torch.arange(rows, device=flat.device) * n + taken - 1
+        for key, leaf in walk(batch.get("next"), ("next",)):
+            leaf.copy_(total if key == self.reward_key else leaf_of(steps, key).index_select(0, last))
+        return taken
+
+    def _bind(self, storage: Storage) -> _Bound:
+        """Look at a storage's columns.
+
+        Raises:
+            KeyError: the reward is not there.
+            TypeError: it is of no floating dtype.
+        """
+        trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
+        trajectories.boundaries()
+        reward = column_of(storage, self.reward_key)
+        if reward is None:
+            raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
+        if not reward.is_floating_point():
+            raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
+        columns = storage._storage
+        lanes = columns.batch_size[1 : storage.ndim].numel()
+        rows = storage._rows if isinstance(storage, PackedStorage) else None
+        parts, address = None, 0
+        if rows is not None and reward.dtype in _REWARDS and not reward.is_cuda:
+            parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
+        return _Bound(columns, trajectories, lanes, columns.batch_size[0] * lanes, parts, address)
+
+    def _revised_keys(self) -> Iterator[NestedKey]:
+        yield from super()._revised_keys()
+        yield from ("next", "steps_to_next_obs")
+
+    def _settings(self) -> dict[str, Any]:
+        return {"n_steps": self.n_steps, "gamma": self.gamma}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_bound": None}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"
+
+
+def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
+    """Return what an n-step transition takes from its last row of bytes."""
+    columns, base = rows.view(), rows.matrix.data_ptr()
+    ranges: list[tuple[int, int]] = []
+    for key, column in walk(columns.get("next"), ("next",)):
+        start, width = column.data_ptr() - base, column.shape[ndim:].numel() * column.element_size()
+        if key == reward_key:
+            reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
+        elif width:
+            ranges.append((start, width))
+    joined: list[list[int]] = []
+    for start, width in sorted(ranges):
+        if joined and sum(joined[-1]) == start:
+            joined[-1][1] += width
+        else:
+            joined.append([start, width])
+    offsets, widths = np.array(joined, np.int64).reshape(-1, 2).T.copy()
+    return Parts(*reward, rows.layout.row_bytes, offsets, widths)
+
+
+_REWARDS = torch.float32, torch.float64
