@@ -24,7 +24,7 @@ from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.wrapper import SamplerWrapper, innermost
+from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers import RingWriter
 
@@ -90,7 +90,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         )
         # Asking an abstract class for its instances takes longer than the question is worth at each call.
         self._wrapper = self._sampler if isinstance(self._sampler, SamplerWrapper) else None
-        sampler = innermost(self._sampler)
+        sampler = self._sampler if self._wrapper is None else self._wrapper.innermost
         self._prioritized = sampler if isinstance(sampler, Prioritized) else None
         if self._prioritized is not None:
             self._prioritized.follow(self._storage)

@@ -6,6 +6,7 @@ from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.n_step import NStepSampler
 from rlbuf_td.samplers.proportional import ProportionalSampler
 from rlbuf_td.samplers.rank import RankSampler
+from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NStepSampler",
     "ProportionalSampler",
     "RankSampler",
+    "SequenceSampler",
     "UniformSampler",
     "gymnasium_reward_fn",
     "gymnasium_terminated_fn",

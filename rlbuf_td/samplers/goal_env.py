@@ -60,6 +60,16 @@ def gymnasium_terminated_fn(
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
 
     As :func:`gymnasium_reward_fn`, but most environments answer for one pair of goals only.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> class Line:
+        ...     def compute_terminated(self, achieved_goal, desired_goal, info):
+        ...         return bool(abs(achieved_goal - desired_goal) < 0.5)
+        >>> terminated_fn = gymnasium_terminated_fn(Line())
+        >>> goals = {"desired_goal": torch.ones(2, 1), "next": {"achieved_goal": torch.tensor([[1.0], [3.0]])}}
+        >>> terminated_fn(TensorDict(goals, [2]))
+        tensor([ True, False])
     """
     return _caller(env, "compute_terminated", goal_key, achieved_goal_key, info_keys or {}, vectorized)
 

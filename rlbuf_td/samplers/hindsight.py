@@ -16,7 +16,7 @@ from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import Boundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
 from rlbuf_td.kernels.goals import STRATEGIES, Law, choose_goals, relabel_
-from rlbuf_td.samplers.wrapper import Draw, SamplerWrapper, as_tuple, column_of, draw_from
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
@@ -135,18 +135,17 @@ class HindsightSampler(SamplerWrapper):
         self._her_ratio = float(value)
         self._thresholds = [self._her_ratio * share for share in self._shares]
 
-    def _draw(self, storage: Storage, batch_size: int) -> Draw:
-        flat, info, _ = draw_from(self.sampler, storage, batch_size)
+    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound
         if bound is None or bound.columns is not storage._storage:
             bound = self._bound = self._bind(storage)
         generator, device = self._rng, bound.outcomes.device
         source = device if generator is None else generator.device
-        uniform = torch.rand(flat.shape[0], dtype=torch.float64, generator=generator, device=source)
+        uniform = torch.rand(drawn.shape[0], dtype=torch.float64, generator=generator, device=source)
         if source != device:
             uniform = uniform.to(device)
         law = Law(self._thresholds, self.only_finished, len(storage))
-        return flat, info, partial(self._relabel_, bound, bound.trajectories.boundaries(), flat, uniform, law)
+        return partial(self._relabel_, bound, bound.trajectories.boundaries(), drawn, uniform, law)
 
     def _relabel_(
         self,

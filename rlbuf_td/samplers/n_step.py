@@ -16,7 +16,7 @@ from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import BitBoundaries
 from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, windows
 from rlbuf_td.samplers.hindsight import HindsightSampler
-from rlbuf_td.samplers.wrapper import Draw, Revise, SamplerWrapper, as_tuple, column_of, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key, walk
@@ -126,12 +126,11 @@ class NStepSampler(SamplerWrapper):
             raise ValueError(f"gamma must be between 0 and 1, got {value}")
         self._gamma = float(value)
 
-    def _draw(self, storage: Storage, batch_size: int) -> Draw:
-        flat, info, revise = draw_from(self.sampler, storage, batch_size)
+    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound
         if bound is None or bound.columns is not storage._storage:
             bound = self._bound = self._bind(storage)
-        return flat, info, partial(self._look_ahead_, storage, bound, revise)
+        return partial(self._look_ahead_, storage, bound, super()._reviser(storage, drawn))
 
     def _look_ahead_(
         self,

@@ -18,16 +18,12 @@ Revise: TypeAlias = Callable[[TensorDictBase, torch.Tensor, torch.Tensor | None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
 
 
-Draw: TypeAlias = tuple[torch.Tensor, dict[Any, Any], Revise | None]
-"""What is decided about a batch before any of it is read: flat rows, the sampler's report, and how to revise it."""
-
-
 class SamplerWrapper(Sampler):
     """Base of the samplers that wrap another one; abstract.
 
-    A wrapper draws through the sampler it wraps, and *revises* the batch: it changes or adds entries. What is decided
-    once for a drawn row (a goal, say) holds for every row that a wrapper around it looks at in its name: n-step returns
-    over hindsight sum the rewards of one goal. A subclass implements :meth:`_draw`.
+    The innermost sampler draws rows; each wrapper around it *revises* the batch: it changes or adds entries, from the
+    inside out. What is decided once for a drawn row (a goal, say) holds for every row that a wrapper looks at in its
+    name: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
 
     In this package's buffer a batch is read once and revised before the transforms run; in TorchRL's buffers the
     revised entries are the sampler's report, which they merge into the batch after the transforms.
@@ -37,6 +33,8 @@ class SamplerWrapper(Sampler):
     """
 
     sampler: Sampler
+    innermost: Sampler
+    """The sampler that draws the rows."""
 
     def __new__(cls, sampler: Sampler, *args: Any, **kwargs: Any) -> SamplerWrapper:
         """Make a prioritized wrapper for a prioritized sampler."""
@@ -46,11 +44,14 @@ class SamplerWrapper(Sampler):
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
+        self.innermost = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
 
     # -- drawing
 
-    def _draw(self, storage: Storage, batch_size: int) -> Draw:
-        raise NotImplementedError
+    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise | None:
+        """Decide what there is to decide for drawn rows (flat, ``[B]``), and return how to revise batches for them."""
+        inner = self.sampler
+        return inner._reviser(storage, drawn) if isinstance(inner, SamplerWrapper) else None
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of all entries that a revision may change or add."""
@@ -59,7 +60,8 @@ class SamplerWrapper(Sampler):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
-        flat, info, revise = self._draw(storage, batch_size)
+        flat, info = draw_from(self.innermost, storage, batch_size)
+        revise = self._reviser(storage, flat)
         batch = rows_at(storage, flat)
         if revise is not None:
             revise(batch, flat, None)
@@ -114,7 +116,7 @@ class SamplerWrapper(Sampler):
 
     def __getattr__(self, name: str) -> Any:
         """Look up settings and questions that a wrapper does not know in the wrapped sampler."""
-        if name.startswith("_") or name == "sampler":
+        if name.startswith("_") or name in ("sampler", "innermost"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
 
@@ -202,22 +204,13 @@ def _blank(cls: type[SamplerWrapper], sampler: Sampler) -> SamplerWrapper:
     return cls.__new__(cls, sampler)
 
 
-def innermost(sampler: Sampler) -> Sampler:
-    """Return the sampler that does the drawing."""
-    while isinstance(sampler, SamplerWrapper):
-        sampler = sampler.sampler
-    return sampler
-
-
-def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> Draw:
-    """Draw through any sampler, TorchRL's included."""
-    if isinstance(sampler, SamplerWrapper):
-        return sampler._draw(storage, batch_size)
+def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+    """Draw flat rows through any sampler that wraps none, TorchRL's included."""
     draw = getattr(sampler, "draw", None)
     if draw is not None:
-        return (*draw(storage, batch_size), None)
+        return draw(storage, batch_size)
     index, info = sampler.sample(storage, batch_size)
-    return flat_rows(index, storage, device_of(storage)), info, None
+    return flat_rows(index, storage, device_of(storage)), info
 
 
 def rows_at(storage: Storage, flat: torch.Tensor) -> TensorDictBase:

@@ -1,0 +1,266 @@
+"""Sequences of transitions, for recurrent agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import Sampler, Storage
+
+from rlbuf_td._tensordict import leaf_of
+from rlbuf_td.indices import coordinates, device_of, flat_rows
+from rlbuf_td.kernels.boundaries import Boundaries
+from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
+from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+
+Boundary: TypeAlias = Literal["pad", "shift", "strict"]
+_ROUNDS = 200  # of draws for windows that fit, on the CPU
+_BLIND_ROUNDS = 8  # the same on CUDA, where nobody looks whether they were needed
+
+
+class SequenceSampler(SamplerWrapper):
+    """Expand every drawn row, its *anchor*, into a window: ``burn_in`` rows before it, ``length`` rows from it on.
+
+    Windows never cross a trajectory's beginning or end, a lane or the write head. A batch is flat, ``[B * L]`` with
+    ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect it. ``batch_size``
+    counts rows, as with TorchRL's ``SliceSampler``: it must be a multiple of ``L``.
+
+    Besides the rows, a batch holds (``[B * L]``, bool but for the last):
+
+    - ``"mask"``: the row is real; False where a window was filled up with copies of its trajectory's first or last row.
+    - ``"burn_in_mask"``: the row lies before the anchor: run the network over it, but leave it out of the loss.
+    - ``"anchor_index"``: the index of the window's anchor.
+
+    Where the rows hold them, flags are set so that TorchRL's modules take each window for itself: ``"is_init"`` at its
+    first row and its first real one (a recurrent module starts there from the state that is stored with that row),
+    ``truncated`` and ``done`` at its last real row (as ``SliceSampler`` does). Entries that the wrapped sampler reports
+    (``"priority_weight"``) are repeated for all rows of a window.
+
+    Args:
+        sampler: what draws the anchors: any sampler, or a :class:`HindsightSampler` or :class:`NStepSampler`. A goal
+            drawn in hindsight holds for the whole window.
+        length: rows from the anchor on, at least 1.
+        burn_in: rows before it.
+        boundary: what to do where the trajectory ends within ``length``: ``"pad"``, fill up with copies of its last
+            row; ``"shift"``, begin earlier, so far as the trajectory reaches back, and pad what then is missing;
+            ``"strict"``, draw other anchors, until all windows (burn-in included) fit.
+        priority: how TD errors of a window's real rows after burn-in become the priority of its anchor: ``"max"``, or
+            ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
+        eta: the share of the largest, 0 to 1.
+        init_key: where rows say that a trajectory begins.
+        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+
+    Raises:
+        ValueError: an argument is out of range; (when sampling) ``batch_size`` is no multiple of ``L``.
+        KeyError: (at the first draw) nothing stored says where trajectories end.
+        RuntimeError: (``"strict"``) hardly any window fits. On CUDA, where looking would make the host wait, such
+            windows are in the batch with ``"mask"`` False throughout.
+
+    Cost: O(B * L). In this package's buffer ``update_tensordict_priority`` takes whole batches and sets the priorities
+    of the anchors. In TorchRL's, which hand over no anchors, they are taken to be the first rows after burn-in: use
+    ``"pad"`` or ``"strict"`` there.
+
+    Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
+        >>> from tensordict import TensorDict
+        >>> sampler = SequenceSampler(UniformSampler(unique=True), length=2, burn_in=1)
+        >>> rb = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=9)
+        >>> done = torch.tensor([False, False, True])
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(3), "next": {"done": done}}, [3]))
+        >>> batch = rb.sample().view(3, 3)  # three windows of three rows
+        >>> batch = batch[batch["anchor_index"][:, 0].argsort()]
+        >>> batch["x"].tolist(), batch["mask"].tolist()[0]
+        ([[0, 0, 1], [0, 1, 2], [1, 2, 2]], [False, True, True])
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        length: int,
+        *,
+        burn_in: int = 0,
+        boundary: Boundary = "pad",
+        priority: Literal["max", "mix"] = "max",
+        eta: float = 0.9,
+        init_key: NestedKey = "is_init",
+        done_key: NestedKey = DONE_KEY,
+        traj_key: NestedKey | None = TRAJ_KEY,
+    ) -> None:
+        if isinstance(sampler, SequenceSampler):
+            raise TypeError("SequenceSampler wraps a sampler that draws single rows, got a SequenceSampler")
+        if length < 1 or length != int(length):
+            raise ValueError(f"length must be a whole number, at least 1, got {length}")
+        if burn_in < 0 or burn_in != int(burn_in):
+            raise ValueError(f"burn_in must be a whole number, at least 0, got {burn_in}")
+        if boundary not in ("pad", "shift", "strict"):
+            raise ValueError(f"boundary must be 'pad', 'shift' or 'strict', got {boundary!r}")
+        if priority not in ("max", "mix"):
+            raise ValueError(f"priority must be 'max' or 'mix', got {priority!r}")
+        if not 0.0 <= eta <= 1.0:
+            raise ValueError(f"eta must be between 0 and 1, got {eta}")
+        super().__init__(sampler)
+        self.length, self.burn_in, self.boundary = int(length), int(burn_in), boundary
+        self.priority_rule, self.eta = priority, float(eta)
+        self.init_key = as_tuple(init_key)
+        self.done_key, self.traj_key = as_tuple(done_key), traj_key
+
+    @property
+    def window(self) -> int:
+        """Rows of a window, ``burn_in + length``."""
+        return self.burn_in + self.length
+
+    # -- drawing
+
+    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+        """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
+        window = self.window
+        if batch_size % window:
+            raise ValueError(
+                f"batch_size counts rows: it must be a multiple of burn_in + length = {self.burn_in} + {self.length} = "
+                f"{window}, got {batch_size}; for 32 sequences take {32 * window}"
+            )
+        anchors, info, back, ahead = self._anchors(storage, batch_size // window)
+        revise = self._reviser(storage, anchors)
+        flat, real = self._windows(storage, anchors, back, ahead)
+        batch = rows_at(storage, flat)
+        if revise is not None:
+            revise(batch, flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
+        self._mark_(batch, real)
+        info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
+        index = coordinates(anchors, storage)
+        index = torch.stack(index, -1) if isinstance(index, tuple) else index
+        before = torch.arange(window, device=flat.device) < self.burn_in
+        info["mask"] = real.flatten()
+        info["burn_in_mask"] = before.repeat(len(anchors))
+        info["anchor_index"] = index.repeat_interleave(window, 0)
+        return flat, info, batch
+
+    def _anchors(self, storage: Storage, count: int) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
+        """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
+        boundaries = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
+        anchors, info = draw_from(self.innermost, storage, count)
+        back, ahead, _ = boundaries.reach(anchors)
+        if self.boundary == "strict":
+            return self._redraw(storage, boundaries, anchors, info, back, ahead)
+        return anchors, info, back, ahead
+
+    def _redraw(
+        self,
+        storage: Storage,
+        boundaries: Boundaries,
+        anchors: torch.Tensor,
+        info: dict[Any, Any],
+        back: torch.Tensor,
+        ahead: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
+        """Draw again for windows that do not fit."""
+        for _ in range(_BLIND_ROUNDS if anchors.is_cuda else _ROUNDS):
+            fits = (back >= self.burn_in) & (ahead >= self.length - 1)
+            if not anchors.is_cuda and bool(fits.all()):
+                break
+            others, other_info = draw_from(self.innermost, storage, len(anchors))
+            anchors = torch.where(fits, anchors, others)
+            for key, value in info.items():
+                info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key])
+            back, ahead, _ = boundaries.reach(anchors)
+        else:
+            if not anchors.is_cuda:
+                raise RuntimeError(
+                    f"in {_ROUNDS} draws of {len(anchors)} anchors hardly any had a window of {self.window} rows "
+                    "within its trajectory: take shorter windows, or boundary='pad'"
+                )
+        return anchors, info, back, ahead
+
+    def _windows(
+        self, storage: Storage, anchors: torch.Tensor, back: torch.Tensor, ahead: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the flat rows of windows, ``[B * L]``, and which of them are real, ``[B, L]``."""
+        size = storage._storage.batch_size[: storage.ndim]
+        lanes = size[1:].numel()
+        if self.boundary == "shift":
+            shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
+            anchors, back, ahead = anchors - shift * lanes, back - shift, ahead + shift
+        wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
+        offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
+        real = offset == wanted
+        if self.boundary == "strict" and anchors.is_cuda:
+            real &= real.all(1, keepdim=True)
+        return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
+
+    def _mark_(self, batch: TensorDictBase, real: torch.Tensor) -> None:
+        """Set the flags that part windows from each other."""
+        first, last = real.clone(), real.clone()
+        first[:, 1:] &= ~real[:, :-1]
+        last[:, :-1] &= ~real[:, 1:]
+        first[:, 0] = True
+        for key, flag in ((self.init_key, first), (self._beside("truncated"), last), (self._beside("done"), last)):
+            stored = leaf_of(batch, key)
+            if stored is not None:
+                stored |= flag.view(-1, *[1] * (stored.ndim - 1))
+
+    def _beside(self, name: str) -> tuple[str, ...]:
+        return (*self.done_key[:-1], name)
+
+    def _revised_keys(self) -> Iterator[NestedKey]:
+        yield from super()._revised_keys()
+        yield from (self.init_key, self._beside("truncated"), self._beside("done"))
+
+    # -- priorities
+
+    def anchored(
+        self, batch: TensorDictBase, index: torch.Tensor, td_error: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the anchors of a batch of whole windows, and their priorities.
+
+        Raises:
+            KeyError: the batch has lost an entry that says what its rows are.
+            ValueError: it does not hold whole windows.
+        """
+        entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
+        if any(entry is None for entry in entries):
+            raise KeyError("a batch of sequences needs its 'mask', 'burn_in_mask' and 'anchor_index' to set priorities")
+        mask, burn_in, anchors = entries
+        if td_error.shape[0] % self.window:
+            raise ValueError(
+                f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows: update priorities with "
+                "the batch as it was sampled"
+            )
+        anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
+        return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
+        """Set priorities: of the anchors, if the rows named are whole windows, else of the rows themselves."""
+        if storage is not None and isinstance(priority, torch.Tensor) and priority.numel() > 1:
+            flat = flat_rows(index, storage, device_of(storage))
+            if flat.numel() == priority.numel() and flat.numel() % self.window == 0:
+                rows = flat.view(-1, self.window)
+                lanes, cells = storage.shape[1:].numel() if storage.ndim > 1 else 1, len(storage)
+                step = (rows[:, 1:] - rows[:, :-1]) % cells
+                if flat.is_cuda or bool(((step == 0) | (step == lanes % cells)).all()):
+                    learned = torch.ones_like(rows, dtype=torch.bool)
+                    learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
+                    learned[:, : self.burn_in] = False
+                    index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
+        return super().update_priority(index, priority, storage=storage)
+
+    def _summary(self, td_error: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+        """Return one priority a window, ``[B]``, of the rows that are ``learned`` from."""
+        magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
+        largest = magnitude.amax(1)
+        if self.priority_rule == "max":
+            return largest
+        mean = magnitude.sum(1) / learned.view(-1, self.window).sum(1).clamp(min=1)
+        return self.eta * largest + (1 - self.eta) * mean
+
+    def _settings(self) -> dict[str, Any]:
+        return {"eta": self.eta}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.sampler!r}, length={self.length}, burn_in={self.burn_in}, "
+            f"boundary={self.boundary!r}, priority={self.priority_rule!r})"
+        )
