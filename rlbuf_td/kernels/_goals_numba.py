@@ -9,6 +9,7 @@ from rlbuf_td.kernels._boundaries_numba import is_over, split, steps_ahead, step
 from rlbuf_td.kernels._memory_numba import copy_bytes, load_float64, load_int64, prefetch, store_bool
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
+_AHEAD = 16  # goals that begin to come before the first one is copied
 
 
 @_kernel
@@ -45,20 +46,18 @@ def relabel(
     bits, starts, steps, future, final, episode, random, only_finished, live,
     outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask,
 ):  # fmt: skip
-    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
-
-    All goals are chosen, and begin to come, before the first one is copied.
-    """
+    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses."""
     rows = np.empty(count, np.int64)
-    for i in range(count):
-        cell, pick = load_int64(cells + 8 * i), load_float64(uniform + 8 * i)
-        row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick)
-        rows[i] = row
-        store_bool(mask + i, row >= 0)
-        if row >= 0:
-            prefetch(outcomes + row * stride)
-    for i in range(count):
-        if rows[i] >= 0:
+    for begun in range(count + _AHEAD):
+        if begun < count:
+            cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
+            row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick)
+            rows[begun] = row
+            store_bool(mask + begun, row >= 0)
+            if row >= 0:
+                prefetch(outcomes + row * stride)
+        i = begun - _AHEAD
+        if i >= 0 and rows[i] >= 0:
             copy_bytes(first + i * first_stride, outcomes + rows[i] * stride, width)
             if second != first:
                 copy_bytes(second + i * second_stride, outcomes + rows[i] * stride, width)

@@ -18,6 +18,37 @@ from rlbuf_td.kernels._memory_numba import (
 )
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
+_AHEAD = 12  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
+
+
+@_kernel
+def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n):
+    """Start loading what an n-step transition of ``cell`` reads, if its trajectory goes on so far."""
+    at = source + cell * row_bytes
+    for _ in range(1, n):
+        at += lanes * row_bytes
+        prefetch(at + reward)
+    if len(offsets):
+        for line in range(offsets[0], offsets[-1] + widths[-1], 64):
+            prefetch(at + line)
+        prefetch(at + offsets[-1] + widths[-1] - 1)
+
+
+@_kernel
+def _reward_at(address, double):
+    return load_float64(address) if double else np.float64(load_float32(address))
+
+
+@_kernel
+def _walk(bits, steps, cell, n):
+    """Return how many steps, at most n, a trajectory goes on from ``cell``, itself included, and the last row."""
+    lanes = len(bits)
+    t, lane = split(cell, lanes)
+    k = 1
+    while k < n and not is_cut(bits, lane, t):
+        t = t + 1 if t + 1 < steps else 0
+        k += 1
+    return k, t * lanes + lane
 
 
 @_kernel
@@ -25,42 +56,30 @@ def n_step(
     bits, starts, steps, reward, features, double, row_bytes, offsets, widths,
     source, batch, count, rows, taken, n, gamma,
 ):  # fmt: skip
-    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.n_step.n_step_`.
-
-    First it is found how far each row goes, and what lies there begins to come; then sums and copies are made.
-    """
-    lanes = len(bits)
-    for i in range(count):
-        cell = load_int64(rows + 8 * i)
-        t, lane = split(cell, lanes)
-        k = 1
-        while k < n and not is_cut(bits, lane, t):
-            t = t + 1 if t + 1 < steps else 0
-            k += 1
-            at = source + (t * lanes + lane) * row_bytes
-            prefetch(at + reward)
-        if k > 1:
-            for part in range(len(offsets)):
-                prefetch(at + offsets[part])
+    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.n_step.n_step_`."""
+    lanes, width = len(bits), 8 if double else 4
+    for begun in range(count + _AHEAD):
+        if begun < count:
+            _expect(source, lanes, row_bytes, reward, offsets, widths, load_int64(rows + 8 * begun), n)
+        i = begun - _AHEAD
+        if i < 0:
+            continue
+        cell, to = load_int64(rows + 8 * i), batch + i * row_bytes
+        k, last = _walk(bits, steps, cell, n)
         store_int64(taken + 8 * i, k)
-    width = 8 if double else 4
-    for i in range(count):
-        k = load_int64(taken + 8 * i)
         if k == 1:
             continue
-        cell = load_int64(rows + 8 * i)
         for feature in range(features):
-            to, total, discount, here = batch + i * row_bytes + reward + feature * width, 0.0, 1.0, cell
-            for _ in range(k):
-                at = source + here * row_bytes + reward + feature * width
-                total += discount * (load_float64(at) if double else np.float64(load_float32(at)))
-                discount *= gamma
+            at, here = reward + feature * width, cell
+            total = _reward_at(source + here * row_bytes + at, double)
+            discount = 1.0
+            for _ in range(1, k):
                 here = here + lanes if here + lanes < steps * lanes else here + lanes - steps * lanes
+                discount *= gamma
+                total += discount * _reward_at(source + here * row_bytes + at, double)
             if double:
-                store_float64(to, total)
+                store_float64(to + at, total)
             else:
-                store_float32(to, np.float32(total))
-        last = cell + (k - 1) * lanes
-        last = last - steps * lanes if last >= steps * lanes else last
+                store_float32(to + at, np.float32(total))
         for part in range(len(offsets)):
-            copy_bytes(batch + i * row_bytes + offsets[part], source + last * row_bytes + offsets[part], widths[part])
+            copy_bytes(to + offsets[part], source + last * row_bytes + offsets[part], widths[part])

@@ -44,19 +44,19 @@ class SamplerWrapper(Sampler):
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self.innermost = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
+        self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # asking takes longer than knowing
+        self.innermost = sampler if self._inner is None else self._inner.innermost
 
     # -- drawing
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise | None:
         """Decide what there is to decide for drawn rows (flat, ``[B]``), and return how to revise batches for them."""
-        inner = self.sampler
-        return inner._reviser(storage, drawn) if isinstance(inner, SamplerWrapper) else None
+        return None if self._inner is None else self._inner._reviser(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of all entries that a revision may change or add."""
-        if isinstance(self.sampler, SamplerWrapper):
-            yield from self.sampler._revised_keys()
+        if self._inner is not None:
+            yield from self._inner._revised_keys()
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
@@ -83,8 +83,7 @@ class SamplerWrapper(Sampler):
         self, batch: TensorDictBase, index: torch.Tensor, td_error: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
-        inner = self.sampler
-        return inner.anchored(batch, index, td_error) if isinstance(inner, SamplerWrapper) else (index, td_error)
+        return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
     # -- what goes to the wrapped sampler
 
