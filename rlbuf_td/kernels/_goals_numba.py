@@ -13,8 +13,9 @@ _AHEAD = 16  # goals that begin to come before the first one is copied
 
 
 @_kernel
-def _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick):
+def _choose(bits, starts, steps, thresholds, only_finished, live, cell, pick):
     """Return the row that gives ``cell`` its goal, -1 for none."""
+    future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
     lanes = len(bits)
@@ -33,17 +34,17 @@ def _choose(bits, starts, steps, future, final, episode, random, only_finished, 
 
 
 @_kernel
-def choose_goals(bits, starts, steps, future, final, episode, random, only_finished, live, cells, uniform, rows, mask):
+def choose_goals(bits, starts, steps, thresholds, only_finished, live, cells, uniform, rows, mask):
     """Write the rows chosen for ``cells``, and whether each is relabelled."""
     for i in range(len(cells)):
-        row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cells[i], uniform[i])
+        row = _choose(bits, starts, steps, thresholds, only_finished, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
 
 
 @_kernel
 def relabel(
-    bits, starts, steps, future, final, episode, random, only_finished, live,
+    bits, starts, steps, thresholds, only_finished, live,
     outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask,
 ):  # fmt: skip
     """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses."""
@@ -51,7 +52,7 @@ def relabel(
     for begun in range(count + _AHEAD):
         if begun < count:
             cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
-            row = _choose(bits, starts, steps, future, final, episode, random, only_finished, live, cell, pick)
+            row = _choose(bits, starts, steps, thresholds, only_finished, live, cell, pick)
             rows[begun] = row
             store_bool(mask + begun, row >= 0)
             if row >= 0:

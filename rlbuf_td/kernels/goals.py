@@ -22,12 +22,46 @@ from rlbuf_td.kernels.columns import copy_rows_
 STRATEGIES = ("future", "final", "episode", "random")
 
 
+class Law(NamedTuple):
+    """Who gets a goal, and from where.
+
+    Attributes:
+        thresholds: ``[4]`` float64, one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by
+            the first strategy whose threshold its uniform number is below; where it lies between two chooses the row.
+        only_finished: leave rows of unfinished trajectories alone, but for ``random``.
+    """
+
+    thresholds: np.ndarray
+    only_finished: bool
+
+
+class Outcomes(NamedTuple):
+    """The column of a storage that goals are read from; :meth:`of` makes it.
+
+    Attributes:
+        column: ``[T * E, ...]``, each row contiguous.
+        address, stride, width: where it lies, in bytes.
+    """
+
+    column: Tensor
+    address: int
+    stride: int
+    width: int
+
+    @classmethod
+    def of(cls, column: Tensor) -> Outcomes:
+        """Describe a column."""
+        size = column.element_size()
+        return cls(column, column.data_ptr(), column.stride(0) * size, column.shape[1:].numel() * size)
+
+
 def relabel_(
     boundaries: Boundaries,
     cells: Tensor,
     uniform: Tensor,
     law: Law,
-    outcomes: Tensor,
+    live: int,
+    outcomes: Outcomes,
     goals: Sequence[Tensor],
 ) -> Tensor:
     """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
@@ -37,32 +71,29 @@ def relabel_(
         cells: the batch's flat rows, ``[B]`` int64, contiguous.
         uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
         law: who gets a goal, and from where.
-        outcomes: the column of a storage that goals are read from, ``[T * E, ...]``, each row contiguous.
+        live: how many rows are written.
+        outcomes: what to read.
         goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
     """
     if not isinstance(boundaries, BitBoundaries):
-        rows, mask = choose_goals(boundaries, cells, uniform, law)
+        rows, mask = choose_goals(boundaries, cells, uniform, law, live)
         for goal in goals:
-            copy_rows_(goal, outcomes, rows, mask)
+            copy_rows_(goal, outcomes.column, rows, mask)
         return mask
-    size = outcomes.element_size()
-    stride = outcomes.stride(0)
-    first, second = goals[0], goals[-1]
-    mask = torch.empty(cells.shape, dtype=torch.bool)
+    count, first, second = cells.shape[0], goals[0], goals[-1]
+    size = first.element_size()
+    mask = torch.empty(count, dtype=torch.bool)
     twin().relabel(
         *boundaries.arrays,
         boundaries.steps,
-        *law.thresholds,
-        law.only_finished,
-        law.live,
-        outcomes.data_ptr(),
-        stride * size,
-        outcomes[:1].numel() * size,
+        *law,
+        live,
+        *outcomes[1:],
         first.data_ptr(),
         first.stride(0) * size,
         second.data_ptr(),
         second.stride(0) * size,
-        cells.shape[0],
+        count,
         cells.data_ptr(),
         uniform.data_ptr(),
         mask.data_ptr(),
@@ -70,22 +101,7 @@ def relabel_(
     return mask
 
 
-class Law(NamedTuple):
-    """Who gets a goal, and from where.
-
-    Attributes:
-        thresholds: one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by the first
-            strategy whose threshold its uniform number is below; where it lies between two chooses among the rows.
-        only_finished: leave rows of unfinished trajectories alone, but for ``random``.
-        live: how many rows are written.
-    """
-
-    thresholds: Sequence[float]
-    only_finished: bool
-    live: int
-
-
-def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law) -> tuple[Tensor, Tensor]:
+def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
     """Choose the rows whose outcomes become goals; arguments as for :func:`relabel_`.
 
     Returns:
@@ -93,8 +109,9 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        given = *law.thresholds, law.only_finished, law.live, cells.numpy(), uniform.numpy()
-        twin().choose_goals(*boundaries.arrays, boundaries.steps, *given, rows, mask)
+        twin().choose_goals(
+            *boundaries.arrays, boundaries.steps, *law, live, cells.numpy(), uniform.numpy(), rows, mask
+        )
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
@@ -105,7 +122,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
     offset = torch.where(strategy == 0, within, torch.where(strategy == 1, ahead, around))
     rows = (cells + offset * lanes) % (steps * lanes)
-    rows = torch.where(strategy == 3, (where * law.live).long().clamp(max=law.live - 1), rows)
+    rows = torch.where(strategy == 3, (where * live).long().clamp(max=live - 1), rows)
     mask = strategy < len(STRATEGIES)
     if law.only_finished:
         mask &= over | (strategy == 3)

@@ -8,14 +8,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of, set_entries_
-from rlbuf_td.kernels.boundaries import Boundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
-from rlbuf_td.kernels.goals import STRATEGIES, Law, choose_goals, relabel_
+from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, relabel_
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
@@ -30,7 +30,8 @@ class _Bound:
 
     columns: TensorDictBase
     trajectories: TrajectoryIndex
-    outcomes: torch.Tensor
+    outcomes: Outcomes
+    device: torch.device
     goal_keys: list[tuple[str, ...]]
 
 
@@ -115,7 +116,7 @@ class HindsightSampler(SamplerWrapper):
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
         self.strategy = strategy
-        self._shares = _cumulative(strategy)
+        self._shares = np.array(_cumulative(strategy))
         self.her_ratio = her_ratio
         self.only_finished = only_finished
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
@@ -133,39 +134,38 @@ class HindsightSampler(SamplerWrapper):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
         self._her_ratio = float(value)
-        self._thresholds = [self._her_ratio * share for share in self._shares]
+        self._thresholds = self._her_ratio * self._shares
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound
         if bound is None or bound.columns is not storage._storage:
             bound = self._bound = self._bind(storage)
-        generator, device = self._rng, bound.outcomes.device
+        generator, device = self._rng, bound.device
         source = device if generator is None else generator.device
         uniform = torch.rand(drawn.shape[0], dtype=torch.float64, generator=generator, device=source)
         if source != device:
             uniform = uniform.to(device)
-        law = Law(self._thresholds, self.only_finished, len(storage))
-        return partial(self._relabel_, bound, bound.trajectories.boundaries(), drawn, uniform, law)
+        return partial(self._relabel_, bound, len(storage), drawn, uniform)
 
     def _relabel_(
         self,
         bound: _Bound,
-        boundaries: Boundaries,
+        live: int,
         drawn: torch.Tensor,
         uniform: torch.Tensor,
-        law: Law,
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> None:
-        """Give rows of ``batch`` the goals that the drawn rows have been given by ``uniform`` and ``law``."""
+        """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, ``live`` being written."""
+        boundaries, law = bound.trajectories.boundaries(), Law(self._thresholds, self.only_finished)
         goals = [leaf_of(batch, key) for key in bound.goal_keys]
         if owner is None:
-            mask = relabel_(boundaries, drawn, uniform, law, bound.outcomes, goals)
+            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals)
         else:
-            rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law))
+            rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law, live))
             for goal in goals:
-                copy_rows_(goal, bound.outcomes, rows, mask)
+                copy_rows_(goal, bound.outcomes.column, rows, mask)
         reward = leaf_of(batch, self.reward_key)
         new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
@@ -199,7 +199,7 @@ class HindsightSampler(SamplerWrapper):
                     f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
-        return _Bound(storage._storage, trajectories, outcomes, list(goals))
+        return _Bound(storage._storage, trajectories, Outcomes.of(outcomes), outcomes.device, list(goals))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         """Set the flags of relabelled rows anew."""
