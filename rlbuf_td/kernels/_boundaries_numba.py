@@ -15,6 +15,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
+#: For what is called once a row: an array handed to a function is seven numbers on the stack.
+inlined = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
 
 
@@ -57,7 +59,7 @@ def _clear(bits, lane, starts, t):
         t >>= _SIX
 
 
-@_kernel
+@inlined
 def _is_over(bits, lane, starts, t):
     """Return whether a trajectory ended with step ``t``."""
     t = np.uint64(t)
@@ -117,13 +119,8 @@ def _descend(bits, lane, starts, level, position, first):
 
 
 @_kernel
-def _next(bits, lane, starts, t):
-    """Return the first cut at ``t`` or later, -1 if there is none."""
-    position = np.uint64(t)
-    word = bits[lane, position >> _SIX] & (_ALL << (position & _63))
-    if word != 0:
-        return np.int64(((position >> _SIX) << _SIX) + _trailing_zeros(word))
-    position = (position >> _SIX) + _ONE
+def _next_above(bits, lane, starts, position):
+    """Return the first cut in word ``position`` or a later one, by the summaries; -1 if there is none."""
     for level in range(1, len(starts) - 1):
         at = np.uint64(starts[level]) + (position >> _SIX)
         if at >= np.uint64(starts[level + 1]):
@@ -136,13 +133,20 @@ def _next(bits, lane, starts, t):
     return np.int64(-1)
 
 
-@_kernel
-def _previous(bits, lane, starts, t):
-    """Return the last cut at ``t`` or earlier, -1 if there is none."""
-    if t < 0:
-        return np.int64(-1)
+@inlined
+def _next(bits, lane, starts, t):
+    """Return the first cut at ``t`` or later, -1 if there is none."""
     position = np.uint64(t)
-    for level in range(len(starts) - 1):
+    word = bits[lane, position >> _SIX] & (_ALL << (position & _63))
+    if word != 0:
+        return np.int64(((position >> _SIX) << _SIX) + _trailing_zeros(word))
+    return _next_above(bits, lane, starts, (position >> _SIX) + _ONE)
+
+
+@_kernel
+def _previous_above(bits, lane, starts, position):
+    """Return the last cut in word ``position`` or an earlier one, by the summaries; -1 if there is none."""
+    for level in range(1, len(starts) - 1):
         word = bits[lane, np.uint64(starts[level]) + (position >> _SIX)] & (_ALL >> (_63 - (position & _63)))
         if word != 0:
             position = ((position >> _SIX) << _SIX) + (_63 - _leading_zeros(word))
@@ -154,7 +158,20 @@ def _previous(bits, lane, starts, t):
     return np.int64(-1)
 
 
-@_kernel
+@inlined
+def _previous(bits, lane, starts, t):
+    """Return the last cut at ``t`` or earlier, -1 if there is none."""
+    if t < 0:
+        return np.int64(-1)
+    position = np.uint64(t)
+    word = bits[lane, position >> _SIX] & (_ALL >> (_63 - (position & _63)))
+    position >>= _SIX
+    if word != 0:
+        return np.int64((position << _SIX) + (_63 - _leading_zeros(word)))
+    return np.int64(-1) if position == 0 else _previous_above(bits, lane, starts, position - _ONE)
+
+
+@inlined
 def split(cell, lanes):
     """Return time step and lane of a flat row."""
     if lanes == 1:
@@ -163,28 +180,28 @@ def split(cell, lanes):
     return t, cell - t * lanes
 
 
-@_kernel
+@inlined
 def steps_ahead(bits, starts, steps, lane, t):
     """Return how many steps after step ``t`` of a lane its trajectory ends."""
     last = _next(bits, lane, starts, t)
     return last - t if last >= 0 else _next(bits, lane, starts, 0) + steps - t
 
 
-@_kernel
+@inlined
 def steps_back(bits, starts, steps, lane, t):
     """Return how many steps before step ``t`` of a lane its trajectory begins."""
     before = _previous(bits, lane, starts, t - 1)
     return t - before - 1 if before >= 0 else t + steps - _previous(bits, lane, starts, steps - 1) - 1
 
 
-@_kernel
+@inlined
 def is_cut(bits, lane, t):
     """Return whether the step after step ``t`` of a lane does not follow it."""
     t = np.uint64(t)
     return (bits[lane, t >> _SIX] >> (t & _63)) & _ONE != 0
 
 
-@_kernel
+@inlined
 def is_over(bits, starts, steps, lane, t):
     """Return whether a trajectory ended with step ``t``, which may lie beyond the end of the ring."""
     return _is_over(bits, lane, starts, t - steps if t >= steps else t)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlbuf_td.kernels._boundaries_numba import is_over, split, steps_ahead, steps_back
+from rlbuf_td.kernels._boundaries_numba import inlined, is_over, split, steps_ahead, steps_back
 from rlbuf_td.kernels._memory_numba import copy_bytes, load_float64, load_int64, prefetch, store_bool
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 _AHEAD = 16  # goals that begin to come before the first one is copied
 
 
-@_kernel
+@inlined
 def _choose(bits, starts, steps, thresholds, only_finished, live, cell, pick):
     """Return the row that gives ``cell`` its goal, -1 for none."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlbuf_td.kernels._boundaries_numba import is_cut, split
+from rlbuf_td.kernels._boundaries_numba import inlined, is_cut, split
 from rlbuf_td.kernels._memory_numba import (
     copy_bytes,
     load_float32,
@@ -21,7 +21,7 @@ _kernel = njit(cache=True, nogil=True, error_model="numpy")
 _AHEAD = 12  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
 
 
-@_kernel
+@inlined
 def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n):
     """Start loading what an n-step transition of ``cell`` reads, if its trajectory goes on so far."""
     at = source + cell * row_bytes
@@ -34,12 +34,12 @@ def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n):
         prefetch(at + offsets[-1] + widths[-1] - 1)
 
 
-@_kernel
+@inlined
 def _reward_at(address, double):
     return load_float64(address) if double else np.float64(load_float32(address))
 
 
-@_kernel
+@inlined
 def _walk(bits, steps, cell, n):
     """Return how many steps, at most n, a trajectory goes on from ``cell``, itself included, and the last row."""
     lanes = len(bits)
