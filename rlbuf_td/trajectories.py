@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 
-from rlbuf_td.indices import device_of, flat_rows
+from rlbuf_td.indices import device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.boundaries import Boundaries, make_boundaries
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
+_NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
 
 
 class TrajectoryIndex:
@@ -36,8 +37,8 @@ class TrajectoryIndex:
     rows that are stored; the index does not check that a row has been written.
 
     Raises:
-        KeyError: (on the first question or write) neither flags nor ids are stored.
-        TypeError: the storage does not hold tensors.
+        KeyError: (on the first question) neither flags nor ids are stored.
+        TypeError: (on the first question) the storage holds no TensorDicts, flags are not bool, or ids no integers.
 
     Cost: O(1) a row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes a
     row. On CUDA 2 bytes a row, and a scan of all rows at the first question after a write.
@@ -144,31 +145,38 @@ class TrajectoryIndex:
 
     def mark_range(self, start: int, count: int) -> None:
         """Take in flat rows ``start, start + 1, ...``: whole time steps that were written in this order."""
-        boundaries = self._followed()
+        lanes = lanes_of(self.storage).numel()
+        start, count = start // lanes, count // lanes
+        boundaries = self._followed() or self._begun(start, count)
         if boundaries is not None:
-            lanes = self._end.shape[1]
-            self._take_in(boundaries, start // lanes, count // lanes)
+            self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Take in rows that a writer has written in this order: an int, ``[n]``, or ``[n * E, ndim]``; -1 is none."""
-        boundaries = self._followed()
+        """Take in rows that a writer has written in this order: an int, ``[n]``, or ``[n * E, ndim]``.
+
+        -1 is a row that the writer has left out: what comes next follows nothing.
+        """
+        rows = torch.as_tensor(index).cpu().numpy()
+        steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
+        boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None:
             return
-        rows = torch.as_tensor(index).cpu().numpy()
-        steps = rows[:: self._end.shape[1], 0] if rows.ndim == 2 else rows.reshape(-1)
-        steps = steps[steps >= 0]
+        steps = np.where(steps < 0, -2, steps)  # never one less than a row
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
-            if len(run):
+            if not len(run):
+                continue
+            if run[0] < 0:
+                boundaries.head.fill_(-1)
+            else:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def rebuild(self) -> Boundaries:
-        """Read all rows again, as a ring whose newest step is the storage's last one; O(T)."""
+        """Read all rows again, as a ring; O(T)."""
         boundaries = self._bind()
         boundaries.clear()
         storage, (steps, lanes) = self.storage, self._end.shape
         live = len(storage) // lanes
-        cursor = storage._last_cursor_index
-        head = live - 1 if cursor is None or int(cursor) < 0 else int(cursor)
+        head = self._newest(steps)
         if live == steps and head + 1 < steps:
             self._take_in(boundaries, head + 1, steps - head - 1)
             self._take_in(boundaries, 0, head + 1)
@@ -176,6 +184,19 @@ class TrajectoryIndex:
             self._take_in(boundaries, 0, live)
         self._seen[0] = int(storage._mutation_revision)
         return boundaries
+
+    def _newest(self, steps: int) -> int:
+        """Return the step that a full ring wrote last.
+
+        Its writer knows, whatever has been written by other ways in between; storages of TorchRL forget it in a
+        checkpoint. Where no ring has written, it is the last one that the storage was given.
+        """
+        for listener in self.storage._attached_entities:
+            writer = getattr(listener, "_writer", None)
+            if isinstance(writer, RoundRobinWriter) and writer._write_count:
+                return (writer._cursor - 1) % steps
+        cursor = self.storage._last_cursor_index
+        return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
         """Return the boundaries if one more write brings them up to date; else the next question rebuilds them.
@@ -192,16 +213,37 @@ class TrajectoryIndex:
         self._seen[0] = revision
         return self._boundaries
 
+    def _begun(self, start: int, count: int) -> Boundaries | None:
+        """Return empty boundaries if this write is all that is stored: ``count`` steps from ``start`` on.
+
+        Of a write that wraps these are the first part; the second ends before ``start``, with the storage's last step.
+        """
+        storage = self.storage
+        live = len(storage) // lanes_of(storage).numel()
+        if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
+            return None
+        try:
+            boundaries = self._bind()
+        except (KeyError, TypeError):  # the rows are written already: the next question says what is wrong with them
+            return None
+        boundaries.clear()
+        self._seen[0] = int(storage._mutation_revision)
+        return boundaries
+
     def _take_in(self, boundaries: Boundaries, start: int, count: int) -> None:
         if self._flags:
             part = slice(start, start + count)
-            self._end[part] = torch.stack([flag[part].flatten(2).any(2) for flag in self._flags]).any(0)
+            self._end[part] = torch.stack([_any(flag[part]) for flag in self._flags]).any(0)
         boundaries.write(start, count, self._end, self._name)
 
     def _bind(self) -> Boundaries:
         """Look at the storage's columns, and return boundaries of their size."""
         storage = self.storage
         columns = getattr(storage, "_storage", None)
+        if columns is None:
+            raise RuntimeError(
+                "cannot find trajectories in a storage without rows: write to it, or load the storage first"
+            )
         if not isinstance(columns, TensorDictBase):
             raise TypeError(
                 "trajectories are found in a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
@@ -229,7 +271,7 @@ class TrajectoryIndex:
 
         name = column(self.traj_key)
         if name is not None:
-            if name.shape[2:].numel() != 1 or name.is_floating_point() or name.is_complex():
+            if name.shape[2:].numel() != 1 or name.dtype in _NO_NAMES or name.is_floating_point():
                 raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {_kind(name)}")
             name = name.view(name.shape[:2])
         parts = [(*self.done_key[:-1], flag) for flag in ("terminated", "truncated")]
@@ -281,6 +323,10 @@ class TrajectoryIndex:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
+
+
+def _any(flags: torch.Tensor) -> torch.Tensor:
+    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
 
 
 def _as_tuple(key: NestedKey) -> tuple[str, ...]:

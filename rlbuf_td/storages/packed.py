@@ -309,7 +309,8 @@ class PackedStorage(LazyTensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:
             kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
-            return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": self.state_dict()}
+            saved = self._mutation_revision, self.state_dict()
+            return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
         if self._rows is None:
             raise RuntimeError(
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
@@ -326,7 +327,9 @@ class PackedStorage(LazyTensorStorage):
         if saved is not None:  # a copy: rows and counters of its own
             self._rows = self._live = self._storage = None
             self._make_counters()
-            self.load_state_dict(saved)
+            revision, rows = saved
+            self.load_state_dict(rows)
+            self._mutation_revision_value.value = revision  # what was read from the original holds for the copy
         elif mapped is not None:  # another process: the same rows
             layout, shape = mapped
             memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)

@@ -1,0 +1,232 @@
+"""Every sampler, within every wrapper, over every kind of buffer, against brute force."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from tests.statistics import assert_follows
+from tests.worlds import Cell, Fields, Recipe, World, expected, reward_fn, terminated_fn, window
+
+SAMPLERS = ("uniform", "proportional", "rank")
+RECIPES = {
+    "plain": Recipe(),
+    "hindsight": Recipe(hindsight=True),
+    "n-step": Recipe(n_step=True),
+    "n-step over hindsight": Recipe(n_step=True, hindsight=True),
+    "sequence": Recipe(sequence=True),
+    "sequence over hindsight": Recipe(sequence=True, hindsight=True),
+    "sequence over n-step": Recipe(sequence=True, n_step=True),
+    "all": Recipe(sequence=True, n_step=True, hindsight=True),
+}
+ASKED = [*RECIPES][:5]
+FILLS = {"filling": 0.6, "full": 1.0, "wrapped": 2.4}
+BUFFERS: dict[str, Any] = {
+    "ours": (ReplayBuffer, PackedStorage, RingWriter),
+    "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
+    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
+    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
+}
+ANCHORS = 40  # drawn at once
+
+
+def innermost(kind: str, capacity: int) -> Sampler:
+    if kind == "uniform":
+        return UniformSampler()
+    # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
+    cls = ProportionalSampler if kind == "proportional" else RankSampler
+    return cls(capacity, alpha=0.7, beta=0.5, stratified=False)
+
+
+def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
+    if recipe.hindsight:
+        sampler = HindsightSampler(
+            sampler,
+            reward_fn,
+            her_ratio=recipe.her_ratio,
+            strategy=recipe.strategy,  # type: ignore[arg-type]
+            terminated_fn=terminated_fn,
+        )
+    if recipe.n_step:
+        sampler = NStepSampler(sampler, recipe.n, recipe.gamma)
+    if recipe.sequence:
+        sampler = SequenceSampler(sampler, recipe.length, burn_in=recipe.burn_in, boundary=recipe.boundary)
+    return sampler
+
+
+def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0) -> tuple[World, Sampler]:
+    """Return a filled world, and the sampler that draws its rows; prioritized rows have distinct priorities."""
+    steps, lanes = (59, 1) if ndim == 1 else (21, 3)
+    cls, storage, writer = BUFFERS[buffer]
+    sampler = innermost(kind, steps * lanes)
+    rb = cls(
+        storage=storage(steps * lanes, ndim=ndim),
+        sampler=wrapped(sampler, recipe),
+        writer=writer(),
+        batch_size=ANCHORS * recipe.window,
+    )
+    world = World(rb, steps, lanes, seed)
+    world.fill(round(FILLS[fill] * steps))
+    if kind != "uniform":
+        rows = torch.arange(len(rb.storage))
+        sampler.update_priority(rows, error_of(rows), storage=rb.storage)
+    return world, sampler
+
+
+def error_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return a TD error for each row, all different in magnitude."""
+    return torch.where(rows % 2 == 0, 1.0, -1.0) * (0.1 + ((rows * 37) % 101) / 50.0)
+
+
+def law(kind: str, rows: int) -> np.ndarray:
+    """Return the probability of each row, by definition."""
+    if kind == "uniform":
+        return np.full(rows, 1 / rows)
+    error = error_of(torch.arange(rows)).abs().double().numpy()
+    if kind == "proportional":
+        weight = (error + 1e-6) ** 0.7
+    else:
+        rank = 1 + (error[None, :] > error[:, None]).sum(1)
+        weight = rank**-0.7
+    return weight / weight.sum()
+
+
+def assert_rows(batch: TensorDictBase, rows: list[Fields]) -> None:
+    """Compare keys and values of a batch with the rows that it must hold."""
+    keys = [key if isinstance(key, tuple) else (key,) for key in batch.keys(True, True)]
+    assert set(keys) == set(rows[0])
+    assert batch.batch_size == (len(rows),)
+    for key in keys:
+        found = batch[key]
+        wanted = torch.tensor([row[key] for row in rows])
+        if key in (("index",), ("anchor_index",)) and found.ndim == 1:
+            wanted = wanted[:, 0]
+        assert found.shape == wanted.shape, key
+        torch.testing.assert_close(
+            found.double(), wanted.double(), rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def decided(world: World, batch: TensorDictBase, recipe: Recipe) -> tuple[list[Cell], list[list[float] | None]]:
+    """Return what chance has decided about a batch: rows, and goals, each of which must be allowed."""
+    starts = range(0, len(batch), recipe.window)
+    key = "anchor_index" if recipe.sequence else "index"
+    anchors = [world.cell(batch[key][j].tolist()) for j in starts]
+    goals: list[list[float] | None] = [None] * len(anchors)
+    if recipe.hindsight:
+        for k, (j, anchor) in enumerate(zip(starts, anchors, strict=True)):
+            if batch["relabeled"][j]:
+                goal = batch["desired_goal"][j].tolist()
+                assert world.reached_at(goal) in world.allowed(anchor, recipe.strategy)
+                goals[k] = goal
+    return anchors, goals
+
+
+def weights(kind: str, world: World, anchors: list[Cell]) -> list[float]:
+    """Return importance weights, by definition: beta 0.5, relative to the largest of the buffer."""
+    probability = law(kind, len(world.history.written()))
+    weight = probability**-0.5
+    return [float(weight[world.flat(anchor)] / weight.max()) for anchor in anchors]
+
+
+def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
+    """Draw batches, and compare each with brute force; then their law, and priorities that come back."""
+    world, sampler = make(kind, recipe, ndim, fill, buffer)
+    torch.manual_seed(0)
+    counts = np.zeros(len(world.rb.storage))
+    for j in range(10):
+        batch = world.rb.sample()
+        anchors, goals = decided(world, batch, recipe)
+        np.add.at(counts, [world.flat(anchor) for anchor in anchors], 1)
+        if j < 2:
+            rows = expected(world, anchors, goals, recipe)
+            if kind != "uniform":
+                for anchor, weight in enumerate(weights(kind, world, anchors)):
+                    for row in rows[anchor * recipe.window : (anchor + 1) * recipe.window]:
+                        row["priority_weight",] = weight
+            assert_rows(batch, rows)
+        if recipe.hindsight:
+            share = sum(goal is not None for goal in goals) / len(goals)
+            assert 0 < share < 1
+    assert_follows(counts, law(kind, len(counts)))
+    if kind != "uniform":
+        batch["td_error"] = torch.linspace(-3, 3, len(batch)).unsqueeze(-1)
+        world.rb.update_tensordict_priority(batch)
+        wanted = {}
+        for k, anchor in enumerate(anchors):
+            errors = batch["td_error"][k * recipe.window : (k + 1) * recipe.window].abs().flatten().tolist()
+            real = window(world, anchor, recipe)[1][recipe.burn_in :] if recipe.sequence else [True]
+            wanted[world.flat(anchor)] = max(e for e, here in zip(errors[-len(real) :], real, strict=True) if here)
+        found = sampler.priority(torch.tensor([*wanted]))  # type: ignore[attr-defined]
+        torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("buffer", [*BUFFERS][:2])
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("recipe", ASKED)
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_every_cell_is_what_brute_force_says(kind, recipe, ndim, fill, buffer):
+    check(kind, RECIPES[recipe], ndim, fill, buffer)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ASKED])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("kind", ["uniform", "proportional"])
+@pytest.mark.parametrize("buffer", [*BUFFERS][:2])
+def test_wrappers_within_wrappers(buffer, kind, ndim, recipe):
+    check(kind, RECIPES[recipe], ndim, "wrapped", buffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("buffer", [*BUFFERS][2:])
+def test_over_torchrls_storage(buffer, ndim, recipe):
+    check("proportional", RECIPES[recipe], ndim, "wrapped", buffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("fill", FILLS)
+def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
+    monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+    check("uniform", RECIPES[recipe], ndim, fill, "ours")
+
+
+@pytest.mark.parametrize("recipe", ["hindsight", "n-step", "n-step over hindsight"])
+@pytest.mark.parametrize("strategy", ["final", "episode", "random"])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_other_strategies(ndim, strategy, recipe):
+    check("uniform", replace(RECIPES[recipe], strategy=strategy), ndim, "wrapped", "ours")
+
+
+@pytest.mark.parametrize(("n", "gamma"), [(1, 0.5), (2, 1.0), (30, 0.97), (5, 0.0)])
+@pytest.mark.parametrize("recipe", ["n-step", "n-step over hindsight"])
+def test_other_steps_and_discounts(recipe, n, gamma):
+    check("uniform", replace(RECIPES[recipe], n=n, gamma=gamma), 2, "wrapped", "ours")
+
+
+@pytest.mark.parametrize(("length", "burn_in"), [(1, 0), (5, 0), (1, 3), (3, 1), (12, 12)])
+@pytest.mark.parametrize("boundary", ["pad", "shift"])
+@pytest.mark.parametrize("recipe", ["sequence", "all"])
+def test_other_windows(recipe, boundary, length, burn_in):
+    """Priorities of the rows of a shifted window are checked below."""
+    check("uniform", replace(RECIPES[recipe], length=length, burn_in=burn_in, boundary=boundary), 2, "wrapped", "ours")

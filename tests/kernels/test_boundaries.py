@@ -1,0 +1,183 @@
+"""Boundaries: the specification against a walk through Python histories, and the bitmap against the specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries, check, flags, make_boundaries
+from tests.histories import History
+
+Write = tuple[int, int]  # the first step, how many
+
+
+class Rows:
+    """The columns of a storage: what a write reads."""
+
+    def __init__(self, steps: int, lanes: int, named: bool, often: float, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.often, self.lanes = often, lanes
+        self.end = torch.zeros(steps, lanes, dtype=torch.bool)
+        self.name = torch.zeros(steps, lanes, dtype=torch.int64) if named else None
+        self.current = np.zeros(lanes, np.int64)
+
+    def fill(self, start: int, count: int) -> None:
+        for step in range(start, start + count):
+            self.end[step] = torch.from_numpy(self.rng.random(self.lanes) < self.often)
+            if self.name is not None:
+                self.current += self.rng.random(self.lanes) < self.often
+                self.name[step] = torch.from_numpy(self.current)
+
+
+@st.composite
+def writes(draw: st.DrawFn, steps: int, longest: int) -> list[Write]:
+    """Draw writes that go on around the ring, and some that jump."""
+    found, head = [], draw(st.sampled_from([-1, -1, steps - 2]))
+    for _ in range(draw(st.integers(1, 12))):
+        start = (head + 1) % steps
+        if draw(st.integers(0, 4)) == 0:
+            start = draw(st.integers(0, steps - 1))
+        stop = min(steps, start + draw(st.one_of(st.integers(1, 3), st.integers(1, longest))))
+        found.append((start, stop - start))
+        head = stop - 1
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn, sizes: list[int], many: int = 3) -> tuple[int, int, list[Write], Rows]:
+    steps = draw(st.sampled_from(sizes))
+    lanes = draw(st.integers(1, many))
+    often = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+    rows = Rows(steps, lanes, draw(st.booleans()), often, draw(st.integers(0, 2**20)))
+    return steps, lanes, draw(writes(steps, steps)), rows
+
+
+def in_history(history: History, start: int, count: int, rows: Rows) -> None:
+    for step in range(start, start + count):
+        history.put(step, rows.end[step].tolist(), None if rows.name is None else rows.name[step].tolist())
+
+
+def assert_walk(history: History, boundaries: FlagBoundaries | BitBoundaries) -> None:
+    cells = history.written()
+    expected = [history.reach(*cell) for cell in cells]
+    found = boundaries.reach(torch.tensor([step * history.lanes + lane for step, lane in cells]))
+    assert list(zip(*(part.tolist() for part in found), strict=True)) == expected
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases([1, 2, 3, 5, 9]))
+def test_the_specification_is_a_walk_through_what_was_written(case):
+    steps, lanes, operations, rows = case
+    spec, history = FlagBoundaries(steps, lanes), History(steps, lanes)
+    for start, count in operations:
+        rows.fill(start, count)
+        spec.write(start, count, rows.end, rows.name)
+        in_history(history, start, count, rows)
+        assert_walk(history, spec)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases([1, 2, 7, 63, 64, 65, 128, 4095, 4096, 4097]))
+def test_the_bitmap_equals_the_specification_after_every_write(case):
+    steps, lanes, operations, rows = case
+    spec, bits = FlagBoundaries(steps, lanes), BitBoundaries(steps, lanes)
+    written = torch.zeros(steps, dtype=torch.bool)
+    for start, count in operations:
+        rows.fill(start, count)
+        written[start : start + count] = True
+        for boundaries in (spec, bits):
+            boundaries.write(start, count, rows.end, rows.name)
+        check(bits)
+        for name, tensor in flags(bits).tensors().items():
+            assert torch.equal(tensor, spec.tensors()[name]), name
+        cells = torch.arange(steps * lanes)[written.repeat_interleave(lanes)]
+        for ours, theirs in zip(bits.reach(cells), spec.reach(cells), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("steps", [3, 64, 700])
+def test_many_lanes_are_kept_apart(steps):
+    lanes = 130
+    rows = Rows(steps, lanes, True, 2 / steps, seed=3)
+    bits, history = BitBoundaries(steps, lanes), History(steps, lanes)
+    rng = np.random.default_rng(0)
+    start = 0
+    for _ in range(6):
+        count = min(steps - start, 1 + int(rng.integers(steps)))
+        rows.fill(start, count)
+        bits.write(start, count, rows.end, rows.name)
+        in_history(history, start, count, rows)
+        start = (start + count) % steps
+    check(bits)
+    cells = [cell for cell in history.written() if rng.random() < 2_000 / (steps * lanes)]
+    found = bits.reach(torch.tensor([step * lanes + lane for step, lane in cells]))
+    assert list(zip(*(part.tolist() for part in found), strict=True)) == [history.reach(*cell) for cell in cells]
+
+
+@pytest.mark.parametrize("steps", [262_143, 262_144, 262_145])
+def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_levels_and_the_wrap(steps):
+    bits = BitBoundaries(steps, 1)
+    end = torch.zeros(steps, 1, dtype=torch.bool)
+    bits.write(0, steps, end, None)
+    ask = torch.tensor([0, 1, steps // 2, steps - 1])
+    back, ahead, over = bits.reach(ask)
+    assert back.tolist() == ask.tolist()
+    assert ahead.tolist() == (steps - 1 - ask).tolist()
+    assert not over.any()
+    bits.write(0, 10, end, None)  # the newest ten, after the others
+    check(bits)
+    back, ahead, _ = bits.reach(torch.tensor([0, 9, 10, steps - 1]))
+    assert back.tolist() == [steps - 10, steps - 1, 0, steps - 11]
+    assert ahead.tolist() == [9, 0, steps - 1, 10]
+
+
+def test_what_was_interrupted_stays_apart_until_it_is_overwritten():
+    steps = 6
+    end = torch.zeros(steps, 1, dtype=torch.bool)
+    for boundaries in (FlagBoundaries(steps, 1), BitBoundaries(steps, 1)):
+        boundaries.write(0, 6, end, None)
+        boundaries.write(2, 1, end, None)  # elsewhere
+        boundaries.write(0, 1, end, None)  # and back
+        back, ahead, over = boundaries.reach(torch.arange(steps))
+        assert back.tolist() == [0, 0, 0, 0, 1, 2]
+        assert ahead.tolist() == [0, 0, 0, 2, 1, 0]
+        assert not over.any()
+        boundaries.write(1, 2, end, None)  # follows 0, and writes 2 anew
+        assert boundaries.reach(torch.arange(steps))[0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_clearing_and_restoring(device):
+    rows = Rows(100, 2, True, 0.1, seed=1)
+    rows.fill(0, 100)
+    made = make_boundaries(100, 2, device)
+    assert isinstance(made, BitBoundaries) == (device.type == "cpu")
+    end, name = rows.end.to(device), rows.name.to(device) if rows.name is not None else None
+    made.write(0, 100, end, name)
+    cells = torch.arange(200, device=device)
+    before = made.reach(cells)
+    other = make_boundaries(100, 2, device)
+    other.write(0, 50, torch.zeros_like(end), None)
+    other.reach(cells[:10])
+    other.restore(made.tensors())
+    for ours, theirs in zip(other.reach(cells), before, strict=True):
+        assert torch.equal(ours, theirs)
+    made.clear()
+    assert int(made.head) == -1
+    assert not any(tensor.any() for name, tensor in made.tensors().items() if name != "head")
+    made.write(0, 3, torch.zeros_like(end), None)
+    assert made.reach(cells[:6])[1].tolist() == [2, 2, 1, 1, 0, 0]
+
+
+def test_the_checker_sees_what_is_broken():
+    bits = BitBoundaries(200, 1)
+    bits.write(0, 150, torch.zeros(200, 1, dtype=torch.bool), None)
+    check(bits)
+    for part, value, words in ((slice(5, 9), 1, "over but not cut"), (slice(0, 4), 0, "no cut"), (4, -1, "level 1")):
+        kept = {name: tensor.clone() for name, tensor in bits.tensors().items()}
+        bits.bits[0, part] = value
+        with pytest.raises(AssertionError, match=words):
+            check(bits)
+        bits.restore(kept)

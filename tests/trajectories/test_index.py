@@ -1,0 +1,341 @@
+"""The index by example: what it is asked and told, which storages and writers it follows, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.kernels.boundaries import BitBoundaries
+from rlbuf_td.trajectories import TrajectoryIndex
+from tests.histories import History
+
+
+def steps(done: list[int], *, ids: list[int] | None = None, key: tuple[str, ...] = ("next", "done")) -> TensorDict:
+    data = TensorDict({"x": torch.arange(len(done))}, [len(done)])
+    data[key] = torch.tensor(done, dtype=torch.bool).unsqueeze(-1)
+    if ids is not None:
+        data["collector", "traj_ids"] = torch.tensor(ids)
+    return data
+
+
+def reach(index: TrajectoryIndex, rows: int) -> list[tuple[int, int, bool]]:
+    found = index.reach(torch.arange(rows))
+    return list(zip(*(part.tolist() for part in found), strict=True))
+
+
+# -- questions
+
+
+@pytest.mark.usefixtures("boundaries")
+def test_rows_are_named_in_every_form(device):
+    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2, device=device))
+    done = torch.tensor([[0, 1], [0, 0], [1, 0]], dtype=torch.bool)  # [T, E]
+    rows = rb.extend(TensorDict({"next": {"done": done.T}}, [2, 3]))
+    index = TrajectoryIndex.of(rb.storage)
+    flat = torch.arange(6, device=device)
+    t, e = flat // 2, flat % 2
+    for form in (flat, (t, e), torch.stack([t, e], -1), rows, flat.int()):
+        assert index.steps_back(form).tolist() == [0, 0, 1, 0, 2, 1]
+        assert index.steps_ahead(form).tolist() == [2, 0, 1, 1, 0, 0]
+        assert index.ended(form).tolist() == [True, True, True, False, True, False]
+        assert index.length(form).tolist() == [3, 1, 3, 2, 3, 2]
+    back, ahead, ended = index.reach(flat[:0])
+    assert (back.shape, ahead.dtype, ended.dtype) == ((0,), torch.int64, torch.bool)
+    assert back.device.type == device.type
+
+
+def test_of_returns_the_index_that_is_there_and_one_more_for_other_keys():
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    one = TrajectoryIndex.of(rb.storage)
+    assert TrajectoryIndex.of(rb.storage, done_key=("next", "done"), traj_key=("collector", "traj_ids")) is one
+    other = TrajectoryIndex.of(rb.storage, done_key="end", traj_key=None)
+    assert other is not one
+    assert TrajectoryIndex.of(rb.storage, done_key=("end",), traj_key=None) is other
+    data = steps([0, 0, 1, 0], ids=[0, 1, 1, 1])
+    data["end"] = torch.tensor([1, 0, 0, 0]).bool()
+    rb.extend(data)
+    assert [found[0] for found in reach(one, 4)] == [0, 0, 1, 0]
+    assert [found[0] for found in reach(other, 4)] == [0, 0, 1, 2]
+
+
+@pytest.mark.usefixtures("boundaries")
+def test_of_several_flags_a_row_one_ends_its_trajectory():
+    rb = ReplayBuffer(storage=PackedStorage(6))
+    agents = torch.zeros(6, 3, 1, dtype=torch.bool)
+    agents[1, 0] = agents[3, 2] = True
+    rb.extend(TensorDict({"next": {"agents": {"done": agents}}}, [6]))
+    index = TrajectoryIndex.of(rb.storage, done_key=("next", "agents", "done"))
+    assert reach(index, 6) == [(0, 1, True), (1, 0, True), (0, 1, True), (1, 0, True), (0, 1, False), (1, 0, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int16])
+def test_ids_alone_are_enough(dtype):
+    rb = ReplayBuffer(storage=PackedStorage(6))
+    index = TrajectoryIndex.of(rb.storage)
+    for part in ([5, 5], [5, 7, 7]):
+        rb.extend(TensorDict({"collector": {"traj_ids": torch.tensor(part, dtype=dtype)}}, [len(part)]))
+    assert reach(index, 5) == [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, False), (1, 0, False)]
+
+
+def test_ids_are_not_looked_at_without_a_key():
+    rb = ReplayBuffer(storage=PackedStorage(6))
+    rb.extend(steps([0, 0, 0, 1], ids=[0, 1, 2, 3]))
+    index = TrajectoryIndex.of(rb.storage, traj_key=None)
+    assert index.steps_back(torch.arange(4)).tolist() == [0, 1, 2, 3]
+
+
+def test_the_index_takes_less_than_half_a_byte_a_row(boundaries):
+    rb = ReplayBuffer(storage=PackedStorage(100_000))
+    index = TrajectoryIndex.of(rb.storage)
+    assert index.nbytes == 0
+    rb.extend(steps([0]))
+    index.steps_back(torch.tensor([0]))
+    assert 0 < index.nbytes < (50_000 if boundaries == "bitmap" else 210_000)
+    assert f"{index.nbytes:,} bytes" in repr(index)
+
+
+def test_a_write_costs_what_it_writes():
+    """The boundaries are told of a write as a range, whatever the size of the storage, and nothing is read anew."""
+    rb = ReplayBuffer(storage=PackedStorage(1000))
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(steps([0] * 10))
+    bits = index.boundaries()
+    assert isinstance(bits, BitBoundaries)
+    with mock.patch.object(bits, "write", wraps=bits.write) as write:
+        for n in (1, 5, 984, 3):
+            rb.extend(steps([0] * n))
+            index.steps_back(torch.tensor([0]))
+    assert [call.args[:2] for call in write.call_args_list] == [(10, 1), (11, 5), (16, 984), (0, 3)]
+
+
+# -- storages and writers
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_fixed_dataset_is_read_once(storage, early):
+    store = storage(7)
+    index = TrajectoryIndex.of(store) if early else None
+    store.set(range(7), steps([0, 0, 1, 0, 1, 0, 0]))
+    rb = TensorDictReplayBuffer(storage=store, writer=ImmutableDatasetWriter(), batch_size=4)
+    index = index or TrajectoryIndex.of(rb.storage)
+    expected = [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, True), (1, 0, True), (0, 1, False), (1, 0, False)]
+    assert reach(index, 7) == expected
+    with pytest.raises(RuntimeError, match="doesn't allow writing"):
+        rb.extend(steps([0]))
+    assert reach(index, 7) == expected
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_writer_that_keeps_the_best_rows_leaves_gaps_that_nothing_reaches_across(seed, storage, cls):
+    """Rows that the writer leaves out, or puts in the place of others, separate those around them."""
+    rng, size = random.Random(seed), 6
+    rb = cls(storage=storage(size), writer=TensorDictMaxValueWriter(rank_key="rank"))
+    index, history = TrajectoryIndex.of(rb.storage), History(size, 1)
+    for _ in range(12):
+        n = rng.randint(1, 10)
+        ranks = [rng.random() for _ in range(n)]
+        done = [int(rng.random() < 0.2) for _ in range(n)]
+        data = steps(done)
+        data["rank"] = torch.tensor(ranks)
+        rows = rb.writer.extend(data.clone()).tolist()
+        for row, end in zip(rows, done, strict=True):
+            if row < 0:
+                history.interrupt()
+            else:
+                history.put(row, [bool(end)])
+        cells = history.written()
+        assert reach(index, len(cells)) == [history.reach(*cell) for cell in cells]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("used", [0, 2, 7])
+def test_a_checkpoint_of_a_wrapped_buffer_is_read_as_the_ring_that_it_is(tmp_path, used, early, storage, cls):
+    """By state_dict and by dumps, into a fresh or used buffer, with and without an index attached before."""
+
+    def buffer(rows):
+        rb = cls(storage=storage(5), batch_size=2)
+        for j in range(rows):
+            rb.add(steps([int(j == 5)]).squeeze(0))
+        return rb
+
+    rb = buffer(8)
+    expected = reach(TrajectoryIndex.of(rb.storage), 5)
+    assert expected == [(2, 0, True), (0, 1, False), (1, 0, False), (0, 2, True), (1, 1, True)]
+    rb.dumps(tmp_path / "saved")
+    saved = copy.deepcopy(rb.state_dict())
+    for load in (lambda rb: rb.load_state_dict(saved), lambda rb: rb.loads(tmp_path / "saved")):
+        other = buffer(used)
+        if early:
+            TrajectoryIndex.of(other.storage)
+        load(other)
+        assert reach(TrajectoryIndex.of(other.storage), 5) == expected
+        other.add(steps([0]).squeeze(0))
+        after = [(1, 0, True), (0, 2, False), (1, 1, False), (2, 0, False), (0, 1, True)]
+        assert reach(TrajectoryIndex.of(other.storage), 5) == after
+
+
+def test_a_copy_knows_that_the_original_had_not_looked_yet():
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(steps([0, 0, 0, 0]))
+    assert index.steps_back(torch.tensor([3])).tolist() == [3]
+    rb.storage.set(range(4), steps([0, 1, 0, 0]))
+    for twin in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
+        theirs = TrajectoryIndex.of(twin.storage)
+        assert theirs is not index
+        assert theirs.steps_back(torch.arange(4)).tolist() == [0, 1, 0, 1]
+        twin.extend(steps([0]))
+        assert theirs.steps_back(torch.arange(4)).tolist() == [2, 0, 0, 1]
+    assert index.steps_back(torch.arange(4)).tolist() == [0, 1, 0, 1]
+
+
+def test_state_keeps_what_the_rows_do_not_say():
+    rb, other = (ReplayBuffer(storage=PackedStorage(4)) for _ in range(2))
+    index = TrajectoryIndex.of(rb.storage)
+    assert index.state_dict() == {}
+    rb.extend(steps([0, 0, 0, 0]))
+    rb.writer.write_at(1, steps([0]).squeeze(0))
+    expected = [(0, 0, False), (0, 0, False), (0, 1, False), (1, 0, False)]
+    assert reach(index, 4) == expected
+    other.load_state_dict(rb.state_dict())
+    theirs = TrajectoryIndex.of(other.storage)
+    assert reach(theirs, 4) != expected
+    theirs.load_state_dict(index.state_dict())
+    assert reach(theirs, 4) == expected
+    rb.writer.write_at(3, steps([0]).squeeze(0))  # the state is a copy
+    assert reach(theirs, 4) == expected
+    theirs.load_state_dict({})
+    assert reach(theirs, 4) == [(j, 3 - j, False) for j in range(4)]
+
+
+# -- what it refuses
+
+
+def test_an_empty_storage_is_refused():
+    for storage in (PackedStorage(3), LazyTensorStorage(3)):
+        with pytest.raises(RuntimeError, match="trajectories of an empty storage: extend the buffer first"):
+            TrajectoryIndex.of(storage).steps_back(torch.tensor([0]))
+    rb = ReplayBuffer(storage=PackedStorage(3))
+    rb.extend(steps([0]))
+    rb.empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        TrajectoryIndex.of(rb.storage).length(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("entries", "error", "words"),
+    [
+        ({"x": (torch.float32, 1)}, KeyError, r"store \('next', 'done'\) \(or .*'terminated'.*'truncated'.*ids"),
+        ({"done": (torch.bool, 1)}, KeyError, r"no row says where a trajectory ends"),
+        ({("next", "done"): (torch.float32, 1)}, TypeError, r"must be bool, got float32 of shape \(1,\) a row"),
+        ({("next", "done"): (torch.uint8,)}, TypeError, r"must be bool, got uint8 of shape \(\) a row"),
+        ({("next", "truncated"): (torch.int64, 1)}, TypeError, r"must be bool, got int64"),
+        ({("collector", "traj_ids"): (torch.float64,)}, TypeError, r"must be one integer a row, got float64"),
+        ({("collector", "traj_ids"): (torch.bool,)}, TypeError, r"must be one integer a row, got bool"),
+        ({("collector", "traj_ids"): (torch.complex64,)}, TypeError, r"must be one integer a row, got complex64"),
+        ({("collector", "traj_ids"): (torch.int64, 2)}, TypeError, r"one integer a row, got int64 of shape \(2,\)"),
+    ],
+)
+def test_columns_that_say_nothing_about_time_are_refused_when_asked_and_may_be_written(entries, error, words, early):
+    rb = ReplayBuffer(storage=PackedStorage(3))
+    if early:
+        TrajectoryIndex.of(rb.storage)
+    data = TensorDict({}, [2])
+    for key, (dtype, *dims) in entries.items():
+        data[key] = torch.zeros(2, *dims, dtype=dtype)
+    for _ in range(3):
+        rb.extend(data)
+        with pytest.raises(error, match=words):
+            TrajectoryIndex.of(rb.storage).ended(torch.tensor([0]))
+    assert len(rb) == 3
+
+
+def test_a_storage_of_other_things_is_refused():
+    rb = TensorDictReplayBuffer(storage=ListStorage(5))
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(steps([0, 0]))
+    with pytest.raises(TypeError, match="not in a ListStorage"):
+        index.steps_back(torch.tensor([0]))
+    tensors = LazyTensorStorage(5)
+    tensors.set(range(2), torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="a storage of TensorDicts"):
+        TrajectoryIndex.of(tensors).steps_back(torch.tensor([0]))
+
+
+def test_a_state_of_another_size_is_refused_and_changes_nothing():
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    rb.extend(steps([0, 1, 0, 0]))
+    index = TrajectoryIndex.of(rb.storage)
+    expected = reach(index, 4)
+    other = ReplayBuffer(storage=PackedStorage(200))
+    there = TrajectoryIndex.of(other.storage)
+    other.extend(steps([0]))
+    wrong = there.state_dict()
+    for state in (wrong, {"cut": torch.zeros(4, 1)}):
+        with pytest.raises(ValueError, match="of a storage of another size"):
+            index.load_state_dict(state)
+        assert reach(index, 4) == expected
+    fresh = TrajectoryIndex.of(PackedStorage(4))
+    with pytest.raises(RuntimeError, match="load the storage first"):
+        fresh.load_state_dict(index.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "words"),
+    [
+        (torch.tensor([0.5]), TypeError, "named by integers"),
+        (torch.zeros(2, 3, dtype=torch.int64), ValueError, "must be flat, or of shape"),
+    ],
+)
+def test_rows_that_are_none_are_refused(rows, error, words):
+    rb = ReplayBuffer(storage=PackedStorage(4))
+    rb.extend(steps([0, 1, 0, 0]))
+    with pytest.raises(error, match=words):
+        TrajectoryIndex.of(rb.storage).steps_back(rows)
+
+
+# -- size
+
+
+def test_a_large_random_ring_by_numpy():
+    """A million rows, ten thousand trajectories: every row at once, against a cumulative count."""
+    rng = np.random.default_rng(0)
+    n, capacity = 1_300_001, 1_000_000
+    done = rng.random(n) < 0.01
+    rb = ReplayBuffer(storage=PackedStorage(capacity))
+    index = TrajectoryIndex.of(rb.storage)
+    for part in np.split(done, [1, 400_000, 999_999, 1_000_002]):
+        rb.extend(TensorDict({"next": {"done": torch.from_numpy(part)}}, [len(part)]))
+    kept = done[-capacity:]
+    at = np.arange(capacity)
+    first = np.maximum.accumulate(np.where(np.append(True, kept[:-1]), at, 0))
+    last = np.minimum.accumulate(np.where(np.append(kept[:-1], True), at, capacity)[::-1])[::-1]
+    rows = torch.from_numpy((at + n - capacity) % capacity)
+    back, ahead, ended = index.reach(rows)
+    assert np.array_equal(back.numpy(), at - first)
+    assert np.array_equal(ahead.numpy(), last - at)
+    assert np.array_equal(ended.numpy(), kept[last])

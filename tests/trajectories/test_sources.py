@@ -1,0 +1,183 @@
+"""The index over real data: TorchRL's collectors, flattened and not, and Gymnasium's vectorised environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.trajectories import TrajectoryIndex
+from tests.histories import History
+
+torchrl_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+
+
+def environment(lanes: int, max_steps: int) -> EnvBase:
+    def single() -> EnvBase:
+        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=max_steps))
+
+    return SerialEnv(lanes, single) if lanes else single()
+
+
+def assert_same_as_history(rb: TensorDictReplayBuffer, rows: list[TensorDict], names: bool) -> None:
+    """Compare the index with the history of ``rows``, the time steps collected so far, ``[E]`` each."""
+    storage = rb.storage
+    lanes = 1 if storage.ndim == 1 else storage.shape[1]
+    history = History(storage.max_size // lanes, lanes)
+    for step, row in enumerate(rows):
+        done = row["next", "done"].reshape(lanes).tolist()
+        ids = row["collector", "traj_ids"].reshape(lanes).tolist() if names else None
+        values = [{"steps": float(count)} for count in row["step_count"].reshape(lanes)]
+        history.put(step % history.steps, done, ids, values)
+    cells = history.written()
+    assert len(cells) == len(storage)
+    found = TrajectoryIndex.of(storage).reach(torch.tensor([slot * lanes + lane for slot, lane in cells]))
+    assert list(zip(*(part.tolist() for part in found), strict=True)) == [history.reach(*cell) for cell in cells]
+    for cell in cells:  # the environment counts steps itself: within a trajectory they go up by one
+        counts = [history.at(slot, cell[1]).values["steps"] for slot in history.trajectory(*cell)]
+        assert counts == list(np.arange(len(counts)) + counts[0])
+
+
+@torchrl_warns
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("per_batch", [1, 7, 60])
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_a_collector_in_batches_of_any_length(lanes, per_batch, storage, cls):
+    """Episodes of up to 25 steps span batches of one step; the ring of 50 wraps; ``[E, T]`` becomes ``[T, E]``."""
+    if cls is TensorDictReplayBuffer and lanes and per_batch == 1:
+        pytest.skip("TensorDictReplayBuffer.extend fails on [E, 1] with TorchRL's own parts too")
+    env = environment(lanes, 25)
+    env.set_seed(0)
+    across = max(lanes, 1)
+    rb = cls(storage=storage(50 * across, ndim=2 if lanes else 1), batch_size=8)
+    TrajectoryIndex.of(rb.storage)
+    total = 40 if per_batch == 1 else 120
+    collector = Collector(env, None, frames_per_batch=per_batch * across, total_frames=total * across)
+    rows: list[TensorDict] = []
+    for data in collector:
+        assert data.shape == ((lanes, per_batch) if lanes else (per_batch,))
+        rb.extend(data)
+        rows += (data.transpose(0, 1) if lanes else data).unbind(0)
+        if per_batch > 1 or len(rows) % 10 == 0:
+            assert_same_as_history(rb, rows, names=True)
+    collector.shutdown()
+    assert len(rows) >= total
+
+
+@torchrl_warns
+@pytest.mark.parametrize("how", ["extend", "add"])
+def test_a_collector_that_fills_the_buffer_itself(how):
+    env = environment(3, 25)
+    env.set_seed(1)
+    rb = ReplayBuffer(storage=PackedStorage(120, ndim=2), batch_size=8)
+    collector = Collector(
+        env, None, frames_per_batch=30, total_frames=300, replay_buffer=rb, extend_buffer=how == "extend"
+    )
+    early = TrajectoryIndex.of(rb.storage)
+    for _ in collector:
+        early.steps_back(torch.tensor([0]))
+    collector.shutdown()
+    assert rb.full
+    assert_rows_follow(rb)
+
+
+def assert_rows_follow(rb: ReplayBuffer) -> None:
+    """Wherever the index says that a row goes on, the next one continues it; where it ends, something says so."""
+    index, lanes = TrajectoryIndex.of(rb.storage), rb.storage.shape[1] if rb.storage.ndim == 2 else 1
+    rows = torch.arange(len(rb.storage))
+    _, ahead, ended = index.reach(rows)
+    following = (rows + lanes) % len(rows)
+    data = rb.storage.gather(rows)
+    after = rb.storage.gather(following)
+    same = (data["collector", "traj_ids"] == after["collector", "traj_ids"]) & ~data["next", "done"].squeeze(-1)
+    counts = after["step_count"].flatten() == data["step_count"].flatten() + 1
+    head = ((rb.storage._last_cursor_index + torch.zeros_like(rows)) == rows // lanes) & rb.storage._is_full
+    goes_on = ahead > 0
+    assert goes_on.any()
+    assert (goes_on == (same & ~head)).all()
+    assert counts[goes_on].all()
+    assert torch.equal(data["next", "observation"][goes_on], after["observation"][goes_on])
+    assert (ended[~goes_on & ~head]).all()
+
+
+@torchrl_warns
+def test_lanes_flattened_into_one_dim_are_told_apart_by_their_ids():
+    """``[E, T]`` batches as ``[E * T]`` rows: a lane's next rows come only in the next batch, so they begin anew."""
+    env = environment(3, 25)
+    env.set_seed(0)
+    rb = ReplayBuffer(storage=PackedStorage(200), batch_size=8)
+    index = TrajectoryIndex.of(rb.storage)
+    collector = Collector(env, None, frames_per_batch=30, total_frames=300)
+    history = History(200, 1)
+    at = 0
+    for data in collector:
+        flat = data.reshape(-1)
+        rb.extend(flat)
+        for row in flat:
+            history.put(at % 200, [bool(row["next", "done"])], [int(row["collector", "traj_ids"])])
+            at += 1
+        cells = history.written()
+        found = index.reach(torch.arange(len(cells)))
+        assert list(zip(*(part.tolist() for part in found), strict=True)) == [history.reach(*cell) for cell in cells]
+    collector.shutdown()
+    stored = rb.storage[:]
+    for row in range(200):
+        _, ahead, _ = (int(part) for part in index.reach(torch.tensor([row])))
+        span = torch.arange(row, row + ahead + 1) % 200
+        assert len(set(stored["collector", "traj_ids"][span].tolist())) == 1
+        assert stored["step_count"][span].flatten().tolist() == [
+            int(stored["step_count"][row]) + step for step in range(ahead + 1)
+        ]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("mode", [gymnasium.vector.AutoresetMode.NEXT_STEP, gymnasium.vector.AutoresetMode.SAME_STEP])
+def test_gymnasiums_vectorised_environments_written_by_hand(mode, batched):
+    """``[E]`` transitions a step, with terminated and truncated only; the ring wraps."""
+    lanes, steps, capacity = 3, 130, 70
+    envs = gymnasium.make_vec(
+        "CartPole-v1", lanes, "sync", vector_kwargs={"autoreset_mode": mode}, max_episode_steps=20
+    )
+    rb = ReplayBuffer(storage=PackedStorage(capacity * lanes, ndim=2))
+    index, history = TrajectoryIndex.of(rb.storage), History(capacity, lanes)
+    observation, _ = envs.reset(seed=0)
+    rng = np.random.default_rng(0)
+    waiting: list[TensorDict] = []
+    for step in range(steps):
+        action = rng.integers(2, size=lanes)
+        following, reward, terminated, truncated, _ = envs.step(action)
+        outcome: dict[str, Any] = {"observation": following, "reward": reward}
+        row = TensorDict(
+            {
+                "observation": torch.from_numpy(observation.copy()),
+                "next": {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in outcome.items()}
+                | {"terminated": torch.from_numpy(terminated), "truncated": torch.from_numpy(truncated)},
+            },
+            [lanes],
+        )
+        observation = following
+        history.put(step % capacity, (terminated | truncated).tolist())
+        if batched:
+            waiting.append(row)
+            if len(waiting) == 5 or step == steps - 1:
+                rb.extend(torch.stack(waiting, 1))  # [E, T]
+                waiting = []
+        else:
+            rb.add(row)
+        if not waiting and (step % 9 == 0 or step == steps - 1):
+            cells = history.written()
+            found = index.reach(torch.arange(len(rb.storage)))
+            assert list(zip(*(part.tolist() for part in found), strict=True)) == [
+                history.reach(*cell) for cell in cells
+            ]
+    envs.close()
+    assert rb.full
