@@ -138,7 +138,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
         if leaf.key not in given:
             raise SchemaError(
                 f"key {leaf.name} is missing, expected as {_kind(leaf.dtype, lead + leaf.shape)}: "
-                "every write must hold the keys of the first one."
+                "every write must hold all keys of the rows."
             )
     raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
 
