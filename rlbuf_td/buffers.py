@@ -99,8 +99,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Example:
             >>> import gymnasium
             >>> rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=3), 300, batch_size=8)
-            >>> rb.storage.shape, len(rb)
-            (torch.Size([100, 3]), 0)
+            >>> rb.storage.max_size, len(rb)
+            (300, 0)
         """
         return cls.from_schema(schema_of(env, extras=extras), capacity, **kwargs)
 
