@@ -83,7 +83,7 @@ class PackedStorage(LazyTensorStorage):
         self.shared = shared
         self._rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # those that have been written, as of the last look
-        self._is_reserved = False  # the rows are those of a schema, to which the first write may add keys
+        self._is_reserved = False
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -128,6 +128,16 @@ class PackedStorage(LazyTensorStorage):
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
+
+    @property
+    def lanes(self) -> torch.Size:
+        """The dims after time; empty before there are rows."""
+        return torch.Size([]) if self._rows is None else self._rows.lanes
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the rows are those of a schema, to which the first write may add keys."""
+        return self._is_reserved
 
     def reserve(self, schema: TensorDictBase) -> None:
         """Allocate, before the first write, for transitions that hold at least the keys of a schema.
