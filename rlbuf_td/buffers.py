@@ -27,6 +27,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.spaces import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
 
 if TYPE_CHECKING:
@@ -331,7 +332,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 raise SchemaError(
                     f"extend takes batch size [E, T] (lanes, time) with ndim={self._storage.ndim}, got {[*data.shape]}"
                 )
-            rows = self._transpose(data)
+            rows = reshaped(data, self._transpose)
         row_dims = self._storage.ndim - (how == "add")
         td_error = None
         sampler = self._prioritized

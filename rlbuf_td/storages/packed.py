@@ -18,7 +18,7 @@ from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_m
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes, map_bytes
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
@@ -330,9 +330,8 @@ class PackedStorage(LazyTensorStorage):
         lanes = data.batch_size[1 + lead_dims - self.ndim : lead_dims]
         reserved, layout = self._rows, RowLayout(data, lead_dims)
         if reserved is not None:
-            known = data.select(*[leaf.key for leaf in reserved.layout.leaves], strict=False)
             lead = data.batch_size[: lead_dims + 1 - self.ndim] + reserved.lanes
-            reserved.layout.collect(known, lead)  # refuses what does not fit the schema
+            refuse_unfit(data, reserved.layout.leaves, lead, more=True)
             if layout != reserved.layout:
                 self._release()
                 reserved = None

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.schema import reshaped
 
 _COUNTERS = ("_cursor_value", "_write_count_value")
 
@@ -92,7 +93,7 @@ class RingWriter(RoundRobinWriter):
         if cursor + count > steps:
             index %= steps
         if isinstance(storage, PackedStorage):
-            storage.write(start, data if kept == count else data[count - kept :])
+            storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         else:
             data = _without_index(data)
             for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
