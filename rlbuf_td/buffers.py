@@ -244,6 +244,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
 
+        A batch has no environments' axis: its rows may come from any lane. ``numpy()`` makes it a nested dict of
+        NumPy arrays, if it is on the CPU.
+
         Args:
             batch_size: default: the buffer's.
             return_info: return ``(batch, info)``, the sampler's report beside the batch.
@@ -427,27 +430,35 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Whether the next write replaces the oldest rows."""
         return self._storage._is_full
 
-    def chronological(self) -> TensorDictBase:
+    def chronological(self, *, flat: bool = False) -> TensorDictBase:
         """Return everything, oldest first across the wrap, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
 
-        Transforms are applied, as when sampling.
+        Transforms are applied, as when sampling. Like any batch on the CPU, the result is a nested dict of NumPy arrays
+        by its ``numpy()``.
+
+        Args:
+            flat: without the environments' axis: ``[T * E]``, all lanes of a time step together.
 
         Raises:
             RuntimeError: the buffer is empty.
             TypeError: the writer is not a ring, so that there is no order of age.
         """
-        return self._in_order(None)
+        return self._in_order(None, flat)
 
-    def last(self, n: int) -> TensorDictBase:
+    def last(self, n: int, *, flat: bool = False) -> TensorDictBase:
         """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+
+        Args:
+            n: time steps.
+            flat: see :meth:`chronological`.
 
         Raises:
             ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
             TypeError: the writer is not a ring, so that there is no order of age.
         """
-        return self._in_order(n)
+        return self._in_order(n, flat)
 
-    def _in_order(self, n: int | None) -> TensorDictBase:
+    def _in_order(self, n: int | None, flat: bool) -> TensorDictBase:
         if not isinstance(self._writer, RoundRobinWriter):
             raise TypeError(f"a {type(self._writer).__name__} keeps no order of age; use a RingWriter")
         with self._replay_lock, self._write_lock:
@@ -460,6 +471,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             count = steps if n is None else n
             end = self._next_step()
             data = self._storage.get(torch.arange(end - count, end) % steps)
+        if flat and data.ndim > 1:
+            data = data.flatten(0, self._storage.ndim - 1)
         return self._transformed(data)
 
     # -- words
