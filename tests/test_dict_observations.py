@@ -17,7 +17,8 @@ from tests.catalogue import assert_same
 from tests.environments import Nested, OneKey
 
 pytestmark = pytest.mark.filterwarnings(
-    *(f"ignore::{kind}:torchrl" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning"))
+    *(f"ignore::{kind}:torchrl" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning")),
+    "ignore:Detected call of `lr_scheduler.step:UserWarning",
 )
 NAME = "NestedCartPole-v1"
 PARTS = {

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 
-from rlbuf_td.bench import leaves, rollouts
+from rlbuf_td.bench import leaves, recorder, rollouts
 from rlbuf_td.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
 
 REPLAY = {
@@ -32,7 +32,7 @@ REPLAY = {
     "add": "add one",
 }
 
-OPERATIONS = REPLAY | leaves.OPERATIONS | rollouts.OPERATIONS
+OPERATIONS = REPLAY | leaves.OPERATIONS | recorder.OPERATIONS | rollouts.OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,13 @@ def run_leaves(batch: int, rounds: int, operations: Sequence[str], seconds: floa
             yield Timing(operation, leaves.ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]})
 
 
+def run_recorder(rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time the recording of Gymnasium steps, one thread."""
+    if set(recorder.OPERATIONS) & set(operations):
+        with one_thread():
+            yield Timing("record", recorder.ROWS, "small", interleave(recorder.calls(), rounds, seconds))
+
+
 def leaves_note(timings: Sequence[Timing]) -> str:
     """Return how many times as much 12 leaves cost as 3, for each side."""
     found = {timing.operation: timing.blocks for timing in timings if timing.operation in leaves.OPERATIONS}
@@ -177,6 +184,7 @@ def main(options: argparse.Namespace) -> int:
         for timing in chain(
             run(capacities, int(options.images), options.batch, options.rounds, operations),
             run_leaves(options.batch, options.rounds, operations),
+            run_recorder(options.rounds, operations),
             run_rollouts(options.batch, options.rounds, operations),
         ):
             timings.append(timing)
@@ -186,7 +194,8 @@ def main(options: argparse.Namespace) -> int:
         f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
         "; rlbuf_td[bench] installs the other libraries\n"
         + leaves_note(timings)
-        + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one",
+        + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
+        "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
         markup=False,
     )
     return 0
