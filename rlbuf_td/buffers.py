@@ -352,6 +352,27 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 sampler.update_priority(index, td_error, storage=self._storage)
         return index
 
+    def takes_packed(self) -> bool:
+        """Return whether :meth:`add_packed` does what :meth:`add` would of rows packed alike and without TD errors."""
+        storage, writer = self._storage, self._writer
+        return (
+            type(storage) is PackedStorage
+            and not storage.is_reserved
+            and type(writer) is RingWriter
+            and writer._generation is None
+            and not self._writes_generally
+            and not len(self._stages)
+        )
+
+    def add_packed(self, block: torch.Tensor) -> None:
+        """Write one time step whose rows are packed as those of the storage are, see :meth:`takes_packed`.
+
+        Args:
+            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
+        """
+        with self._replay_lock, self._write_lock:
+            self._sampler.add(self._writer.add_packed(block))
+
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
         if self._prioritized is not None:

@@ -89,6 +89,8 @@ class GymnasiumRecorder:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
         if isinstance(infos, str):
             raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
+        if not buffer._initialized:
+            buffer._init()
         schema = schema_of(env)
         self.buffer, self.env, self.stretch = buffer, env, stretch
         self._single = not schema.ndim
@@ -108,6 +110,8 @@ class GymnasiumRecorder:
         self._fresh = np.ones(self._lanes, bool)  # who has taken no step of the episode
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._next_trajectory = self._first_free_trajectory()
+        self._known_layout: Any = None  # of the buffer's rows, when it was last compared with what is recorded
+        self._is_alike = False
         self._warned = False
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
@@ -329,18 +333,17 @@ class GymnasiumRecorder:
         """Write the rows of this step, or let them wait: of all lanes, or of those of a mask."""
         if self._single and self._flat:
             if lanes is None:
-                self.buffer.add(self._own(self._single_now))
+                self._write(self._single_now, staging.now_packed[0])
         elif self._flat:
             staging.push(lanes)
             full = staging.waiting >= self.stretch
             self._write_stretches(done | full)
         elif lanes is None and not staging.pending:
-            self.buffer.add(self._own(staging.now))
+            self._write(staging.now, staging.now_packed)
         else:
             staging.push(lanes)
-            step = staging.take_step()
-            if step is not None:
-                self.buffer.add(self._own(step))
+            if staging.take_step():
+                self._write(staging.step, staging.step_packed)
             if staging.steps > _FAR_AHEAD and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -356,9 +359,16 @@ class GymnasiumRecorder:
         for lane in (lanes & (self._staging.waiting > 0)).nonzero()[0]:
             self.buffer.extend(self._staging.take_stretch(int(lane)))
 
-    def _own(self, data: TensorDict) -> TensorDict:
-        """Return data that the buffer's transforms may change."""
-        return data.clone() if len(self.buffer._stages) else data
+    def _write(self, step: TensorDict, packed: torch.Tensor) -> None:
+        """Write a time step, by one copy if the buffer's rows are packed alike."""
+        buffer, layout = self.buffer, getattr(self.buffer.storage, "layout", None)
+        if layout is not self._known_layout and self._staging is not None:
+            has_errors = self._staging.now.get(buffer.priority_key, None) is not None
+            self._known_layout, self._is_alike = layout, layout == self._staging.layout and not has_errors
+        if self._is_alike and buffer.takes_packed():
+            buffer.add_packed(packed)
+        else:
+            buffer.add(step.clone() if len(buffer._stages) else step)  # a transform may change it
 
 
 def _path(name: str | Key) -> Key:

@@ -20,7 +20,8 @@ class Staging:
         example: ``[E]`` transitions, which say what a row holds.
 
     Attributes:
-        now: the rows being filled, ``[E]``.
+        now: the rows being filled, ``[E]``; ``now_packed`` are the same as bytes.
+        step: the time step that was taken last, ``[E]``; ``step_packed`` is the same as bytes.
         columns: the same, leaf by leaf, as arrays of ``[E, ...]`` to write to.
         pending: rows in all queues together.
 
@@ -31,9 +32,10 @@ class Staging:
     def __init__(self, example: TensorDict) -> None:
         self.layout = RowLayout(example, 1)
         self.lanes = example.shape[0]
-        self.now, self._now = self._block(self.lanes)
-        self._out, self._out_words = self._block(self.lanes)
-        columns = self.layout.columns(torch.from_numpy(self._now.view(np.uint8)).view(self.layout.carrier))
+        self.now_packed, self._now = self._block(self.lanes)
+        self.step_packed, self._step = self._block(self.lanes)
+        self.now, self.step = (self.layout.unpack(rows) for rows in (self.now_packed, self.step_packed))
+        columns = self.layout.columns(self.now_packed)
         self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
         self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e holds the steps head .. tails[e] - 1
@@ -41,10 +43,10 @@ class Staging:
         self._every_lane = np.arange(self.lanes)
         self.pending = 0
 
-    def _block(self, rows: int) -> tuple[TensorDict, np.ndarray]:
-        """Return ``rows`` zeroed rows, as a TensorDict and as words of 8 bytes."""
+    def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return ``rows`` zeroed rows, as the layout reads them and as words of 8 bytes."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
-        return self.layout.unpack(torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier)), words
+        return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
     @property
     def waiting(self) -> np.ndarray:
@@ -78,20 +80,20 @@ class Staging:
         ring[steps % (2 * size)] = self._ring[steps % size]
         self._ring = ring
 
-    def take_step(self) -> TensorDict | None:
-        """Return the oldest row of every lane, ``[E]``, or ``None`` if a lane has none; the next call reuses it."""
+    def take_step(self) -> bool:
+        """Take the oldest row of every lane out into :attr:`step`, unless a lane has none; return whether it did."""
         if self.pending < self.lanes or int(self._tails.min()) <= self._head:
-            return None
-        self._out_words[...] = self._ring[self._head % len(self._ring)]
+            return False
+        self._step[...] = self._ring[self._head % len(self._ring)]
         self._head += 1
         self.pending -= self.lanes
-        return self._out
+        return True
 
     def take_stretch(self, lane: int) -> TensorDict:
         """Return all rows of a lane, ``[n]`` in order, as fresh memory."""
         count = int(self._tails[lane])  # the head stays 0
-        stretch, words = self._block(count)
+        rows, words = self._block(count)
         words[...] = self._ring[:count, lane]
         self._tails[lane] = 0
         self.pending -= count
-        return stretch
+        return self.layout.unpack(rows)

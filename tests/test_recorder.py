@@ -13,9 +13,20 @@ from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torchrl.envs import Transform
 
-from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition
+from rlbuf_td import (
+    GymnasiumRecorder,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    SchemaError,
+    TrajectoryIndex,
+    make_transition,
+)
 from rlbuf_td.staging import Staging
+from tests.catalogue import assert_same
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -427,11 +438,85 @@ def test_queues_give_each_lane_its_rows_in_order_however_far_lanes_are_apart():
                 queues[lane].append(count)
             if generator.random() < 0.5:
                 continue
-            step = staging.take_step()
-            assert (step is None) is not all(queues)
-            if step is not None:
+            taken, step = staging.take_step(), staging.step
+            assert taken is all(queues)
+            if taken:
                 expected = [queue.pop(0) for queue in queues]
                 assert step["x"][:, 2].tolist() == expected
                 assert step["n"].tolist() == [n + lane for lane, n in enumerate(expected)]
             assert staging.pending == sum(map(len, queues))
             assert staging.waiting.tolist() == [len(queue) for queue in queues]
+
+
+# -- in company
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectories_are_found_as_they_were_recorded(mode, flat, asked_before):
+    env = vector(mode)
+    rb = ReplayBuffer.from_env(env, 90, flat=flat)
+    if asked_before:
+        TrajectoryIndex.of(rb.storage)
+    recorder = GymnasiumRecorder(rb, env, stretch=3)
+    for seed in range(3):
+        run(recorder, env, 20, seed)
+    index, rows = TrajectoryIndex.of(rb.storage), rb.storage[:]
+    ids = rows["collector", "traj_ids"].view(len(rows), -1)
+    lanes, head = ids.shape[1], rb.writer._cursor
+    for lane in range(lanes):
+        order = [(head + t) % len(rows) for t in range(len(rows))] if rb.full else list(range(len(rows)))
+        ahead = 0
+        for place in reversed(range(len(order))):
+            row = order[place]
+            follows = place + 1 < len(order) and ids[order[place + 1], lane] == ids[row, lane]
+            ahead = ahead + 1 if follows else 0
+            assert index.steps_ahead(torch.tensor([row * lanes + lane])).item() == ahead
+
+
+def test_packed_and_plain_writes_leave_the_same_bytes_priorities_and_indices():
+    buffers = []
+    for plain in (False, True):
+        env = vector(AutoresetMode.NEXT_STEP, "dict")
+        rb = ReplayBuffer.from_env(env, 60, sampler=ProportionalSampler(60), batch_size=8)
+        recorder = GymnasiumRecorder(rb, env)
+        if plain:
+            rb.takes_packed = lambda: False  # type: ignore[method-assign]
+        run(recorder, env, 15)
+        assert rb.takes_packed() is not plain
+        rb.update_priority(torch.arange(20), torch.linspace(1, 5, 20))
+        run(recorder, env, 50, seed=1)
+        buffers.append(rb)
+    packed, plain_rows = buffers
+    assert packed.write_count == plain_rows.write_count
+    assert_same(packed.storage[:], plain_rows.storage[:])
+    rows = torch.arange(60)
+    assert torch.equal(packed.sampler.priority(rows), plain_rows.sampler.priority(rows))
+
+
+def test_transforms_see_what_is_recorded():
+    env = vector(AutoresetMode.SAME_STEP)
+    seen = []
+
+    class Note(Transform):
+        def _inv_call(self, data: TensorDict) -> TensorDict:
+            seen.append(data["next", "reward"].flatten().tolist())
+            return data.set("note", torch.full(data.shape, float(len(seen))))
+
+    rb = ReplayBuffer.from_env(env, 300, transform=Note())
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 10)
+    assert rb.storage["next", "reward"].flatten(1).tolist() == seen
+    assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
+    assert "note" not in recorder._staging.now.keys()  # type: ignore[union-attr]
+
+
+def test_td_errors_may_come_as_extras():
+    env = Walk("box", 50)
+    rb = ReplayBuffer.from_env(env, 30, sampler=ProportionalSampler(30, alpha=1.0, eps=0.0))
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=1)
+    for error in (1.0, 2.0, 3.0):
+        recorder.step(0, td_error=error)
+    assert rb.sampler.priority(torch.arange(3)).tolist() == pytest.approx([1.0, 2.0, 3.0])

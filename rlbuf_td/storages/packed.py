@@ -270,6 +270,19 @@ class PackedStorage(LazyTensorStorage):
         rows.copy_(start, count, leaves)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
+    def write_packed(self, start: int, block: torch.Tensor) -> None:
+        """Write one time step whose rows are packed as those of this storage are: one copy, and nothing is checked.
+
+        Args:
+            start: as for :meth:`write`.
+            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
+        """
+        rows = self._rows
+        if rows is None or self._is_reserved:
+            raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
+        rows.matrix.select(0, start).copy_(block)
+        self._advance(rows, start + 1, start)
+
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
 

@@ -60,9 +60,22 @@ class RingWriter(RoundRobinWriter):
             storage.write(cursor, data, single=True)
         else:
             storage.set(cursor, _without_index(data))
+        self._bump_generation(cursor, data)
+        return self._added(cursor, steps)
+
+    def add_packed(self, block: torch.Tensor) -> int | torch.Tensor:
+        """Write one time step as :meth:`PackedStorage.write_packed` takes it, and return its index."""
+        storage = self._storage
+        steps = storage._max_size_along_dim0()
+        cursor = self._cursor_value.value % steps
+        storage.write_packed(cursor, block)
+        return self._added(cursor, steps)
+
+    def _added(self, cursor: int, steps: int) -> int | torch.Tensor:
+        """Count a time step that has been written, and tell everyone."""
+        storage = self._storage
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
-        self._bump_generation(cursor, data)
         index: int | torch.Tensor = cursor
         if storage.ndim > 1:
             index = self._step_index(cursor)
