@@ -1,6 +1,7 @@
 """Replay and rollout buffers for TorchRL in which a transition is one row."""
 
 from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.recorder import GymnasiumRecorder
 from rlbuf_td.rollouts import RolloutBuffer
 from rlbuf_td.samplers import (
     HindsightSampler,
@@ -13,11 +14,14 @@ from rlbuf_td.samplers import (
     gymnasium_reward_fn,
     gymnasium_terminated_fn,
 )
+from rlbuf_td.spaces import schema_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.transitions import make_transition
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "GymnasiumRecorder",
     "HindsightSampler",
     "MinibatchSampler",
     "NStepSampler",
@@ -34,5 +38,7 @@ __all__ = [
     "UniformSampler",
     "gymnasium_reward_fn",
     "gymnasium_terminated_fn",
+    "make_transition",
+    "schema_of",
 ]
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 OPERATIONS = (
     *("uniform", "proportional", "update", "cycle", "rank", "rank_update", "extend", "add"),
+    *("leaves-12", "leaves-3", "record"),
     *("gae", "gae-vectorized", "ppo"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -25,8 +25,13 @@ from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.spaces import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
@@ -70,6 +75,93 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if kwargs.get(part) is None:
                 kwargs[part] = default
         super().__init__(priority_key=priority_key, **kwargs)
+
+    # -- construction for an environment
+
+    @classmethod
+    def from_env(cls, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Self:
+        """Return a buffer whose rows are allocated for the transitions of an environment.
+
+        Every write is checked against them. The first one may bring more keys, which are then part of every row: a
+        policy's outputs, a collector's ``("collector", "traj_ids")``. Memory is taken from the system as rows are
+        written.
+
+        Args:
+            env: a TorchRL environment, or a Gymnasium one, single or vectorised.
+            capacity: in transitions, rounded up to whole time steps. (Of a :class:`RolloutBuffer`: in time steps.)
+            extras: entries that are known now to come with every transition, see
+                :func:`~rlbuf_td.spaces.schema_of`. Rows that several processes are to share need all of them.
+            **kwargs: as for :meth:`from_schema`.
+
+        Raises:
+            SchemaError: the environment gives what has no fixed size in bytes.
+            TypeError: it is no environment.
+
+        Example:
+            >>> import gymnasium
+            >>> rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=3), 300, batch_size=8)
+            >>> rb.storage.max_size, len(rb)
+            (300, 0)
+        """
+        return cls.from_schema(schema_of(env, extras=extras), capacity, **kwargs)
+
+    @classmethod
+    def from_spaces(
+        cls,
+        observation_space: Any,
+        action_space: Any,
+        capacity: int,
+        *,
+        num_envs: int | None = None,
+        extras: Any = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer as :meth:`from_env` does, for transitions between observations of a space.
+
+        Args:
+            observation_space: of one environment: a Gymnasium space, or a TorchRL spec.
+            action_space: of one environment: a Gymnasium space, or a TorchRL spec.
+            capacity: see :meth:`from_env`.
+            num_envs: E, for rows ``[T, E]``; ``None`` for ``[T]``.
+            extras: see :meth:`from_env`; ``{"next": {"reward": numpy.zeros(1)}}`` keeps rewards float64.
+            **kwargs: as for :meth:`from_schema`.
+
+        Raises:
+            SchemaError: a space has values of no fixed size in bytes.
+            TypeError: a space is none.
+        """
+        return cls.from_schema(
+            transition_schema(observation_space, action_space, num_envs, extras=extras), capacity, **kwargs
+        )
+
+    @classmethod
+    def from_schema(
+        cls,
+        schema: TensorDictBase,
+        capacity: int,
+        *,
+        flat: bool = False,
+        device: torch.device | str = "cpu",
+        scratch_dir: Any = None,
+        shared: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer whose rows are allocated for transitions like an example.
+
+        Args:
+            schema: a time step, ``[]`` or ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
+            capacity: see :meth:`from_env`.
+            flat: rows ``[T]``, although there are lanes: each transition is a row of its own.
+            device: see :class:`PackedStorage`; also ``scratch_dir`` and ``shared``.
+            scratch_dir: see ``device``.
+            shared: see ``device``.
+            **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
+        """
+        if flat:
+            schema = schema.flatten()[0] if schema.ndim else schema
+        storage = PackedStorage(capacity, ndim=1 + schema.ndim, device=device, scratch_dir=scratch_dir, shared=shared)
+        storage.reserve(schema)
+        return cls(storage=storage, **kwargs)
 
     # -- sampling
 
@@ -151,6 +243,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
+
+        A batch has no environments' axis: its rows may come from any lane. ``numpy()`` makes it a nested dict of
+        NumPy arrays, if it is on the CPU.
 
         Args:
             batch_size: default: the buffer's.
@@ -240,7 +335,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 raise SchemaError(
                     f"extend takes batch size [E, T] (lanes, time) with ndim={self._storage.ndim}, got {[*data.shape]}"
                 )
-            rows = self._transpose(data)
+            rows = reshaped(data, self._transpose)
         row_dims = self._storage.ndim - (how == "add")
         td_error = None
         sampler = self._prioritized
@@ -256,6 +351,27 @@ class ReplayBuffer(TensorDictReplayBuffer):
             if sampler is not None and td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
         return index
+
+    def takes_packed(self) -> bool:
+        """Return whether :meth:`add_packed` does what :meth:`add` would of rows packed alike and without TD errors."""
+        storage, writer = self._storage, self._writer
+        return (
+            type(storage) is PackedStorage
+            and not storage.is_reserved
+            and type(writer) is RingWriter
+            and writer._generation is None
+            and not self._writes_generally
+            and not len(self._stages)
+        )
+
+    def add_packed(self, block: torch.Tensor) -> None:
+        """Write one time step whose rows are packed as those of the storage are, see :meth:`takes_packed`.
+
+        Args:
+            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
+        """
+        with self._replay_lock, self._write_lock:
+            self._sampler.add(self._writer.add_packed(block))
 
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
@@ -335,27 +451,35 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Whether the next write replaces the oldest rows."""
         return self._storage._is_full
 
-    def chronological(self) -> TensorDictBase:
+    def chronological(self, *, flat: bool = False) -> TensorDictBase:
         """Return everything, oldest first across the wrap, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
 
-        Transforms are applied, as when sampling.
+        Transforms are applied, as when sampling. Like any batch on the CPU, the result is a nested dict of NumPy arrays
+        by its ``numpy()``.
+
+        Args:
+            flat: without the environments' axis: ``[T * E]``, all lanes of a time step together.
 
         Raises:
             RuntimeError: the buffer is empty.
             TypeError: the writer is not a ring, so that there is no order of age.
         """
-        return self._in_order(None)
+        return self._in_order(None, flat)
 
-    def last(self, n: int) -> TensorDictBase:
+    def last(self, n: int, *, flat: bool = False) -> TensorDictBase:
         """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+
+        Args:
+            n: time steps.
+            flat: see :meth:`chronological`.
 
         Raises:
             ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
             TypeError: the writer is not a ring, so that there is no order of age.
         """
-        return self._in_order(n)
+        return self._in_order(n, flat)
 
-    def _in_order(self, n: int | None) -> TensorDictBase:
+    def _in_order(self, n: int | None, flat: bool) -> TensorDictBase:
         if not isinstance(self._writer, RoundRobinWriter):
             raise TypeError(f"a {type(self._writer).__name__} keeps no order of age; use a RingWriter")
         with self._replay_lock, self._write_lock:
@@ -368,6 +492,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
             count = steps if n is None else n
             end = self._next_step()
             data = self._storage.get(torch.arange(end - count, end) % steps)
+        if flat and data.ndim > 1:
+            data = data.flatten(0, self._storage.ndim - 1)
         return self._transformed(data)
 
     # -- words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -14,8 +14,11 @@ from rlbuf_td.buffers import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers.minibatch import MinibatchSampler
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers.rollout import RolloutWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Batches are gathered in blocks of about this size: small enough to stay in a cache, many enough to share the work.
 _BLOCK_BYTES = 1 << 20
@@ -108,6 +111,36 @@ class RolloutBuffer(ReplayBuffer):
         if not isinstance(writer, RolloutWriter):
             raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
+
+    @classmethod
+    def from_schema(
+        cls,
+        schema: TensorDictBase,
+        capacity: int,
+        *,
+        flat: bool = False,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer whose rows are allocated for transitions like an example.
+
+        Args:
+            schema: a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
+            capacity: T, in time steps of all lanes.
+            flat: ``capacity`` counts transitions, of all lanes one after the other.
+            device: where the rows live.
+            **kwargs: as for this class: ``batch_size``, ``epochs``, ``value_network`` ...
+
+        Raises:
+            SchemaError: the schema has several lane dims, or an entry that cannot be packed.
+        """
+        if flat and schema.ndim:
+            schema = schema.flatten()[0]
+        if schema.ndim > 1:
+            raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
+        rollout = cls(capacity, schema.shape[0] if schema.ndim else None, device=device, **kwargs)
+        rollout.storage.reserve(schema)
+        return rollout
 
     # -- writing
 

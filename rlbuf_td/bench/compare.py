@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 
-from rlbuf_td.bench import rollouts
+from rlbuf_td.bench import leaves, recorder, rollouts
 from rlbuf_td.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
 
 REPLAY = {
@@ -32,7 +32,7 @@ REPLAY = {
     "add": "add one",
 }
 
-OPERATIONS = REPLAY | rollouts.OPERATIONS
+OPERATIONS = REPLAY | leaves.OPERATIONS | recorder.OPERATIONS | rollouts.OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,37 @@ def run_rollouts(batch: int, rounds: int, operations: Sequence[str], seconds: fl
             yield Timing(operation, rows, kind, interleave(calls, rounds, seconds))
 
 
+def run_leaves(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time a Dict of many leaves and one of few against each other, in turns; yield both results."""
+    if not set(leaves.OPERATIONS) & set(operations):
+        return
+    with one_thread():
+        calls = leaves.calls(batch)
+        together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
+        blocks = interleave(together, rounds, seconds)
+        for operation in calls:
+            yield Timing(operation, leaves.ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]})
+
+
+def run_recorder(rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time the recording of Gymnasium steps, one thread."""
+    if set(recorder.OPERATIONS) & set(operations):
+        with one_thread():
+            yield Timing("record", recorder.ROWS, "small", interleave(recorder.calls(), rounds, seconds))
+
+
+def leaves_note(timings: Sequence[Timing]) -> str:
+    """Return how many times as much 12 leaves cost as 3, for each side."""
+    found = {timing.operation: timing.blocks for timing in timings if timing.operation in leaves.OPERATIONS}
+    if not found:
+        return ""
+    many, few = (found[operation] for operation in leaves.OPERATIONS)
+    ratios = (
+        f"{name} {statistics.median(a / b for a, b in zip(many[name], few[name], strict=True)):.2f}x" for name in many
+    )
+    return f"[+] 12 leaves cost as much as 3 leaves of the same bytes times: {', '.join(ratios)}\n"
+
+
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
     """Return the results as a table: microseconds, and in brackets the ratio to this package."""
     result = Table(title="Microseconds a call (in brackets: how many times as long as rlbuf_td)", title_justify="left")
@@ -152,6 +183,8 @@ def main(options: argparse.Namespace) -> int:
         capacities = [int(n) for n in options.rows]
         for timing in chain(
             run(capacities, int(options.images), options.batch, options.rounds, operations),
+            run_leaves(options.batch, options.rounds, operations),
+            run_recorder(options.rounds, operations),
             run_rollouts(options.batch, options.rounds, operations),
         ):
             timings.append(timing)
@@ -160,7 +193,9 @@ def main(options: argparse.Namespace) -> int:
     console.print(
         f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
         "; rlbuf_td[bench] installs the other libraries\n"
-        "[*] TorchRL has no rank-based sampler: its time is that of its proportional one",
+        + leaves_note(timings)
+        + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
+        "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
         markup=False,
     )
     return 0

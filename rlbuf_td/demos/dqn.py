@@ -20,13 +20,13 @@ from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, HardUpdate
 from tqdm import tqdm
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.demos.report import Run, Stopwatch
 
 CAPACITY = 50_000
 STEPS = 50_000
 FRAMES, UPDATES, WARM_UP, CHECK_EVERY = 256, 128, 1_024, 2_560
-KEYS = ["observation", "action", *(("next", key) for key in ("observation", "reward", "done", "terminated"))]
+LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # no loss asks for them
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
@@ -54,7 +54,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     collector = Collector(
         env, TensorDictSequential(policy, explore), frames_per_batch=FRAMES, total_frames=steps, policy_device=device
     )
-    buffer = ReplayBuffer(storage=PackedStorage(CAPACITY, device=device), sampler=SAMPLERS[sampler](), batch_size=64)
+    buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=SAMPLERS[sampler](), batch_size=64)
     loss_module = DQNLoss(policy, action_space=env.action_spec, double_dqn=True, delay_value=True)
     loss_module.make_value_estimator(gamma=0.99)
     target_update = HardUpdate(loss_module, value_network_update_interval=UPDATES)
@@ -68,7 +68,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
         seen += data.numel()
         explore.step(data.numel())
         with clock("buffer"):
-            buffer.extend(data.select(*KEYS))
+            buffer.extend(data.exclude(*LEFT_OUT))
         for _ in range(UPDATES if seen >= WARM_UP else 0):
             with clock("buffer"):
                 batch = buffer.sample()

@@ -152,6 +152,7 @@ class RowLayout:
                     or value.dtype is not leaf.dtype
                     or value.layout is not _STRIDED
                     or value.shape != shape
+                    or value.is_meta
                 ):
                     refuse(data, self.leaves, lead)
                 if value.requires_grad:

@@ -16,9 +16,9 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import allocate_bytes, map_bytes
+from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes, map_bytes
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
@@ -83,6 +83,7 @@ class PackedStorage(LazyTensorStorage):
         self.shared = shared
         self._rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # those that have been written, as of the last look
+        self._is_reserved = False
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -127,6 +128,40 @@ class PackedStorage(LazyTensorStorage):
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
+
+    @property
+    def lanes(self) -> torch.Size:
+        """The dims after time; empty before there are rows."""
+        return torch.Size([]) if self._rows is None else self._rows.lanes
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the rows are those of a schema, to which the first write may add keys."""
+        return self._is_reserved
+
+    def reserve(self, schema: TensorDictBase) -> None:
+        """Allocate, before the first write, for transitions that hold at least the keys of a schema.
+
+        The first write may bring more keys, such as a policy's outputs or a collector's; it then fixes the rows. No
+        memory is touched until it does.
+
+        Args:
+            schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
+
+        Raises:
+            RuntimeError: the rows are there already.
+            SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
+        """
+        if self._rows is not None:
+            raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
+        if schema.batch_dims < self.ndim - 1:
+            raise SchemaError(
+                f"a storage with ndim={self.ndim} takes a schema of {self.ndim - 1} or more batch dims (lanes), "
+                f"got batch size {tuple(schema.batch_size)}"
+            )
+        device = None if schema.device is None or schema.device.type == "meta" else schema.device
+        self._allocate(RowLayout(schema, self.ndim - 1), schema.batch_size[: self.ndim - 1], device)
+        self._is_reserved = True
 
     def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
         if self.device != "auto":
@@ -229,11 +264,24 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: ``data`` does not match the rows; nothing has been written.
         """
         data = _as_tensordict(data)
-        if self._rows is None:
+        if self._rows is None or self._is_reserved:
             data = data.exclude("index")
         rows, leaves, count = self._admit(data, single)
         rows.copy_(start, count, leaves)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
+
+    def write_packed(self, start: int, block: torch.Tensor) -> None:
+        """Write one time step whose rows are packed as those of this storage are: one copy, and nothing is checked.
+
+        Args:
+            start: as for :meth:`write`.
+            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
+        """
+        rows = self._rows
+        if rows is None or self._is_reserved:
+            raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
+        rows.matrix.select(0, start).copy_(block)
+        self._advance(rows, start + 1, start)
 
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
         """Write transitions at ``cursor``.
@@ -278,18 +326,37 @@ class PackedStorage(LazyTensorStorage):
         The first time, the rows are made to fit.
         """
         rows = self._rows
-        if rows is None:
-            lead_dims = self.ndim - single
-            if data.batch_dims < lead_dims:
-                raise SchemaError(
-                    f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
-                    f"(time, lanes), got batch size {tuple(data.batch_size)}"
-                )
-            rows = self._allocate(RowLayout(data, lead_dims), data.batch_size[1 - single : lead_dims], data.device)
+        if rows is None or self._is_reserved:
+            rows = self._fix_rows(data, self.ndim - single)
         if single:
             return rows, rows.layout.collect(data, rows.lanes), 1
         lead = data.batch_size[:1] + rows.lanes
         return rows, rows.layout.collect(data, lead), lead[0]
+
+    def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> Rows:
+        """Return rows for the first write, and for all that follow."""
+        if data.batch_dims < lead_dims:
+            raise SchemaError(
+                f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
+                f"(time, lanes), got batch size {tuple(data.batch_size)}"
+            )
+        lanes = data.batch_size[1 + lead_dims - self.ndim : lead_dims]
+        reserved, layout = self._rows, RowLayout(data, lead_dims)
+        if reserved is not None:
+            lead = data.batch_size[: lead_dims + 1 - self.ndim] + reserved.lanes
+            refuse_unfit(data, reserved.layout.leaves, lead, more=True)
+            if layout != reserved.layout:
+                self._release()
+                reserved = None
+        rows = reserved or self._allocate(layout, lanes, data.device)
+        self._is_reserved = False
+        return rows
+
+    def _release(self) -> None:
+        """Give back rows that have been reserved, and not written."""
+        self._rows = self._live = self._storage = None
+        if self.scratch_dir is not None:
+            (self.scratch_dir / ROWS_FILE).unlink()
 
     def _advance(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
@@ -316,6 +383,7 @@ class PackedStorage(LazyTensorStorage):
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
                 "the processes would not share them. Write one batch first."
             )
+        self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
         state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
             state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
@@ -344,6 +412,7 @@ class PackedStorage(LazyTensorStorage):
         return {
             "_len": len(self),
             "full": self._is_full,
+            "reserved": self._is_reserved,
             "last_cursor": self._last_cursor_index_value.value,
             "layout": self._rows.layout.state(),
             "rows": self._written().matrix.clone(),
@@ -356,11 +425,12 @@ class PackedStorage(LazyTensorStorage):
             SchemaError: the saved rows differ in keys, dtypes or shapes; this storage stays as it was.
             ValueError: the capacity or the lanes do not fit the saved rows; this storage stays as it was.
         """
-        if "layout" not in state_dict:  # saved before the first write
+        reserved = state_dict.get("reserved", False)
+        if "layout" not in state_dict or (reserved and self._rows is not None):  # saved before the first write
             return self._empty()
         layout, matrix = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
         lanes = matrix.shape[1:-1]
-        if self._rows is not None and layout != self._rows.layout:
+        if self._rows is not None and not self._takes(layout):
             raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
         if self._rows is not None and lanes != self._rows.lanes:
             raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
@@ -370,11 +440,19 @@ class PackedStorage(LazyTensorStorage):
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
+        if self._rows is not None and self._rows.layout != layout:
+            self._release()
         rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        self._is_reserved = reserved
         rows.matrix[: matrix.shape[0]].copy_(matrix)
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()
+
+    def _takes(self, layout: RowLayout) -> bool:
+        """Return whether rows of this layout may be loaded: where they are only reserved, it may hold more."""
+        ours = self._rows.layout if self._rows is not None else layout
+        return layout == ours or (self._is_reserved and set(ours.leaves) <= set(layout.leaves))
 
     def __repr__(self) -> str:
         if self._rows is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -74,6 +74,22 @@ def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
         )
 
 
+def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
+    """Return ``reshape(data)``, and say it in words if an entry is of a kind that cannot be reshaped.
+
+    Raises:
+        SchemaError: names the key.
+    """
+    try:
+        return reshape(data)
+    except RuntimeError:  # sparse and nested tensors
+        if isinstance(data, TensorDictBase):
+            refuse_ragged(data)
+            for key, value in walk(data):
+                refuse_unpackable(key, value)
+        raise
+
+
 def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
     """Refuse lazy stacks, at any depth, whose members differ in keys or shapes: reading them would drop or break a key.
 
@@ -107,14 +123,35 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
 
 def fits(value: Any, leaf: Leaf, lead: torch.Size) -> bool:
     """Return whether ``value`` is ``lead`` rows of ``leaf``."""
-    return isinstance(value, torch.Tensor) and value.dtype is leaf.dtype and value.shape == lead + leaf.shape
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype is leaf.dtype
+        and value.shape == lead + leaf.shape
+        and not value.is_meta
+    )
 
 
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
-    """Say what is wrong with the first key of ``data`` that does not fit the rows.
+    """Say what is wrong with data that does not fit the rows.
 
     Raises:
-        SchemaError: always.
+        SchemaError: always; names the first key that does not fit.
+    """
+    refuse_unfit(data, leaves, lead, more=False)
+    raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
+
+
+def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
+    """Refuse data of which a key does not fit the rows.
+
+    Args:
+        data: what is to be written.
+        leaves: what the rows hold.
+        lead: the dims of ``data`` that index rows.
+        more: whether there may be other keys.
+
+    Raises:
+        SchemaError: names the first key that does not fit.
     """
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
@@ -122,11 +159,15 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
         refuse_unpackable(key, value)
         if key == ("index",) and key not in known:
             continue
+        if key not in known and more:
+            continue
         if key not in known:
             raise SchemaError(
                 f"unknown key {show_key(key)}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
                 "Leave it out with data.exclude(...), or store it from the first write on."
             )
+        if value.is_meta:
+            raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
         if not fits(value, known[key], lead):
             leaf = known[key]
             remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
@@ -138,9 +179,8 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
         if leaf.key not in given:
             raise SchemaError(
                 f"key {leaf.name} is missing, expected as {_kind(leaf.dtype, lead + leaf.shape)}: "
-                "every write must hold the keys of the first one."
+                "every write must hold all keys of the rows."
             )
-    raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
 
 
 def _kind(dtype: torch.dtype, shape: torch.Size) -> str:

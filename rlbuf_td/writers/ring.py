@@ -11,6 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.schema import reshaped
 
 _COUNTERS = ("_cursor_value", "_write_count_value")
 
@@ -43,6 +44,7 @@ class RingWriter(RoundRobinWriter):
     def __init__(self, *, track_generations: bool = False) -> None:
         self._cursor_value = RawValue("q", 0)
         self._write_count_value = RawValue("q", 0)
+        self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
         super().__init__(compilable=False, track_generations=track_generations)
 
     def add(self, data: Any) -> int | torch.Tensor:
@@ -58,12 +60,25 @@ class RingWriter(RoundRobinWriter):
             storage.write(cursor, data, single=True)
         else:
             storage.set(cursor, _without_index(data))
+        self._bump_generation(cursor, data)
+        return self._added(cursor, steps)
+
+    def add_packed(self, block: torch.Tensor) -> int | torch.Tensor:
+        """Write one time step as :meth:`PackedStorage.write_packed` takes it, and return its index."""
+        storage = self._storage
+        steps = storage._max_size_along_dim0()
+        cursor = self._cursor_value.value % steps
+        storage.write_packed(cursor, block)
+        return self._added(cursor, steps)
+
+    def _added(self, cursor: int, steps: int) -> int | torch.Tensor:
+        """Count a time step that has been written, and tell everyone."""
+        storage = self._storage
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
-        self._bump_generation(cursor, data)
         index: int | torch.Tensor = cursor
         if storage.ndim > 1:
-            index = self._replicate_index(torch.tensor([cursor]))
+            index = self._step_index(cursor)
         self._announce(cursor, 1, steps, index)
         return index
 
@@ -91,7 +106,7 @@ class RingWriter(RoundRobinWriter):
         if cursor + count > steps:
             index %= steps
         if isinstance(storage, PackedStorage):
-            storage.write(start, data if kept == count else data[count - kept :])
+            storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         else:
             data = _without_index(data)
             for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
@@ -104,6 +119,17 @@ class RingWriter(RoundRobinWriter):
             index = self._replicate_index(index)
         self._announce(start, kept, steps, index)
         return index
+
+    def _step_index(self, cursor: int) -> torch.Tensor:
+        """Return the index of all lanes of a time step, ``[lanes, ndim]``, as TorchRL does in twenty times as long."""
+        lanes = _lanes(self._storage)
+        if self._first_index is None or self._first_index[0] != lanes:
+            first = self._replicate_index(torch.zeros(1, dtype=torch.long))
+            along_time = torch.zeros_like(first)
+            along_time[:, 0] = 1
+            self._first_index = lanes, first, along_time
+        _, first, along_time = self._first_index
+        return torch.add(first, along_time, alpha=cursor)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Write at given time steps without moving the cursor, and return their index; see TorchRL's writer.
@@ -129,7 +155,7 @@ class RingWriter(RoundRobinWriter):
             if mark_range is None:
                 listener.mark_update(index)
                 continue
-            lanes = self._storage.shape[1:].numel() if self._storage.ndim > 1 else 1
+            lanes = _lanes(self._storage).numel()
             first = min(count, steps - start)
             mark_range(start * lanes, first * lanes)
             if first < count:
@@ -149,6 +175,13 @@ class RingWriter(RoundRobinWriter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
+
+
+def _lanes(storage: Any) -> torch.Size:
+    """Return the dims after time (a TorchRL storage takes ten times as long to say them)."""
+    if isinstance(storage, PackedStorage):
+        return storage.lanes
+    return storage.shape[1:] if storage.ndim > 1 else torch.Size([])
 
 
 def _without_index(data: Any) -> Any:

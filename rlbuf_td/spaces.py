@@ -1,0 +1,249 @@
+"""From Gymnasium spaces, TorchRL specs and environments to a schema: the keys, dtypes and shapes of one transition.
+
+A schema is a TensorDict on the ``"meta"`` device, which holds no memory. Its batch size is ``[]``, or ``[E]`` for ``E``
+environments. Gymnasium is never imported here: who passes one of its objects has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, TensorSpec
+
+from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
+
+OBSERVATION, ACTION = "observation", "action"
+# What a transition has beside the observation: at its root, and under "next".
+_TAKEN = {ACTION, "next", "index", "collector"}, {"reward", "done", "terminated", "truncated"}
+_RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
+
+
+def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
+    """Return the schema of what an environment, a space or a spec describes.
+
+    Args:
+        source: one of
+
+            - a TorchRL environment: a transition with all that its specs name, of the environment's batch size;
+            - a Gymnasium environment, single (``[]``) or vectorised (``[E]``): see :func:`transition_schema`;
+            - a Gymnasium space or a TorchRL spec of observations: the observation alone, ``[]``;
+            - a TensorDict: an example of a transition.
+        extras: more entries, such as a policy's outputs: a TensorDict or (nested) dict of examples, with the same
+            leading dims. An entry that is there already is replaced.
+
+    Returns:
+        a TensorDict of meta tensors. Gymnasium's ``Discrete`` is an index ``[]``, ``MultiDiscrete``, ``MultiBinary``
+        and ``Box`` have their own shapes, all their own dtypes; ``Dict`` is nested, and so is ``Tuple``, with keys
+        ``"0"``, ``"1"`` ... A Dict observation has its keys at the root, any other is ``"observation"``.
+
+    Raises:
+        SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
+        TypeError: the source is nothing of the above.
+
+    Example:
+        >>> from torchrl.data import Bounded, Composite, Unbounded
+        >>> schema = schema_of(Composite(pixels=Bounded(0, 255, (3, 8, 8), dtype=torch.uint8), speed=Unbounded(2)))
+        >>> schema["pixels"].dtype, schema["speed"].shape
+        (torch.uint8, torch.Size([2]))
+    """
+    gymnasium = sys.modules.get("gymnasium")
+    if isinstance(source, TensorDictBase):
+        schema = _without_memory(source)
+    elif callable(getattr(source, "fake_tensordict", None)):
+        schema = _without_memory(source.fake_tensordict())
+    elif gymnasium is not None and isinstance(source, gymnasium.Env):
+        schema = transition_schema(source.observation_space, source.action_space)
+    elif gymnasium is not None and isinstance(source, gymnasium.vector.VectorEnv):
+        schema = transition_schema(source.single_observation_space, source.single_action_space, source.num_envs)
+    elif _is_space(source):
+        schema = TensorDict(_observation(source, ()), [])
+    else:
+        raise TypeError(
+            f"cannot tell keys, dtypes and shapes from a {type(source).__name__}: pass a TorchRL or Gymnasium "
+            "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
+        )
+    return schema if extras is None else with_extras(schema, extras)
+
+
+def transition_schema(
+    observation_space: Any, action_space: Any, num_envs: int | None = None, *, extras: Any = None
+) -> TensorDict:
+    """Return the schema of a transition between observations of one space, by actions of another.
+
+    It holds the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
+    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as TorchRL has them.
+
+    Args:
+        observation_space: of one environment: a Gymnasium space or a TorchRL spec.
+        action_space: of one environment: a Gymnasium space or a TorchRL spec.
+        num_envs: E, for a schema of batch size ``[E]``; ``None`` for ``[]``.
+        extras: see :func:`schema_of`.
+
+    Raises:
+        SchemaError: see :func:`schema_of`; or an observation has a key that a transition needs for itself.
+        TypeError: a space is none.
+
+    Example:
+        >>> from torchrl.data import Categorical, Unbounded
+        >>> schema = transition_schema(Unbounded(4), Categorical(2), num_envs=3)
+        >>> schema.batch_size, schema["next", "reward"].shape
+        (torch.Size([3]), torch.Size([3, 1]))
+        >>> sorted(schema.keys())
+        ['action', 'next', 'observation']
+    """
+    if num_envs is not None and num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
+    lanes = () if num_envs is None else (num_envs,)
+    for role, space in (("observation", observation_space), ("action", action_space)):
+        if not _is_space(space):
+            raise TypeError(
+                f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {type(space).__name__}"
+            )
+    observation = _observation(observation_space, lanes)
+    flag = torch.empty((*lanes, 1), dtype=torch.bool, device="meta")
+    reward = torch.empty((*lanes, 1), dtype=torch.float32, device="meta")
+    after = observation | {"reward": reward, "done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
+    action = _value(action_space, lanes, (ACTION,))
+    is_composite = isinstance(action_space, Composite)  # as an environment's full_action_spec: it names its keys
+    entries = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
+    schema = TensorDict(entries, lanes)
+    return schema if extras is None else with_extras(schema, extras)
+
+
+def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
+    """Return a schema with more entries; see ``extras`` of :func:`schema_of`.
+
+    Raises:
+        SchemaError: an entry lacks the schema's leading dims, or is not made of numbers.
+    """
+    result = schema.copy()
+    more = extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")
+    for key, value in _leaves(more):
+        refuse_unpackable(key, value)
+        if value.shape[: schema.ndim] != schema.batch_size:
+            raise SchemaError(
+                f"the extra {show_key(key)} has shape {tuple(value.shape)}, expected {tuple(schema.batch_size)} in "
+                "front, as in every entry of the schema"
+            )
+        result.set(key, torch.empty_like(value, device="meta"))
+    return result
+
+
+def refuse_taken(keys: Any) -> None:
+    """Refuse observations with a key that is needed for something else.
+
+    Raises:
+        SchemaError: names the key.
+    """
+    root, after = _TAKEN
+    for key in keys:
+        if key in root or key in after:
+            raise SchemaError(
+                f"the observation has a key {key!r}, which a transition needs for itself: rename it with a wrapper"
+            )
+
+
+# -- values: nested dicts and tuples of arrays and numbers
+
+
+def entries(value: Any) -> dict[str, Any] | None:
+    """Return the named parts of a Dict or Tuple value, or ``None`` for one that has no parts.
+
+    Raises:
+        SchemaError: a key is not a string.
+    """
+    if isinstance(value, Mapping | TensorDictBase):
+        for key in value.keys():
+            if not isinstance(key, str):
+                raise SchemaError(f"keys are strings, got {key!r} of type {type(key).__name__}")
+        return dict(value.items())
+    if isinstance(value, tuple):
+        return {str(place): part for place, part in enumerate(value)}
+    return None
+
+
+def tensors_of(value: Any, name: str, *path: str) -> Any:
+    """Return nested dicts and tuples of arrays and numbers as nested dicts of tensors; arrays share their memory.
+
+    Raises:
+        SchemaError: names the entry that is not made of numbers.
+    """
+    parts = entries(value)
+    if parts is not None:
+        return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value)
+    array = np.asarray(value)
+    if not array.flags.writeable or min(array.strides, default=0) < 0 or not array.dtype.isnative:
+        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # what torch cannot share
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        where = show_key((name, *path))
+        raise SchemaError(
+            f"{where} is a {type(value).__name__} of dtype {array.dtype}, which no tensor can hold: "
+            "give numbers, arrays of them, or dicts and tuples of these"
+        ) from error
+
+
+# -- spaces
+
+
+def _is_space(source: Any) -> bool:
+    gymnasium = sys.modules.get("gymnasium")
+    return isinstance(source, TensorSpec) or (gymnasium is not None and isinstance(source, gymnasium.Space))
+
+
+def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
+    """Return the entries of an observation: those of a Dict, or one of the usual name."""
+    value = _value(space, lanes, (OBSERVATION,))
+    named = isinstance(value, TensorDictBase) and not _is_tuple(space)
+    observation = dict(value.items()) if named else {OBSERVATION: value}
+    refuse_taken(observation)
+    return observation
+
+
+def _is_tuple(space: Any) -> bool:
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and isinstance(space, gymnasium.spaces.Tuple)
+
+
+def _value(space: Any, lanes: tuple[int, ...], path: tuple[str, ...]) -> Any:
+    """Return what a value of the space is: a meta tensor, or a TensorDict of them."""
+    if isinstance(space, TensorSpec):
+        value = space.zero().to("meta")
+        if isinstance(value, TensorDictBase):
+            return _without_memory(value.expand(*lanes, *value.shape) if lanes else value)
+        return torch.empty((*lanes, *value.shape), dtype=value.dtype, device="meta")
+    spaces = sys.modules["gymnasium"].spaces
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = entries(space.spaces) or {}
+        return TensorDict({key: _value(part, lanes, (*path, key)) for key, part in parts.items()}, lanes)
+    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        raise SchemaError(f"{show_key(path)} is a {type(space).__name__} space, which {_RAGGED}")
+    try:
+        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+    except TypeError as error:
+        raise SchemaError(f"{show_key(path)} has dtype {space.dtype}, which torch does not have") from error
+    return torch.empty((*lanes, *space.shape), dtype=dtype, device="meta")
+
+
+def _without_memory(data: TensorDictBase) -> TensorDict:
+    for key, value in walk(data):
+        refuse_unpackable(key, value)
+    return data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), device=torch.device("meta"))
+
+
+def _leaves(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    for key, value in data.items():
+        if isinstance(value, dict | TensorDictBase):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value

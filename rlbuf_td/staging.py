@@ -1,0 +1,99 @@
+"""Rows of several lanes that wait until they can be written: by whole time steps, or by stretches of one lane."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.storages.layout import RowLayout
+
+_FIRST_STEPS = 16
+
+
+class Staging:
+    """One row a lane that is being filled, and a queue of filled rows for each lane. Each lane advances on its own.
+
+    Take either time steps or stretches, not both.
+
+    Args:
+        example: ``[E]`` transitions, which say what a row holds.
+
+    Attributes:
+        now: the rows being filled, ``[E]``; ``now_packed`` are the same as bytes.
+        step: the time step that was taken last, ``[E]``; ``step_packed`` is the same as bytes.
+        columns: the same, leaf by leaf, as arrays of ``[E, ...]`` to write to.
+        pending: rows in all queues together.
+
+    Cost: a row is copied once when it is queued and once when it is taken, whatever the number of its leaves. The
+    queues grow with the longest.
+    """
+
+    def __init__(self, example: TensorDict) -> None:
+        self.layout = RowLayout(example, 1)
+        self.lanes = example.shape[0]
+        self.now_packed, self._now = self._block(self.lanes)
+        self.step_packed, self._step = self._block(self.lanes)
+        self.now, self.step = (self.layout.unpack(rows) for rows in (self.now_packed, self.step_packed))
+        columns = self.layout.columns(self.now_packed)
+        self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
+        self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
+        self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e holds the steps head .. tails[e] - 1
+        self._bound = 0  # no tail is beyond
+        self._every_lane = np.arange(self.lanes)
+        self.pending = 0
+
+    def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Return ``rows`` zeroed rows, as the layout reads them and as words of 8 bytes."""
+        words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
+        return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """Rows in the queue of every lane, ``[E]``."""
+        return self._tails - self._head
+
+    @property
+    def steps(self) -> int:
+        """Rows that the queues have room for."""
+        return len(self._ring)
+
+    def push(self, lanes: np.ndarray | None = None) -> None:
+        """Put the rows being filled at the end of their queues: of all lanes, or of those of a mask."""
+        where = self._every_lane if lanes is None else lanes.nonzero()[0]
+        tails = self._tails[where]
+        if not len(tails):
+            return
+        if self._bound == self._head + len(self._ring):
+            self._bound = int(self._tails.max())
+            if self._bound == self._head + len(self._ring):
+                self._grow()
+        self._bound += 1
+        self._ring[tails % len(self._ring), where] = self._now if lanes is None else self._now[where]
+        self._tails[where] = tails + 1
+        self.pending += len(tails)
+
+    def _grow(self) -> None:
+        size = len(self._ring)
+        steps = self._head + np.arange(size)
+        ring = np.zeros((2 * size, *self._now.shape), np.int64)
+        ring[steps % (2 * size)] = self._ring[steps % size]
+        self._ring = ring
+
+    def take_step(self) -> bool:
+        """Take the oldest row of every lane out into :attr:`step`, unless a lane has none; return whether it did."""
+        if self.pending < self.lanes or int(self._tails.min()) <= self._head:
+            return False
+        self._step[...] = self._ring[self._head % len(self._ring)]
+        self._head += 1
+        self.pending -= self.lanes
+        return True
+
+    def take_stretch(self, lane: int) -> TensorDict:
+        """Return all rows of a lane, ``[n]`` in order, as fresh memory."""
+        count = int(self._tails[lane])  # the head stays 0
+        rows, words = self._block(count)
+        words[...] = self._ring[:count, lane]
+        self._tails[lane] = 0
+        self.pending -= count
+        return self.layout.unpack(rows)

@@ -1,0 +1,98 @@
+"""Environments that keep their own history, to hold what was recorded against."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Tuple
+
+
+class Walk(gymnasium.Env):
+    """Short episodes that end in both ways; every observation occurs once.
+
+    ``history`` holds ``(obs, action, reward, next_obs, terminated, truncated, info)`` of every step that was taken.
+    """
+
+    def __init__(self, kind: str = "box", longest: int = 6) -> None:
+        self.kind, self.longest = kind, longest
+        self.observation_space, self.action_space = SPACES[kind], Discrete(3)
+        self.history: list[tuple[Any, ...]] = []
+        self._episode = self._step = self._last = 0
+
+    def _observe(self) -> Any:
+        place = np.array([self._episode, self._step], np.float32)
+        image = np.full((2, 2), (7 * self._episode + self._step) % 256, np.uint8)
+        if self.kind == "box":
+            return place
+        if self.kind == "tuple":
+            return (place, self._step)
+        mask = np.array([self._step % 2, 1, self._episode % 2], np.int8)
+        return {"place": place, "inner": {"image": image, "step": np.int64(self._step)}, "pair": (place[::-1], mask)}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._episode += 1
+        self._step, self._last = 0, int(self.np_random.integers(1, self.longest))
+        return self._observe(), {"energy": -1.0, "begun": True}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        before = self._observe()
+        self._step += 1
+        ended = self._step == self._last
+        terminated = ended and (self._episode + self._last) % 2 == 0
+        info: dict[str, Any] = {"energy": self._episode + self._step / 10}
+        if ended:
+            info["won"] = terminated
+        result = self._observe(), float(action) + 0.5, terminated, ended and not terminated, info
+        self.history.append(deepcopy((before, int(action), *result[1:2], result[0], *result[2:])))
+        return result
+
+
+_PLACE = Box(-np.inf, np.inf, (2,), np.float32)
+SPACES = {
+    "box": _PLACE,
+    "tuple": Tuple((_PLACE, Discrete(100))),
+    "dict": Dict(
+        place=_PLACE,
+        inner=Dict(image=Box(0, 255, (2, 2), np.uint8), step=Discrete(100)),
+        pair=Tuple((_PLACE, MultiBinary(3))),
+    ),
+}
+
+
+class Nested(gymnasium.ObservationWrapper):
+    """Beside the observation, a nested Dict of mixed dtypes: image uint8, vector float32, discrete int64, mask bool."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.observation_space = Dict(
+            observation=env.observation_space,
+            camera=Dict(image=Box(0, 255, (3, 4, 4), np.uint8)),
+            body=Dict(vector=Box(-1, 1, (5,), np.float32), mode=Discrete(4), mask=Box(0, 1, (3,), np.bool_)),
+        )
+
+    def observation(self, observation: Any) -> Any:
+        number = int(abs(observation[0]) * 1_000)
+        return {
+            "observation": observation,
+            "camera": {"image": np.full((3, 4, 4), number % 256, np.uint8)},
+            "body": {
+                "vector": np.tanh(np.resize(observation, 5)).astype(np.float32),
+                "mode": np.int64(number % 4),
+                "mask": np.array([number % 2, 1, 0], np.bool_),
+            },
+        }
+
+
+class OneKey(gymnasium.ObservationWrapper):
+    """The same observation, as a Dict of one key."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.observation_space = Dict(observation=env.observation_space)
+
+    def observation(self, observation: Any) -> Any:
+        return {"observation": observation}

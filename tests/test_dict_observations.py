@@ -1,0 +1,127 @@
+"""A Dict observation is the only kind there is: demos and buffers run on a nested one, and Box is a Dict of one key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+
+from rlbuf_td import GymnasiumRecorder, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td.__main__ import main
+from tests.catalogue import assert_same
+from tests.environments import Nested, OneKey
+
+pytestmark = pytest.mark.filterwarnings(
+    *(f"ignore::{kind}:torchrl" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning")),
+    "ignore:Detected call of `lr_scheduler.step:UserWarning",
+)
+NAME = "NestedCartPole-v1"
+PARTS = {
+    "observation": torch.float32,
+    ("camera", "image"): torch.uint8,
+    ("body", "vector"): torch.float32,
+    ("body", "mode"): torch.int64,
+    ("body", "mask"): torch.bool,
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    gymnasium.register(NAME, entry_point=lambda: Nested(gymnasium.make("CartPole-v1")), reward_threshold=475.0)
+    yield
+    del gymnasium.registry[NAME]
+
+
+@pytest.mark.parametrize(
+    ("algo", "buffer", "steps"), [("dqn", ReplayBuffer, "1280"), ("ppo", RolloutBuffer, "1024")], ids=["dqn", "ppo"]
+)
+def test_the_demos_learn_from_a_nested_dict(algo, buffer, steps, tmp_path, monkeypatch, capsys):
+    batches: list[TensorDict] = []
+    sample, iterate = ReplayBuffer.sample, RolloutBuffer.__iter__
+
+    def noted(batch: TensorDict) -> TensorDict:
+        batches.append(batch)
+        return batch
+
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda rb: noted(sample(rb)))
+    monkeypatch.setattr(RolloutBuffer, "__iter__", lambda rb: map(noted, iterate(rb)))
+    assert main(["demo", "--algo", algo, "--env", NAME, "--steps", steps, "--out", str(tmp_path)]) == 0
+    assert "mean return of the best policy" in capsys.readouterr().out
+    assert batches
+    for key, dtype in PARTS.items():
+        assert batches[-1][key].dtype == dtype, key
+    image, observation = batches[-1]["camera", "image"], batches[-1]["observation"]
+    number = (observation[..., 0].abs() * 1_000).long() % 256  # each part is that of its own row
+    assert torch.equal(image[..., 0, 0, 0].long(), number)
+
+
+def torchrl(make: Any, lanes: int | None) -> TensorDict:
+    env: EnvBase = GymWrapper(make()) if lanes is None else SerialEnv(lanes, lambda: GymWrapper(make()))
+    env.set_seed(0)
+    torch.manual_seed(0)
+    rb = ReplayBuffer.from_env(env, 120, sampler=ProportionalSampler(120), batch_size=32)
+    rb.extend(env.rollout(40, break_when_any_done=False))
+    return batches_of(rb)
+
+
+def recorded(make: Any, lanes: int | None) -> TensorDict:
+    env: Any = make() if lanes is None else gymnasium.vector.SyncVectorEnv([make] * lanes)
+    rb = ReplayBuffer.from_env(env, 120, sampler=ProportionalSampler(120), batch_size=32)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for step in range(40):
+        *_, terminated, truncated, _ = recorder.step(step % 2 if lanes is None else np.full(lanes, step % 2))
+        if lanes is None and (terminated or truncated):
+            recorder.reset()
+    torch.manual_seed(0)
+    return batches_of(rb)
+
+
+def batches_of(rb: ReplayBuffer) -> TensorDict:
+    first = rb.sample()
+    first["td_error"] = torch.rand(32)
+    rb.update_tensordict_priority(first)
+    return torch.stack([first.exclude("td_error"), rb.sample()])
+
+
+@pytest.mark.parametrize("fill", [torchrl, recorded])
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_box_and_a_dict_of_one_key_give_equal_batches(fill, lanes):
+    box = fill(lambda: gymnasium.make("CartPole-v1"), lanes)
+    one_key = fill(lambda: OneKey(gymnasium.make("CartPole-v1")), lanes)
+    assert box["observation"].any()
+    assert_same(box, one_key)
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_batches_of_a_nested_dict_are_numpy_arrays_on_demand(lanes):
+    env: Any = gymnasium.make(NAME) if lanes is None else gymnasium.make_vec(NAME, num_envs=lanes)
+    rb = ReplayBuffer.from_env(env, 90, batch_size=8)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for _ in range(5):
+        recorder.step(env.action_space.sample())
+    for batch, shape in (
+        (rb.sample(), (8,)),
+        (rb.last(4), (4,) if lanes is None else (4, lanes)),
+        (rb.last(4, flat=True), (4 * (lanes or 1),)),
+        (rb.chronological(), (5,) if lanes is None else (5, lanes)),
+        (rb.chronological(flat=True), (5 * (lanes or 1),)),
+    ):
+        assert batch.shape == shape
+        arrays = batch.numpy()
+        for key in PARTS:
+            path = (key,) if isinstance(key, str) else key
+            for array in (arrays, arrays["next"]):
+                for part in path:
+                    array = array[part]
+                assert isinstance(array, np.ndarray)
+                assert array.shape[: len(shape)] == shape
+        assert np.array_equal(arrays["body"]["mask"], batch["body", "mask"].numpy())
+        assert arrays["camera"]["image"].dtype == np.uint8
+    assert_same(rb.last(4, flat=True), rb.last(4).reshape(-1))

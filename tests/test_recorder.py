@@ -1,0 +1,522 @@
+"""What a recorder stores of real Gymnasium environments, held against the history that they keep themselves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.envs import Transform
+
+from rlbuf_td import (
+    GymnasiumRecorder,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    SchemaError,
+    TrajectoryIndex,
+    make_transition,
+)
+from rlbuf_td.staging import Staging
+from tests.catalogue import assert_same
+from tests.environments import Walk
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+LANES = 3
+MODES = list(AutoresetMode)
+
+
+def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: Any) -> Any:
+    cls = {"sync": SyncVectorEnv, "overwriting": partial(SyncVectorEnv, copy=False), "async": AsyncVectorEnv}[how]
+    return cls([partial(Walk, kind, 3 + lane) for lane in range(LANES)], autoreset_mode=mode, **kwargs)
+
+
+def run(recorder: GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> None:
+    """Step at random; where autoreset is disabled, reset what has ended."""
+    env.action_space.seed(seed)
+    recorder.reset(seed=seed)
+    for _ in range(steps):
+        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+        ended = np.asarray(terminated | truncated)
+        if recorder._mode == "Disabled" and ended.any():
+            recorder.reset(options=None if not ended.ndim else {"reset_mask": ended})
+
+
+def histories(env: Any) -> list[TensorDict]:
+    """Return what each environment has kept, one by one, as transitions ``[n]``."""
+    kept = env.get_attr("history") if hasattr(env, "num_envs") else [env.unwrapped.history]
+    return [torch.stack([make_transition(*step[:6]) for step in history]) for history in kept]
+
+
+def assert_equal(rows: TensorDict, expected: TensorDict) -> None:
+    rows = rows.exclude(("collector", "traj_ids"), "index")
+    assert rows.shape == expected.shape
+    keys = set(expected.keys(True, True))
+    assert keys <= set(rows.keys(True, True))
+    for key in keys:
+        assert rows[key].dtype == expected[key].dtype, key
+        assert torch.equal(rows[key], expected[key]), key
+
+
+def assert_neighbours_follow(lane: TensorDict) -> None:
+    """Within a trajectory, a row's next observation is the following row's observation; trajectories are whole."""
+    ids, done = lane["collector", "traj_ids"], lane["next", "done"].flatten()
+    same = (ids[1:] == ids[:-1]) & ~done[:-1]
+    for key in lane["next"].exclude("reward", "done", "terminated", "truncated").keys(True, True):
+        assert torch.equal(lane["next"][key][:-1][same], lane[key][1:][same]), key
+    assert not ((ids[1:] == ids[:-1]) & done[:-1]).any()
+
+
+@pytest.mark.parametrize("kind", ["box", "dict", "tuple"])
+@pytest.mark.parametrize("how", ["sync", "overwriting", "async"])
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_hold_the_histories_of_their_environments(mode, how, kind):
+    env = vector(mode, kind, how)
+    rb = ReplayBuffer.from_env(env, 3_000, batch_size=4)
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 60)
+    kept = histories(env)
+    env.close()
+    steps = min(map(len, kept))
+    assert len(rb) == steps * LANES
+    assert recorder.pending == sum(map(len, kept)) - steps * LANES
+    assert (recorder.pending > 0) is (mode is AutoresetMode.NEXT_STEP)
+    both = {key: any(history["next", key].any() for history in kept) for key in ("terminated", "truncated")}
+    assert both == {"terminated": True, "truncated": True}
+    for lane, history in enumerate(kept):
+        rows = rb.chronological()[:, lane]
+        assert_equal(rows, history[:steps])
+        assert_neighbours_follow(rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stretch", [3, 1_000])
+def test_a_flat_buffer_holds_every_transition_in_stretches_of_one_lane(mode, stretch):
+    env = vector(mode, "dict")
+    rb = ReplayBuffer.from_env(env, 3_000, flat=True)
+    recorder = GymnasiumRecorder(rb, env, stretch=stretch)
+    run(recorder, env, 61)
+    assert len(rb) + recorder.pending == sum(map(len, histories(env)))
+    recorder.flush()
+    assert recorder.pending == 0
+    rows, kept = rb.chronological(), torch.cat(histories(env))
+    assert len(rb) == len(kept)
+    assert_neighbours_follow(rows)
+
+    def order(data: TensorDict) -> torch.Tensor:  # by episode and step, and by the lane that the first seed tells
+        return torch.from_numpy(np.lexsort((data["action"], data["place"][:, 1], data["place"][:, 0])))
+
+    got, expected = (data[order(data)].select("place", "action", "next", "inner") for data in (rows, kept))
+    for key in ("place", "action", ("next", "place"), ("next", "reward"), ("next", "terminated"), ("inner", "image")):
+        assert torch.equal(got[key], expected[key]), key
+    if stretch == 1_000:  # then whole episodes follow each other
+        ids = rows["collector", "traj_ids"]
+        assert len(torch.unique_consecutive(ids)) == len(torch.unique(ids))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ring_wraps_in_every_lane_alike(mode):
+    env = vector(mode)
+    rb = ReplayBuffer.from_env(env, 10 * LANES)
+    run(GymnasiumRecorder(rb, env), env, 60)
+    kept = histories(env)
+    steps = min(map(len, kept))
+    for lane, history in enumerate(kept):
+        assert_equal(rb.chronological()[:, lane], history[steps - 10 : steps])
+
+
+@pytest.mark.parametrize("autoreset", [False, True])
+@pytest.mark.parametrize("kind", ["box", "dict", "tuple"])
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_single_environment_is_recorded_at_once(autoreset, kind, lanes):
+    env: Any = Walk(kind)
+    if autoreset:
+        env = gymnasium.wrappers.Autoreset(env)
+    rb = ReplayBuffer(storage=PackedStorage(1_000, ndim=2)) if lanes else ReplayBuffer.from_env(env, 1_000)
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 50)
+    (history,) = histories(env)
+    rows = rb.chronological()
+    assert recorder.pending == 0
+    assert_equal(rows[:, 0] if lanes else rows, history)
+    assert_neighbours_follow(rows[:, 0] if lanes else rows)
+    assert len(history) < 50 if autoreset else len(history) == 50
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_returns_what_the_environment_does(mode):
+    plain, recorded = vector(mode, "dict"), vector(mode, "dict")
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(recorded, 300), recorded)
+    results: list[list[Any]] = [[env.reset(seed=3)] for env in (plain, recorder)]
+    for step in range(20):
+        for env, seen in zip((plain, recorder), results, strict=True):
+            seen.append(env.step(np.full(LANES, step % 3)))
+            ended = seen[-1][2] | seen[-1][3]
+            if mode is AutoresetMode.DISABLED and ended.any():
+                seen.append(env.reset(options={"reset_mask": ended}))
+    for theirs, ours in zip(*results, strict=True):
+        assert data_equivalence(theirs, ours)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode, flat):
+    env = vector(mode)
+    rb = ReplayBuffer.from_env(env, 3_000, flat=flat)
+    recorder = GymnasiumRecorder(rb, env)
+    for seed in range(8):
+        run(recorder, env, 3, seed)
+    recorder.flush()
+    rows = rb.chronological()
+    broken = 0
+    for lane in [rows] if flat else rows.unbind(1):
+        assert_neighbours_follow(lane)
+        ids, done = lane["collector", "traj_ids"], lane["next", "done"].flatten()
+        broken += int(((ids[1:] != ids[:-1]) & ~done[:-1]).sum())
+    assert broken > 0
+    assert len(rb) + recorder.pending == sum(map(len, histories(env)))
+
+
+def test_only_the_lanes_of_a_mask_begin_anew():
+    env = SyncVectorEnv([partial(Walk, "box", 50)] * 2, autoreset_mode=AutoresetMode.DISABLED)
+    rb = ReplayBuffer.from_env(env, 100)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=1)
+    recorder.step(np.zeros(2, int))
+    recorder.reset(options={"reset_mask": np.array([False, True])})
+    recorder.step(np.zeros(2, int))
+    ids = rb.storage["collector", "traj_ids"]
+    assert ids[0, 0] == ids[1, 0]
+    assert ids[0, 1] != ids[1, 1]
+
+
+def test_a_second_recorder_goes_on_with_new_trajectory_numbers():
+    env = Walk("box", 50)
+    rb = ReplayBuffer.from_env(env, 100)
+    for _ in range(2):
+        recorder = GymnasiumRecorder(rb, env)
+        recorder.reset(seed=1)
+        recorder.step(0)
+    assert rb.storage["collector", "traj_ids"].unique().numel() == 2
+
+
+# -- infos and extras
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
+def test_infos_are_those_of_the_step_and_not_of_the_reset(mode, how):
+    env = vector(mode, how=how)
+    rb = ReplayBuffer.from_env(env, 3_000)
+    recorder = GymnasiumRecorder(rb, env, infos={"energy": np.float64(0), "won": 7})
+    run(recorder, env, 40)
+    kept = env.get_attr("history")
+    env.close()
+    rows = rb.chronological()["next"]
+    assert rows["energy"].dtype == torch.float64
+    for lane, history in enumerate(kept):
+        infos = [step[6] for step in history[: len(rows)]]
+        assert rows["energy"][:, lane].tolist() == [info["energy"] for info in infos]
+        assert rows["won"][:, lane].tolist() == [int(info.get("won", 7)) for info in infos]
+
+
+def test_infos_that_every_step_has_need_no_default():
+    env = Walk()
+    rb = ReplayBuffer.from_env(env, 100)
+    run(GymnasiumRecorder(rb, env, infos=["energy"]), env, 20)
+    assert rb.chronological()["next", "energy"].tolist() == [step[6]["energy"] for step in env.history]
+
+
+# (With autoreset disabled, Gymnasium 1.4's wrapper counts all lanes anew when one is reset.)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
+    env = gymnasium.wrappers.vector.RecordEpisodeStatistics(vector(mode))
+    rb = ReplayBuffer.from_env(env, 3_000)
+    run(GymnasiumRecorder(rb, env, infos={("episode", "l"): -1}), env, 40)
+    rows = rb.chronological()
+    length = rows["next", "episode", "l"]
+    assert torch.equal(length >= 0, rows["next", "done"].squeeze(-1))
+    ends = rows["next", "observation"][..., 1]  # how many steps the episode has had
+    assert torch.equal(length[length >= 0].float(), ends[length >= 0])
+
+
+@pytest.mark.parametrize("make", [lambda: Walk(), lambda: vector(AutoresetMode.SAME_STEP)])
+def test_an_info_that_is_nowhere_is_asked_for_a_default(make):
+    env = make()
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, infos=["score"])
+    recorder.reset(seed=0)
+    with pytest.raises(SchemaError, match=r"no 'score': give the value to store then, infos=\{'score': 0.0\}"):
+        recorder.step(env.action_space.sample())
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, infos={"energy": 0.0, "won": None})
+    recorder.reset(seed=0)
+    with pytest.raises(SchemaError, match="no 'won'"):
+        run(recorder, env, 10)
+
+
+def test_extras_are_stored_beside_the_action_and_reset_steps_leave_them_out():
+    env = vector(AutoresetMode.NEXT_STEP)
+    rb = ReplayBuffer.from_env(env, 3_000)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    given: list[list[float]] = [[] for _ in range(LANES)]
+    ended = np.zeros(LANES, bool)
+    for number in range(30):
+        value = torch.full((LANES, 1), float(number), requires_grad=True)
+        _, _, terminated, truncated, _ = recorder.step(np.zeros(LANES, int), state_value=value, more={"n": [1, 2, 3]})
+        for lane in (~ended).nonzero()[0].tolist():
+            given[lane].append(float(number))
+        ended = terminated | truncated
+    rows = rb.chronological()
+    for lane in range(LANES):
+        assert rows["state_value"][:, lane, 0].tolist() == given[lane][: len(rows)]
+    assert rows["more", "n"][0].tolist() == [1, 2, 3]
+    assert rows["state_value"].dtype == torch.float32
+
+
+def test_extras_must_be_the_same_in_every_step_and_may_not_take_a_name():
+    env = Walk()
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
+    recorder.reset(seed=0)
+    with pytest.raises(SchemaError, match="'observation' takes the name"):
+        recorder.step(0, observation=1.0)
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
+    recorder.reset(seed=0)
+    recorder.step(0, log_prob=0.5)
+    with pytest.raises(SchemaError, match="the first one with"):
+        recorder.step(0)
+    with pytest.raises(SchemaError, match="the first one with"):
+        recorder.step(0, log_prob=0.5, value=1.0)
+    with pytest.raises(SchemaError, match=r"'log_prob' came with shape \(2,\), expected \(\)"):
+        recorder.step(0, log_prob=np.zeros(2))
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_rollouts_are_filled_one_after_the_other(mode):
+    env = vector(mode)
+    network = TensorDictModule(lambda obs: torch.zeros(*obs.shape[:-1], 1), ["observation"], ["state_value"])
+    rollout = RolloutBuffer.from_env(env, 8, batch_size=6, gamma=0.5, lmbda=1.0, value_network=network)
+    recorder = GymnasiumRecorder(rollout, env)
+    recorder.reset(seed=0)
+    zeros, complete = np.zeros((LANES, 1), np.float32), 0
+    for _ in range(40):
+        written = rollout.write_count
+        recorder.step(np.ones(LANES, int), state_value=zeros)
+        if rollout.is_complete and rollout.write_count > written:
+            complete += 1
+            kept = histories(env)
+            for lane, history in enumerate(kept):
+                expected = history[8 * (complete - 1) : 8 * complete]
+                assert_equal(rollout.storage[:][:, lane], expected)
+            assert sum(len(batch) for batch in rollout) == 8 * LANES
+    assert complete >= 3
+
+
+# -- what is refused
+
+
+def test_a_step_needs_a_reset_before_it():
+    env = Walk()
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 10), env)
+    with pytest.raises(RuntimeError, match="reset"):
+        recorder.step(0)
+    run(recorder, env, 5)
+    recorder.reset()
+    while not recorder._ended.any():
+        recorder.step(0)
+    with pytest.raises(RuntimeError, match="the episode has ended in lanes"):
+        recorder.step(0)
+
+
+def test_without_trajectory_numbers_no_episode_may_be_broken_off():
+    env = Walk("box", 50)
+    rb = ReplayBuffer.from_env(env, 10)
+    recorder = GymnasiumRecorder(rb, env, trajectory_key=None)
+    recorder.reset(seed=1)
+    recorder.reset(seed=1)
+    recorder.step(0)
+    with pytest.raises(RuntimeError, match="breaks off episodes in lanes"):
+        recorder.reset()
+    assert "collector" not in rb.storage[:].keys()
+
+
+def test_same_step_autoreset_without_final_observations_is_refused():
+    env = vector(AutoresetMode.NEXT_STEP)
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(RuntimeError, match="'final_obs'"):
+        run(recorder, env, 20)
+
+
+def test_what_does_not_fit_is_refused_at_construction():
+    env, other = vector(AutoresetMode.SAME_STEP), gymnasium.make_vec("CartPole-v1", num_envs=LANES)
+    with pytest.raises(SchemaError, match=r"gives 'observation' as torch.float32 of shape \(2,\)"):
+        GymnasiumRecorder(ReplayBuffer.from_env(other, 100), env)
+    with pytest.raises(SchemaError, match=r"the buffer has lanes \(1,\), the environment \(3,\)"):
+        GymnasiumRecorder(
+            ReplayBuffer.from_spaces(env.single_observation_space, env.single_action_space, 100, num_envs=1), env
+        )
+    rb = ReplayBuffer.from_env(env, 100)
+    rb.add(make_transition(env.reset()[0], np.zeros(3, int), np.zeros(3), *[env.reset()[0]], *[np.zeros(3, bool)] * 2))
+    with pytest.raises(SchemaError, match="no \\('collector', 'traj_ids'\\)"):
+        GymnasiumRecorder(rb, env)
+    GymnasiumRecorder(rb, env, trajectory_key=None)
+    with pytest.raises(TypeError, match="buffer must be"):
+        GymnasiumRecorder(PackedStorage(3), env)
+    with pytest.raises(TypeError, match="infos must be"):
+        GymnasiumRecorder(rb, env, infos="energy")
+    with pytest.raises(ValueError, match="stretch must be"):
+        GymnasiumRecorder(rb, env, stretch=0)
+    with pytest.raises(ValueError, match="autoreset_mode must be"):
+        GymnasiumRecorder(rb, env, trajectory_key=None, autoreset_mode="never")
+    with pytest.raises(ValueError, match=r"needs lanes: RolloutBuffer\(T, 3\)"):
+        GymnasiumRecorder(RolloutBuffer(10), env)
+    for each in (env, other):
+        each.close()
+
+
+def test_an_observation_outside_its_space_is_refused_and_nothing_is_stored():
+    class Wrong(Walk):
+        def _observe(self) -> Any:
+            return np.zeros(3, np.float32)
+
+    env = Wrong()
+    rb = ReplayBuffer.from_env(env, 10)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset()
+    with pytest.raises(SchemaError, match=r"'observation' came with shape \(3,\), expected \(2,\)"):
+        recorder.step(0)
+    assert len(rb) == 0
+
+
+def test_an_action_of_another_kind_is_refused():
+    env = Walk()
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 10), env)
+    recorder.reset()
+    with pytest.raises(SchemaError, match="'action' came as float64, expected int64"):
+        recorder.step(0.5)
+
+
+def test_rewards_take_the_dtype_that_the_rows_have():
+    env = Walk()
+    extras = {"next": {"reward": np.zeros(1)}}
+    rb = ReplayBuffer.from_spaces(env.observation_space, env.action_space, 10, extras=extras)
+    run(GymnasiumRecorder(rb, env), env, 5)
+    assert rb.storage["next", "reward"].dtype == torch.float64
+
+
+def test_a_lane_far_behind_is_warned_of(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.recorder._FAR_AHEAD", 16)
+    env = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 1_000), env)
+    with pytest.warns(RuntimeWarning, match="time steps behind another"):
+        run(recorder, env, 100)
+
+
+# -- the queues
+
+
+def test_queues_give_each_lane_its_rows_in_order_however_far_lanes_are_apart():
+    generator = np.random.default_rng(0)
+    staging = Staging(TensorDict({"x": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.int16)}, [4]))
+    queues: list[list[int]] = [[] for _ in range(4)]
+    count = 0
+    for lag in (0.1, 0.9, 0.5):
+        for _ in range(150):
+            lanes = generator.random(4) < np.array([1.0, lag, 0.7, 1 - lag])
+            count += 1
+            staging.columns["n",][:] = count + np.arange(4)
+            staging.columns["x",][:] = count
+            staging.push(lanes)
+            for lane in lanes.nonzero()[0]:
+                queues[lane].append(count)
+            if generator.random() < 0.5:
+                continue
+            taken, step = staging.take_step(), staging.step
+            assert taken is all(queues)
+            if taken:
+                expected = [queue.pop(0) for queue in queues]
+                assert step["x"][:, 2].tolist() == expected
+                assert step["n"].tolist() == [n + lane for lane, n in enumerate(expected)]
+            assert staging.pending == sum(map(len, queues))
+            assert staging.waiting.tolist() == [len(queue) for queue in queues]
+
+
+# -- in company
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectories_are_found_as_they_were_recorded(mode, flat, asked_before):
+    env = vector(mode)
+    rb = ReplayBuffer.from_env(env, 90, flat=flat)
+    if asked_before:
+        TrajectoryIndex.of(rb.storage)
+    recorder = GymnasiumRecorder(rb, env, stretch=3)
+    for seed in range(3):
+        run(recorder, env, 20, seed)
+    index, rows = TrajectoryIndex.of(rb.storage), rb.storage[:]
+    ids = rows["collector", "traj_ids"].view(len(rows), -1)
+    lanes, head = ids.shape[1], rb.writer._cursor
+    for lane in range(lanes):
+        order = [(head + t) % len(rows) for t in range(len(rows))] if rb.full else list(range(len(rows)))
+        ahead = 0
+        for place in reversed(range(len(order))):
+            row = order[place]
+            follows = place + 1 < len(order) and ids[order[place + 1], lane] == ids[row, lane]
+            ahead = ahead + 1 if follows else 0
+            assert index.steps_ahead(torch.tensor([row * lanes + lane])).item() == ahead
+
+
+def test_packed_and_plain_writes_leave_the_same_bytes_priorities_and_indices():
+    buffers = []
+    for plain in (False, True):
+        env = vector(AutoresetMode.NEXT_STEP, "dict")
+        rb = ReplayBuffer.from_env(env, 60, sampler=ProportionalSampler(60), batch_size=8)
+        recorder = GymnasiumRecorder(rb, env)
+        if plain:
+            rb.takes_packed = lambda: False  # type: ignore[method-assign]
+        run(recorder, env, 15)
+        assert rb.takes_packed() is not plain
+        rb.update_priority(torch.arange(20), torch.linspace(1, 5, 20))
+        run(recorder, env, 50, seed=1)
+        buffers.append(rb)
+    packed, plain_rows = buffers
+    assert packed.write_count == plain_rows.write_count
+    assert_same(packed.storage[:], plain_rows.storage[:])
+    rows = torch.arange(60)
+    assert torch.equal(packed.sampler.priority(rows), plain_rows.sampler.priority(rows))
+
+
+def test_transforms_see_what_is_recorded():
+    env = vector(AutoresetMode.SAME_STEP)
+    seen = []
+
+    class Note(Transform):
+        def _inv_call(self, data: TensorDict) -> TensorDict:
+            seen.append(data["next", "reward"].flatten().tolist())
+            return data.set("note", torch.full(data.shape, float(len(seen))))
+
+    rb = ReplayBuffer.from_env(env, 300, transform=Note())
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 10)
+    assert rb.storage["next", "reward"].flatten(1).tolist() == seen
+    assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
+    assert "note" not in recorder._staging.now.keys()  # type: ignore[union-attr]
+
+
+def test_td_errors_may_come_as_extras():
+    env = Walk("box", 50)
+    rb = ReplayBuffer.from_env(env, 30, sampler=ProportionalSampler(30, alpha=1.0, eps=0.0))
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=1)
+    for error in (1.0, 2.0, 3.0):
+        recorder.step(0, td_error=error)
+    assert rb.sampler.priority(torch.arange(3)).tolist() == pytest.approx([1.0, 2.0, 3.0])

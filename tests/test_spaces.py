@@ -1,0 +1,323 @@
+"""From spaces, specs and environments to rows, and that data of these environments fit them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
+from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
+
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition, schema_of
+from rlbuf_td.spaces import transition_schema
+from tests.environments import SPACES, Walk
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+
+
+def leaves(data: Any) -> dict[Any, tuple[torch.dtype, tuple[int, ...]]]:
+    return {key: (data[key].dtype, tuple(data[key].shape)) for key in data.keys(True, True)}
+
+
+# -- schemas
+
+CATALOGUE = [
+    spaces.Box(-1, 1, (3,), np.float32),
+    spaces.Box(-1, 1, (2, 2), np.float64),
+    spaces.Box(-1, 1, (2,), np.float16),
+    spaces.Box(0, 255, (4, 4, 3), np.uint8),
+    spaces.Box(-1, 1, (), np.float32),
+    spaces.Discrete(5, start=-2),
+    spaces.Discrete(5, dtype=np.int32),
+    spaces.MultiDiscrete([2, 3]),
+    spaces.MultiDiscrete([[2, 3], [4, 5]], dtype=np.int16),
+    spaces.MultiBinary(4),
+    spaces.MultiBinary([2, 3]),
+    spaces.Dict(a=spaces.Discrete(2), b=spaces.Dict(c=spaces.Box(0, 1, (1,)), d=spaces.MultiBinary(2))),
+    spaces.Tuple((spaces.Discrete(2), spaces.Dict(x=spaces.Tuple((spaces.Box(0, 1, (2,)), spaces.Discrete(3)))))),
+    *SPACES.values(),
+]
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+@pytest.mark.parametrize("space", CATALOGUE, ids=str)
+def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space, num_envs):
+    space.seed(0)
+    batched = space if num_envs is None else gymnasium.vector.utils.batch_space(space, num_envs)
+    batched.seed(0)
+    flag = np.zeros(num_envs, bool) if num_envs else False
+    reward = np.zeros(num_envs) if num_envs else 0.0
+    step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), flag, flag)
+    schema = transition_schema(space, space, num_envs)
+    assert leaves(step) == leaves(schema)
+    assert step.batch_size == schema.batch_size
+    assert schema_of(space).batch_size == torch.Size([])
+    if num_envs is None:
+        observation = {key: leaf for key, leaf in leaves(schema["next"]).items() if key in schema_of(space).keys(True)}
+        assert leaves(schema_of(space)) == observation
+    rb = ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
+    rb.add(step)
+    assert leaves(rb.storage[0]) == leaves(step)
+
+
+def test_a_schema_holds_no_memory():
+    for source in (SPACES["dict"], Unbounded((3,)), TensorDict({"x": torch.zeros(3)}, []), Walk()):
+        assert all(leaf.device.type == "meta" for leaf in schema_of(source).values(True, True))
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (spaces.Text(5), "'observation' is a Text space, which has no fixed size"),
+        (spaces.Dict(a=spaces.Dict(b=spaces.Sequence(spaces.Discrete(2)))), r"'a', 'b'\) is a Sequence"),
+        (spaces.Tuple((spaces.Graph(spaces.Box(0, 1, (2,)), None),)), r"\('observation', '0'\) is a Graph"),
+        (spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3))), "is a OneOf space"),
+        (spaces.Box(-1, 1, (2,), np.longdouble), "has dtype float128, which torch does not have"),
+        (spaces.Dict(action=spaces.Discrete(2)), "a key 'action', which a transition needs"),
+        (spaces.Dict(reward=spaces.Discrete(2)), "a key 'reward', which a transition needs"),
+        (spaces.Dict({3: spaces.Discrete(2)}), "keys are strings, got 3 of type int"),
+    ],
+)
+def test_a_space_without_a_fixed_row_is_refused_by_name(space, message):
+    with pytest.raises(SchemaError, match=message):
+        transition_schema(space, spaces.Discrete(2))
+
+
+def test_what_is_no_space_or_environment_is_refused():
+    with pytest.raises(TypeError, match="cannot tell keys, dtypes and shapes from a str"):
+        schema_of("CartPole-v1")
+    with pytest.raises(TypeError, match="the action space must be a Gymnasium space or a TorchRL spec, got a int"):
+        transition_schema(spaces.Discrete(2), 2)
+    with pytest.raises(ValueError, match="num_envs must be at least 1"):
+        transition_schema(spaces.Discrete(2), spaces.Discrete(2), 0)
+    with pytest.raises(SchemaError, match="holds non-tensor data"):
+        schema_of(TensorDict({"name": "x", "value": torch.zeros(())}, []))
+
+
+def test_specs_give_what_their_values_are():
+    observation = Composite(pixels=Bounded(0, 255, (3, 4, 4), dtype=torch.uint8), inner=Composite(x=Unbounded((2,))))
+    schema = transition_schema(observation, OneHot(4), 2)
+    assert leaves(schema)["pixels"] == (torch.uint8, (2, 3, 4, 4))
+    assert leaves(schema)["next", "inner", "x"] == (torch.float32, (2, 2))
+    assert leaves(schema)["action"] == (torch.bool, (2, 4))
+    named = transition_schema(Unbounded((2,)), Composite(action=Categorical(4), speed=Unbounded((1,))))
+    assert leaves(named)["action"] == (torch.int64, ())
+    assert leaves(named)["speed"] == (torch.float32, (1,))
+    assert leaves(schema_of(observation)) == leaves(observation.zero())
+
+
+def test_extras_are_added_or_replace_an_entry():
+    extras = {"log_prob": np.zeros(3, np.float32), "next": {"reward": torch.zeros(3, 1, dtype=torch.float64)}}
+    schema = transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3, extras=extras)
+    assert leaves(schema)["log_prob"] == (torch.float32, (3,))
+    assert leaves(schema)["next", "reward"] == (torch.float64, (3, 1))
+    with pytest.raises(SchemaError, match=r"extra 'x' has shape \(2,\), expected \(3,\) in front"):
+        schema_of(schema, extras={"x": np.zeros(2)})
+
+
+# -- TorchRL environments and what their collectors give
+
+
+def torchrl_env(kind: str) -> EnvBase:
+    single = lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(20))  # noqa: E731
+    return single() if kind == "single" else SerialEnv(2, single)
+
+
+@pytest.mark.parametrize("how", ["extend", "whole batches", "step by step", "rollout"])
+@pytest.mark.parametrize("kind", ["single", "vectorised"])
+@pytest.mark.parametrize("with_policy", [False, True])
+def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with_policy):
+    env = torchrl_env(kind)
+    rb = ReplayBuffer.from_env(env, 200, batch_size=4)
+    keys = set(leaves(rb.storage._rows.view()))
+    actions = env.full_action_spec["action"]
+    policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
+    if how == "rollout":
+        rb.extend(env.rollout(10, policy if with_policy else None, break_when_any_done=False))
+    else:
+        own = {} if how == "extend" else {"replay_buffer": rb, "extend_buffer": how == "whole batches"}
+        collector = Collector(
+            env,
+            policy if with_policy else None,
+            frames_per_batch=20,
+            total_frames=40,
+            auto_register_policy_transforms=False,
+            **own,
+        )
+        for data in collector:
+            if how == "extend":
+                rb.extend(data)
+        collector.shutdown()
+    stored = leaves(rb.sample())
+    assert keys <= set(stored)
+    assert (("collector", "traj_ids") in stored) is (how != "rollout")
+    assert ("value" in stored) is with_policy
+    with pytest.raises(SchemaError, match="is missing"):
+        rb.add(rb.storage[0].exclude("action"))
+
+
+@pytest.mark.parametrize("kind", ["single", "vectorised"])
+def test_a_rollout_buffer_is_made_for_an_environment_too(kind):
+    env = torchrl_env(kind)
+    rollout = RolloutBuffer.from_env(env, 10, batch_size=5)
+    assert rollout.storage.max_size == (10 if kind == "single" else 20)
+    assert rollout.num_envs == (None if kind == "single" else 2)
+    data = env.rollout(10, break_when_any_done=False)
+    data["state_value"] = torch.zeros(*data.shape, 1)
+    data["next", "terminated"][..., -1, :] = data["next", "done"][..., -1, :] = True
+    data["next", "terminated"] |= data["next", "done"]
+    rollout.extend(data)
+    assert sum(len(batch) for batch in rollout) == rollout.storage.max_size
+    gym_env = gymnasium.make_vec("CartPole-v1", num_envs=2)
+    assert RolloutBuffer.from_env(gym_env, 10, flat=True).num_envs is None
+    assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
+    with pytest.raises(SchemaError, match=r"rollouts are \[T\] or \[T, E\]"):
+        RolloutBuffer.from_schema(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), 10)
+
+
+# -- rows that are reserved
+
+
+def test_ten_million_rows_are_there_at_once_and_touch_only_what_is_written():
+    before = _resident()
+    start = time.process_time()
+    rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), 10_000_000)
+    seconds = time.process_time() - start
+    assert rb.storage.nbytes > 400_000_000
+    assert seconds < 1.0
+    rb.extend(torch.zeros_like(rb.storage._rows.view()[:100], device="cpu").transpose(0, 1))
+    assert _resident() - before < 50_000_000
+    assert len(rb) == 1_600
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
+    return TensorDict({"x": torch.arange(3.0 * n).view(n, 3), **more}, [n])
+
+
+@pytest.mark.parametrize("where", ["memory", "shared", "file"])
+def test_the_first_write_may_add_keys_and_later_ones_may_not(where, tmp_path):
+    place = {"memory": {}, "shared": {"shared": True}, "file": {"scratch_dir": tmp_path / "rows"}}[where]
+    rb = ReplayBuffer.from_schema(example()[0], 10, **place)
+    assert rb.storage.is_reserved
+    for bad, message in (
+        (example(3).exclude("x"), "without a single tensor"),
+        (TensorDict({"y": torch.zeros(2)}, [2]), "'x' is missing"),
+        (example(2, y=torch.zeros(2)).apply(lambda x: x.double()), "'x' came as float64"),
+        (TensorDict({"x": torch.zeros(2, 4)}, [2]), r"'x' came as float32 of shape \(2, 4\)"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            rb.extend(bad)
+        assert rb.storage.is_reserved
+        assert len(rb) == rb.write_count == 0
+    rb.extend(example(4, y=torch.ones(4, 2, dtype=torch.int16), index=torch.zeros(4)))
+    assert not rb.storage.is_reserved
+    assert leaves(rb.storage[:]) == {"x": (torch.float32, (4, 3)), "y": (torch.int16, (4, 2))}
+    assert torch.equal(rb.storage["x"], example(4)["x"])
+    with pytest.raises(SchemaError, match="'y' is missing"):
+        rb.extend(example())
+    with pytest.raises(RuntimeError, match="reserve them before the first write"):
+        rb.storage.reserve(example()[0])
+
+
+def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
+    full = ReplayBuffer(storage=PackedStorage(10))
+    full.extend(example(4, y=torch.ones(4)))
+    rb = ReplayBuffer.from_schema(example()[0], 10)
+    rb.load_state_dict(full.state_dict())
+    assert torch.equal(rb.storage["y"], torch.ones(4))
+    other = ReplayBuffer.from_schema(example(1, z=torch.ones(1))[0], 10)
+    with pytest.raises(SchemaError, match="other keys"):
+        other.load_state_dict(full.state_dict())
+    assert other.storage.is_reserved
+    again = ReplayBuffer(storage=PackedStorage(10))
+    again.load_state_dict(ReplayBuffer.from_schema(example()[0], 10).state_dict())
+    again.extend(example(4, w=torch.ones(4)))
+    assert len(again) == 4
+
+
+def test_an_empty_reserved_buffer_says_that_it_is_empty():
+    rb = ReplayBuffer.from_schema(example()[0], 10, batch_size=2)
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.last(1)
+
+
+def test_a_schema_without_the_lanes_that_the_storage_wants_is_refused():
+    with pytest.raises(SchemaError, match="1 or more batch dims"):
+        PackedStorage(10, ndim=2).reserve(TensorDict({"x": torch.zeros(3)}, []))
+
+
+# -- transitions
+
+
+def test_rewards_are_float32_unless_they_come_as_a_tensor():
+    def reward(value: Any) -> torch.Tensor:
+        return make_transition(0, 0, value, 0, False, False)["next", "reward"]
+
+    for value in (1, 1.0, np.float64(1), np.array(1.0), torch.tensor(1)):
+        assert reward(value).dtype is torch.float32
+        assert reward(value).shape == (1,)
+    assert reward(torch.tensor(1.0, dtype=torch.float64)).dtype is torch.float64
+    assert reward(np.zeros(3)).shape == (3,)
+
+
+def test_done_is_either_end_and_both_are_kept():
+    ends = np.array([False, True, False, True]), np.array([False, False, True, True])
+    after = make_transition(np.zeros(4), np.zeros(4, int), np.zeros(4), np.zeros(4), *ends)["next"]
+    assert after["terminated"].flatten().tolist() == ends[0].tolist()
+    assert after["truncated"].flatten().tolist() == ends[1].tolist()
+    assert after["done"].flatten().tolist() == [False, True, True, True]
+
+
+def test_arrays_that_torch_cannot_share_are_copied():
+    frozen = np.arange(3.0)
+    frozen.flags.writeable = False
+    step = make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False)
+    assert step["observation"].tolist() == [0, 1, 2]
+    assert step["action"].tolist() == [3, 2, 1, 0]
+    assert step["next", "observation"].tolist() == [0, 1, 2]
+
+
+def test_extras_go_to_the_root_or_under_next():
+    step = make_transition(0.5, 1, 0, 0.5, False, True, log_prob=-1.0, next={"info": {"x": (1, 2.0)}})
+    assert step["log_prob"].dtype is torch.float32
+    assert step["next", "info", "x", "1"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"obs": {"a": {"b": "text"}}}, r"\('a', 'b'\) is a str of dtype <U4, which no tensor can hold"),
+        ({"obs": {"a": np.zeros(3, object)}}, "'a' is a ndarray of dtype object"),
+        ({"obs": {1: 2}}, "keys are strings, got 1"),
+        ({"obs": {"next": 1}}, "a key 'next', which a transition needs for itself"),
+        ({"terminated": 0}, "'terminated' must be bool, or an array of bool, got int64"),
+        ({"truncated": np.zeros(2, bool)}, r"'truncated' has shape \(2,\), expected that of 'terminated', \(3,\)"),
+        ({"action": np.zeros(2)}, r"'action' has shape \(2,\), expected \(3,\) in front"),
+        ({"reward": 1.0}, r"\('next', 'reward'\) has shape \(\), expected \(3,\) in front"),
+        ({"reward": {"a": 1}}, "'reward' must be a number or an array, got a dict"),
+        ({"obs": {"a": {"b": 1.0}}}, r"\('a', 'b'\) has shape \(\), expected \(3,\)"),
+        ({"next": 3}, "the extra 'next' must be a dict"),
+        ({"next": {"done": True}}, "the extra 'done' takes the name"),
+        ({"observation": np.zeros(3)}, "the extra 'observation' takes the name"),
+    ],
+)
+def test_what_is_no_transition_is_refused_by_name(change, message):
+    three = np.zeros(3, bool)
+    step = {"obs": np.zeros(3), "action": np.zeros(3), "reward": np.zeros(3), "next_obs": np.zeros(3)}
+    with pytest.raises(SchemaError, match=message):
+        make_transition(**(step | {"terminated": three, "truncated": three} | change))
