@@ -17,7 +17,7 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     nbytes = memory.numel() * memory.element_size()
-    if advice is None or nbytes < 2 * _HUGE:
+    if advice is None or nbytes < 2 * _HUGE or memory.device.type != "cpu":
         return
     page = mmap.PAGESIZE
     start = -(-memory.data_ptr() // page) * page

@@ -167,3 +167,13 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
     from rlbuf_td.kernels.chunked_order import ChunkedOrder
 
     return ChunkedOrder(magnitude)
+
+
+def order_bytes(capacity: int, device: torch.device) -> int:
+    """Return the bytes of what :func:`make_order` makes for so many rows."""
+    if device.type == "cuda":
+        return capacity * (4 + 8 + 8)  # magnitudes, rows by rank, ranks by row
+    from rlbuf_td.kernels import _rank_chunks
+
+    with torch.device("meta"):  # shapes without memory
+        return sum(tensor.nbytes for tensor in _rank_chunks.allocate(capacity).values())

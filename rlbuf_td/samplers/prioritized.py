@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
+from rlbuf_td._room import require_room
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities
@@ -25,7 +26,7 @@ class Prioritized(PrioritizedSampler):
     It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities on to that class only, but builds
     none of its C++ trees.
 
-    A subclass keeps the priorities: it implements :meth:`_allocate`, :meth:`_assign`, :meth:`_fill`, :meth:`_pick`,
+    A subclass keeps the priorities: it implements :meth:`nbytes_for`, :meth:`_allocate`, :meth:`_assign`, :meth:`_fill`, :meth:`_pick`,
     :meth:`_magnitude`, :meth:`_probability`, :meth:`_tensors` and :meth:`_alpha_changed`. It sees flat rows and
     magnitudes that have been checked. TD errors come raw, of either sign: their magnitude counts.
     """
@@ -54,10 +55,21 @@ class Prioritized(PrioritizedSampler):
         self.weight_norm = weight_norm
         self.reduction = reduction
         self._device = torch.device("cpu")
+        require_room(
+            self.nbytes_for(self._max_capacity),
+            self._device,
+            what=f"Priorities of {self._max_capacity:,} rows take",
+            remedy="Take a smaller max_capacity, or UniformSampler, which needs none.",
+        )
         self._largest: float | torch.Tensor = -1.0  # the largest magnitude seen, negative before any
         self._allocate(self._max_capacity)
 
     # -- what a subclass implements
+
+    @classmethod
+    @abstractmethod
+    def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
+        """Return the bytes that the priorities of so many rows take."""
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:

@@ -94,6 +94,16 @@ class ProportionalSampler(Prioritized):
             self._largest_row = int(magnitude.argmax())
             self._largest = float(magnitude[self._largest_row])
 
+    @classmethod
+    def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
+        """Return the bytes that the priorities of so many rows take.
+
+        Example:
+            >>> ProportionalSampler.nbytes_for(1_000_000)
+            19428672
+        """
+        return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
+
     def _allocate(self, capacity: int) -> None:
         self._tree = sum_tree.SumTree.empty(capacity, self._device)
 

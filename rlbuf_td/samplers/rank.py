@@ -8,7 +8,7 @@ import torch
 
 from rlbuf_td.indices import flat_rows
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order import make_order
+from rlbuf_td.kernels.rank_order import make_order, order_bytes
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 
@@ -126,6 +126,16 @@ class RankSampler(Prioritized):
         return torch.stack([first, last], 1)
 
     # -- what the base asks for
+
+    @classmethod
+    def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
+        """Return the bytes that the priorities of so many rows take, the scratch memory of a sort on CUDA not counted.
+
+        Example:
+            >>> RankSampler.nbytes_for(1_000_000)
+            27000000
+        """
+        return order_bytes(capacity, torch.device(device))
 
     def _allocate(self, capacity: int) -> None:
         self._restore({"magnitude": torch.full((capacity,), -1.0, device=self._device)})

@@ -8,26 +8,55 @@ from pathlib import Path
 import torch
 
 from rlbuf_td._huge_pages import advise_huge_pages
+from rlbuf_td._room import require_room, room_for, show_bytes
 
 ROWS_FILE = "rows.bin"
 
 
 def allocate_bytes(
-    nbytes: int, device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False
+    nbytes: int,
+    device: torch.device,
+    *,
+    scratch_dir: Path | None = None,
+    shared: bool = False,
+    what: str = "The rows take",
+    remedy: str = "",
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, not initialised; pages are taken from the system when they are first written.
+    """Return ``[nbytes]`` uint8, not initialised.
+
+    In RAM, pages are taken from the system when they are first written; in shared memory, on a disk and on a CUDA
+    device all is taken at once.
+
+    Args:
+        nbytes: bytes.
+        device: where the memory lies.
+        scratch_dir: in a file there.
+        shared: in shared memory.
+        what: what it is for, and what to do if it cannot be had: words for the errors.
+        remedy: see ``what``.
 
     Raises:
         FileExistsError: ``scratch_dir`` already holds rows, which are not overwritten.
         OSError: the disk cannot hold the file.
-        RuntimeError: the memory cannot be had.
+        MemoryError: the memory cannot be had, now or ever.
+
+    Warns:
+        MemoryWarning: there is less RAM free than the rows will take when all are written.
     """
+    lazily = scratch_dir is None and not shared
+    require_room(
+        nbytes, device, scratch_dir=scratch_dir, shared=shared, lazily=lazily, what=what, remedy=remedy
+    )
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes)
-    if shared:
-        storage = torch.UntypedStorage._new_shared(nbytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    try:
+        if shared:
+            storage = torch.UntypedStorage._new_shared(nbytes)
+            return torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        room = room_for(device, shared=shared)
+        raise MemoryError(f"{what} {show_bytes(nbytes)}, which cannot be had: {room.words()}. {remedy}") from error
     if device.type == "cpu":
         advise_huge_pages(memory)
     return memory

@@ -45,6 +45,11 @@ class PackedStorage(LazyTensorStorage):
     Raises:
         ValueError: an argument is out of range, or two of them exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing has been written.
+        MemoryError: (on the first write) the rows can never fit: the machine has less memory, or their place less room.
+        OSError: (on the first write) the disk of ``scratch_dir`` has less room.
+
+    Warns:
+        MemoryWarning: (on the first write) less RAM is free than the rows will take once all are written.
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows.
 
@@ -171,7 +176,14 @@ class PackedStorage(LazyTensorStorage):
         steps = self._steps(lanes)
         nbytes = steps * prod(lanes) * layout.row_bytes
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
-            memory = allocate_bytes(nbytes, device, scratch_dir=self.scratch_dir, shared=self.shared)
+            memory = allocate_bytes(
+                nbytes,
+                device,
+                scratch_dir=self.scratch_dir,
+                shared=self.shared,
+                what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
+                remedy=_remedy(layout, self.scratch_dir),
+            )
             self.device = device
             return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
@@ -470,6 +482,16 @@ class PackedStorage(LazyTensorStorage):
                 ")",
             )
         )
+
+
+def _remedy(layout: RowLayout, scratch_dir: Path | None) -> str:
+    """Return what to do if the rows do not fit."""
+    largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
+    elsewhere = "another scratch_dir" if scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+    return (
+        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a row. "
+        "rlbuf_td.plan(...) tells more."
+    )
 
 
 def _as_tensordict(data: Any) -> TensorDictBase:

@@ -1,0 +1,224 @@
+"""How much room there is: in RAM, in shared memory, on a disk, on a CUDA device; and what to say when there is too little.
+
+Nothing is measured in advance: whoever is about to allocate asks, at a cost of well under a millisecond. Limits of
+control groups (containers, job schedulers) count as much as the machine's own. Where a system does not tell,
+a number is ``None``, and nothing is warned about or refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_WORTH_A_LOOK = 1 << 20  # bytes; a look takes some hundred microseconds
+_SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
+
+
+class MemoryWarning(UserWarning):
+    """A buffer will not fit into what is free once it is full. Silence it with ``warnings.filterwarnings``."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one place can hold.
+
+    Attributes:
+        place: its name: ``"RAM"``, ``"shared memory"``, ``"disk (/path)"``, ``"cuda:0"``.
+        free: bytes that can be taken without anybody giving up theirs; ``None``: not known.
+        total: bytes that there are, swap included; ``None``: not known.
+    """
+
+    place: str
+    free: int | None
+    total: int | None
+
+    def words(self) -> str:
+        """Return both numbers as an error message shows them."""
+        if self.free is None:
+            return f"{self.place} of unknown size"
+        return f"{show_bytes(self.free)} of {self.place} are free" + (
+            "" if self.total is None else f" ({show_bytes(self.total)} in all)"
+        )
+
+
+def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False) -> Room:
+    """Return the room of the place that the arguments of a storage name."""
+    if scratch_dir is not None:
+        return disk(scratch_dir)
+    if device.type == "cuda":
+        return cuda(device)
+    return shared_memory() if shared else ram()
+
+
+def ram() -> Room:
+    """Return the memory of the machine, or of the tightest control group that this process is in.
+
+    Free is what the kernel deems available, caches that it can drop included; not swap, which is slow, though what swap
+    adds counts in the total.
+    """
+    kib = _numbers(_PROC / "meminfo")
+    free, total = kib.get("MemAvailable"), kib.get("MemTotal")
+    if total is None:
+        return Room("RAM", None, _physical())
+    total = (total + kib.get("SwapTotal", 0)) << 10
+    free = total if free is None else free << 10
+    for limit, unused in _control_groups():
+        free, total = min(free, unused), min(total, limit)
+    return Room("RAM", max(free, 0), total)
+
+
+def shared_memory() -> Room:
+    """Return the room for shared memory, which is RAM within a file system of limited size."""
+    memory = ram()
+    try:
+        usage = shutil.disk_usage(_SHARED)
+    except OSError:
+        return Room("shared memory", memory.free, memory.total)
+    if memory.free is None or memory.total is None:
+        return Room("shared memory", usage.free, usage.total)
+    return Room("shared memory", min(usage.free, memory.free), min(usage.total, memory.total))
+
+
+def disk(folder: Path) -> Room:
+    """Return the room on the disk where ``folder`` lies, or would lie."""
+    folder = folder.absolute()
+    there = next((each for each in (folder, *folder.parents) if each.exists()), None)
+    try:
+        usage = shutil.disk_usage(there or folder)
+    except OSError:
+        return Room(f"disk ({folder})", None, None)
+    return Room(f"disk ({folder})", usage.free, usage.total)
+
+
+def cuda(device: torch.device) -> Room:
+    """Return the memory of a CUDA device; what torch holds without using it counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Room(str(device), free + spare, total)
+
+
+# -- what to do about it
+
+
+def require_room(
+    nbytes: int,
+    device: torch.device,
+    *,
+    scratch_dir: Path | None = None,
+    shared: bool = False,
+    lazily: bool = False,
+    what: str,
+    remedy: str,
+) -> None:
+    """Ask for memory before it is allocated. On CUDA, where allocating too much is an error anyway, nothing is asked.
+
+    Args:
+        nbytes: bytes in the end.
+        device: where, as for a storage; likewise ``scratch_dir`` and ``shared``.
+        scratch_dir: see ``device``.
+        shared: see ``device``.
+        lazily: the memory is taken bit by bit, as it is written to; else at once.
+        what: what it is for, with a verb: ``"1,000 rows of 8 bytes take"``.
+        remedy: what to do if there is not enough.
+
+    Raises:
+        MemoryError: there is not so much; with ``lazily``: there never is.
+        OSError: the disk cannot hold so much.
+
+    Warns:
+        MemoryWarning: with ``lazily``: there is not so much now.
+    """
+    if nbytes < _WORTH_A_LOOK or device.type == "cuda":
+        return
+    room = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    message = f"{what} {show_bytes(nbytes)}, but {room.words()}"
+    limit = room.total if lazily else room.free
+    if limit is not None and nbytes > limit:
+        message = f"{message}. {remedy}"
+        raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
+    if room.free is not None and nbytes > room.free:
+        share = f"{room.free / nbytes:.0%}"
+        message = f"{message}: the system may end this process when {share} of them are written. {remedy}"
+        warnings.warn(message, MemoryWarning, stacklevel=2)
+
+
+def show_bytes(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    Example:
+        >>> show_bytes(999), show_bytes(167_000_000), show_bytes(56_448_000_000)
+        ('999 bytes', '159.3 MiB', '52.6 GiB')
+    """
+    if nbytes < 1 << 10:
+        return f"{nbytes:.0f} bytes"
+    exponent = min(int(math.log2(nbytes)) // 10, len(_UNITS))
+    return f"{nbytes / (1 << 10 * exponent):,.1f} {_UNITS[exponent - 1]}"
+
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+# -- where the numbers are
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the lines ``name number ...`` of a file by name."""
+    lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _physical() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Yield ``(limit, unused)`` of every control group above this process that limits memory.
+
+    Files that the kernel can drop from memory count as unused.
+    """
+    for line in _read(_PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2: one tree for all
+            root, limit_file, used_file, prefix = _CGROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, prefix = _CGROUPS / "memory", "total_"
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        for folder in _up(root, path):
+            limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
+            if limit.isdigit() and used.isdigit():
+                stat = _numbers(folder / "memory.stat")
+                cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+                yield int(limit), int(limit) - int(used) + cached
+
+
+def _up(root: Path, path: str) -> Iterator[Path]:
+    """Yield the folder of a control group and those above it.
+
+    In a container the path may be the one outside: what is not there is passed over, and the root is the container.
+    """
+    folder = root / path.lstrip("/")
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
