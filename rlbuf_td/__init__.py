@@ -1,6 +1,8 @@
 """Replay and rollout buffers for TorchRL in which a transition is one row."""
 
+from rlbuf_td._room import MemoryWarning
 from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.planning import plan
 from rlbuf_td.recorder import GymnasiumRecorder
 from rlbuf_td.rollouts import RolloutBuffer
 from rlbuf_td.samplers import (
@@ -23,6 +25,7 @@ from rlbuf_td.writers import RingWriter, RolloutWriter
 __all__ = [
     "GymnasiumRecorder",
     "HindsightSampler",
+    "MemoryWarning",
     "MinibatchSampler",
     "NStepSampler",
     "PackedStorage",
@@ -39,6 +42,7 @@ __all__ = [
     "gymnasium_reward_fn",
     "gymnasium_terminated_fn",
     "make_transition",
+    "plan",
     "schema_of",
 ]
 __version__ = "0.1.0"

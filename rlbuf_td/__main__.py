@@ -1,4 +1,4 @@
-"""The command line: ``python -m rlbuf_td {demo, bench}``."""
+"""The command line: ``python -m rlbuf_td {demo, bench, plan, doctor}``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only", nargs="*", default=None, choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS)
     )
+    plan = commands.add_parser("plan", help="tell what a buffer will take, and where there is room for it")
+    plan.add_argument("--env", required=True, help="a Gymnasium environment")
+    plan.add_argument("--capacity", type=float, required=True, help="transitions")
+    plan.add_argument("--num-envs", type=int, default=0, help="lanes, for rows [T, E]; 0: rows [T]")
+    plan.add_argument("--sampler", default="uniform", choices=("uniform", "proportional", "rank"))
+    plan.add_argument("--device", default="cpu", help="where the rows are to lie")
+    plan.add_argument("--scratch-dir", type=Path, default=None, help="a folder, for rows in a memory-mapped file")
+    plan.add_argument("--shared", action="store_true", help="rows in shared memory")
+    doctor = commands.add_parser("doctor", help="look for faults in a saved buffer")
+    doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
+    doctor.add_argument("--env", default=None, help="a Gymnasium environment: are observations within its bounds?")
+    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="findings to leave out")
     return parser
 
 
@@ -42,13 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
+    module, extra = {
+        "demo": (f"rlbuf_td.demos.{getattr(options, 'algo', '')}", "demo"),
+        "bench": ("rlbuf_td.bench.compare", "bench"),
+        "plan": ("rlbuf_td.planning", "demo"),
+        "doctor": ("rlbuf_td.doctor", "demo"),
+    }[options.command]
     try:
-        if options.command == "demo":
-            command = importlib.import_module(f"rlbuf_td.demos.{options.algo}").main
-        else:
-            command = importlib.import_module("rlbuf_td.bench.compare").main
+        if getattr(options, "env", None):
+            importlib.import_module("gymnasium")
+        command = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        extra = options.command
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
         return 1
     return command(options)

@@ -1,4 +1,4 @@
-"""How much room there is: in RAM, in shared memory, on a disk, on a CUDA device; and what to say when there is too little.
+"""How much room there is in RAM, shared memory, on a disk or a CUDA device, and what to say when there is too little.
 
 Nothing is measured in advance: whoever is about to allocate asks, at a cost of well under a millisecond. Limits of
 control groups (containers, job schedulers) count as much as the machine's own. Where a system does not tell,
@@ -101,10 +101,13 @@ def disk(folder: Path) -> Room:
 
 
 def cuda(device: torch.device) -> Room:
-    """Return the memory of a CUDA device; what torch holds without using it counts as free."""
-    free, total = torch.cuda.mem_get_info(device)
-    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Room(str(device), free + spare, total)
+    """Return the memory of a CUDA device, unknown where there is none; what torch holds without using it is free."""
+    if not torch.cuda.is_available():
+        return Room(str(device), None, None)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    spare = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return Room(f"cuda:{index}", free + spare, total)
 
 
 # -- what to do about it
@@ -117,6 +120,7 @@ def require_room(
     scratch_dir: Path | None = None,
     shared: bool = False,
     lazily: bool = False,
+    quiet: bool = False,
     what: str,
     remedy: str,
 ) -> None:
@@ -128,6 +132,7 @@ def require_room(
         scratch_dir: see ``device``.
         shared: see ``device``.
         lazily: the memory is taken bit by bit, as it is written to; else at once.
+        quiet: refuse, but do not warn: that has been done.
         what: what it is for, with a verb: ``"1,000 rows of 8 bytes take"``.
         remedy: what to do if there is not enough.
 
@@ -146,7 +151,7 @@ def require_room(
     if limit is not None and nbytes > limit:
         message = f"{message}. {remedy}"
         raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
-    if room.free is not None and nbytes > room.free:
+    if room.free is not None and nbytes > room.free and not quiet:
         share = f"{room.free / nbytes:.0%}"
         message = f"{message}: the system may end this process when {share} of them are written. {remedy}"
         warnings.warn(message, MemoryWarning, stacklevel=2)

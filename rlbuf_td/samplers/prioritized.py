@@ -26,9 +26,10 @@ class Prioritized(PrioritizedSampler):
     It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities on to that class only, but builds
     none of its C++ trees.
 
-    A subclass keeps the priorities: it implements :meth:`nbytes_for`, :meth:`_allocate`, :meth:`_assign`, :meth:`_fill`, :meth:`_pick`,
-    :meth:`_magnitude`, :meth:`_probability`, :meth:`_tensors` and :meth:`_alpha_changed`. It sees flat rows and
-    magnitudes that have been checked. TD errors come raw, of either sign: their magnitude counts.
+    A subclass keeps the priorities: it implements :meth:`nbytes_for`, :meth:`_allocate`, :meth:`_assign`,
+    :meth:`_fill`, :meth:`_pick`, :meth:`_magnitude`, :meth:`_probability`, :meth:`_tensors` and
+    :meth:`_alpha_changed`. It sees flat rows and magnitudes that have been checked. TD errors come raw, of either
+    sign: their magnitude counts.
     """
 
     def __init__(

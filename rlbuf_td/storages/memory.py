@@ -19,6 +19,7 @@ def allocate_bytes(
     *,
     scratch_dir: Path | None = None,
     shared: bool = False,
+    quiet: bool = False,
     what: str = "The rows take",
     remedy: str = "",
 ) -> torch.Tensor:
@@ -32,6 +33,7 @@ def allocate_bytes(
         device: where the memory lies.
         scratch_dir: in a file there.
         shared: in shared memory.
+        quiet: do not warn: that has been done.
         what: what it is for, and what to do if it cannot be had: words for the errors.
         remedy: see ``what``.
 
@@ -43,9 +45,15 @@ def allocate_bytes(
     Warns:
         MemoryWarning: there is less RAM free than the rows will take when all are written.
     """
-    lazily = scratch_dir is None and not shared
     require_room(
-        nbytes, device, scratch_dir=scratch_dir, shared=shared, lazily=lazily, what=what, remedy=remedy
+        nbytes,
+        device,
+        scratch_dir=scratch_dir,
+        shared=shared,
+        lazily=scratch_dir is None and not shared,
+        quiet=quiet,
+        what=what,
+        remedy=remedy,
     )
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes)

@@ -181,6 +181,7 @@ class PackedStorage(LazyTensorStorage):
                 device,
                 scratch_dir=self.scratch_dir,
                 shared=self.shared,
+                quiet=self._is_reserved,
                 what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
                 remedy=_remedy(layout, self.scratch_dir),
             )

@@ -1,0 +1,243 @@
+"""What a plan says is what a buffer takes, byte for byte; and it says where there is room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.envs import GymEnv, SerialEnv
+
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    UniformSampler,
+    plan,
+    planning,
+)
+from rlbuf_td.__main__ import main
+from rlbuf_td._room import Room
+from rlbuf_td.planning import MemoryPlan, priority_bytes
+from rlbuf_td.storages.schema import SchemaError, show_key
+from rlbuf_td.trajectories import TrajectoryIndex
+from tests.catalogue import SCHEMAS, Schema, transitions
+
+GIB = 1 << 30
+
+
+def taken(tensors: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def state_of(sampler: Any) -> int:
+    """Return the bytes of the tensors that a sampler really has."""
+    if isinstance(sampler, ProportionalSampler):
+        return taken(sampler._tensors().values())
+    if isinstance(sampler, RankSampler):
+        return taken(sampler._order._tensors.values())  # type: ignore[attr-defined]
+    return 0
+
+
+# -- bytes
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+@pytest.mark.parametrize("lanes", [(), (3,)])
+def test_rows_are_planned_byte_for_byte(schema: Schema, lanes: tuple[int, ...]) -> None:
+    if schema.element:
+        pytest.skip("the batch dims of an example index lanes")
+    example = transitions(schema, None, lanes)
+    needed = plan(example, 100)
+    storage = PackedStorage(100, ndim=1 + len(lanes))
+    storage.set([0], transitions(schema, 1, lanes))
+    assert (needed.capacity, needed.row_bytes, needed.rows) == (storage.max_size, storage.row_bytes, storage.nbytes)
+    assert needed.rows == taken([storage._rows.matrix])  # type: ignore[union-attr]
+    steps = storage._max_size_along_dim0()
+    expected = {
+        show_key((key,) if isinstance(key, str) else key): steps * leaf.numel() * leaf.element_size()
+        for key, leaf in storage[0].items(include_nested=True, leaves_only=True)
+    }
+    assert needed.keys == expected
+    assert list(needed.keys.values()) == sorted(needed.keys.values(), reverse=True)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 8, 9, 63, 64, 65, 1_000, 4_097, 100_000])
+@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
+def test_priorities_are_planned_byte_for_byte(kind: Any, capacity: int) -> None:
+    sampler = kind(capacity)
+    assert kind.nbytes_for(capacity) == state_of(sampler)
+    name = {ProportionalSampler: "proportional", RankSampler: "rank"}[kind]
+    assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {state_of(sampler)}
+
+
+def test_samplers_of_others_are_planned_too() -> None:
+    class Wrapper:
+        sampler = ProportionalSampler(10)
+
+    assert priority_bytes(UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
+    assert priority_bytes(MinibatchSampler(), 1_000) == 8_000
+    assert priority_bytes(Wrapper(), 10) == ProportionalSampler.nbytes_for(10)
+    assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4  # two trees of float32
+    with pytest.raises(TypeError, match=r"must be one of uniform, proportional, rank, .* got 'random'"):
+        priority_bytes("random", 10)
+
+
+@pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
+def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[int, ...]) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(10_000, ndim=ndim), dim_extend=0)
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(transitions(SCHEMAS["halfcheetah"], 5, lanes))
+    index.steps_back(torch.zeros(1, dtype=torch.int64))
+    needed = plan(rb)
+    assert needed.trajectories == index.nbytes > 0
+    assert needed.total == needed.rows + needed.priorities + needed.trajectories
+    assert plan(TensorDict({"x": torch.zeros(3)}), 100).trajectories == 0
+
+
+def test_a_capacity_is_rounded_up_to_whole_time_steps() -> None:
+    assert plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102
+
+
+# -- sources
+
+
+def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_path: Path) -> None:
+    storage = PackedStorage(1_000, scratch_dir=tmp_path / "rows")
+    rb = ReplayBuffer(storage=storage, sampler=RankSampler(1_000))
+    with pytest.raises(TypeError, match="not been written yet"):
+        plan(rb)
+    rb.extend(transitions(SCHEMAS["vector"], 3))
+    needed = plan(rb)
+    assert (needed.capacity, needed.rows) == (1_000, storage.nbytes)
+    assert needed.priorities == RankSampler.nbytes_for(1_000)
+    assert needed.places[0].place.startswith(f"disk ({tmp_path}")
+    assert plan(rb, 2_000, sampler="uniform").priorities == 0
+    assert plan(storage, 2_000).rows == 2 * storage.nbytes
+
+
+def test_a_storage_of_torchrl_is_planned_as_if_it_were_packed() -> None:
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=RingWriter())
+    rb.extend(transitions(SCHEMAS["vector"], 3))
+    assert plan(rb).keys == plan(transitions(SCHEMAS["vector"], None), 100).keys
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+@pytest.mark.parametrize("num_envs", [0, 3])
+@pytest.mark.parametrize("library", ["torchrl", "gymnasium"])
+def test_an_environment_is_planned_as_the_buffer_made_from_it(library: str, num_envs: int) -> None:
+    env: Any
+    if library == "torchrl":
+        env = SerialEnv(3, lambda: GymEnv("CartPole-v1")) if num_envs else GymEnv("CartPole-v1")
+    else:
+        env = gymnasium.make_vec("CartPole-v1", num_envs) if num_envs else gymnasium.make("CartPole-v1")
+    needed = plan(env, 1_000, sampler="proportional")
+    rb = ReplayBuffer.from_env(env, 1_000, sampler=ProportionalSampler(1_000 + 2))
+    assert (needed.capacity, needed.rows) == (rb.storage.max_size, rb.storage.nbytes)
+    assert needed.priorities == ProportionalSampler.nbytes_for(needed.capacity)
+    if library == "gymnasium":
+        env.close()
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot tell keys"):
+        plan("CartPole-v1", 10)
+    with pytest.raises(ValueError, match=r"capacity must be a number of transitions, at least 1, got None"):
+        plan(transitions(SCHEMAS["vector"], None))
+    with pytest.raises(SchemaError, match=r"'s' .*non-tensor"):
+        plan(TensorDict({"s": "text"}), 10)
+
+
+# -- room
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *, memory: Any, disk: Any, **settings: Any) -> MemoryPlan:
+    """Plan 1,000,000 rows of about 11.7 GiB on a machine with so much room."""
+    rooms = {"RAM": Room("RAM", memory, memory and 2 * memory), "disk": Room("disk (here)", disk, disk)}
+    monkeypatch.setattr(planning, "ram", lambda: rooms["RAM"])
+    monkeypatch.setattr(planning, "disk", lambda _: rooms["disk"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(
+        planning, "room_for", lambda device, scratch_dir=None, shared=False: rooms["disk" if scratch_dir else "RAM"]
+    )
+    example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
+    return plan(example, 1_000_000, **settings)
+
+
+def test_what_fits_needs_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = planned(monkeypatch, memory=20 * GIB, disk=0)
+    assert needed.fits
+    assert needed.remedy == ""
+    assert "-> 20.0 GiB of RAM are free (40.0 GiB in all): fits" in str(needed)
+    assert "0 bytes of disk (here) are free (0 bytes in all): does not fit" in str(needed)
+    assert "What to do" not in str(needed)
+
+
+def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = planned(monkeypatch, memory=GIB, disk=20 * GIB, sampler="proportional")
+    assert not needed.fits
+    smaller, elsewhere, images = needed.remedy.splitlines()
+    assert smaller == f"take a capacity of at most {needed.most_rows:,}"
+    assert elsewhere == "put the rows elsewhere: scratch_dir=... keeps them in a file"
+    assert images.startswith("make the rows smaller: 'pixels' is 99% of them; images stored as uint8 take 25%")
+    assert all(way in str(needed) for way in needed.remedy.splitlines())
+
+
+@pytest.mark.parametrize("settings", [{}, {"sampler": "proportional"}, {"sampler": "proportional", "scratch_dir": "x"}])
+def test_the_largest_capacity_that_fits_does_fit_and_a_tenth_more_does_not(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    needed = planned(monkeypatch, memory=GIB // 64, disk=3 * GIB, **settings)
+    most = needed.most_rows
+    assert most is not None
+    example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
+    assert plan(example, most - 64, **settings).fits
+    assert not plan(example, int(1.1 * most), **settings).fits
+
+
+def test_priorities_of_rows_on_a_disk_need_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned(monkeypatch, memory=GIB, disk=20 * GIB, scratch_dir="x", sampler="rank").fits
+    assert not planned(monkeypatch, memory=1 << 20, disk=20 * GIB, scratch_dir="x", sampler="rank").fits
+
+
+def test_a_place_of_unknown_size_counts_as_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = planned(monkeypatch, memory=None, disk=None)
+    assert needed.fits
+    assert needed.most_rows is None
+    assert "-> RAM of unknown size: fits" in str(needed)
+
+
+def test_the_text_has_a_line_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = planned(monkeypatch, memory=20 * GIB, disk=0, sampler="rank")
+    text = str(needed)
+    assert text.startswith("1,000,000 rows of 12,352 bytes: 11.5 GiB")
+    assert "largest key: 'pixels'" in text
+    for name in ("'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
+        assert f"\n  {name} " in text
+    assert needed.largest_key == "'pixels'"
+
+
+# -- the command
+
+
+def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e6", "--sampler", "rank", "--num-envs", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("CartPole-v1, rank sampler: 1,000,000 rows of 48 bytes: 71.6 MiB")
+    assert "fits" in out
+
+
+def test_the_command_fails_for_what_does_not_fit_or_does_not_exist(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e15"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", "--env", "NoSuchPole-v1", "--capacity", "10"]) == 2
+    assert "cannot plan for NoSuchPole-v1: " in capsys.readouterr().err
+    assert main(["plan", "--env", "CartPole-v1", "--capacity", "0"]) == 2
+    assert "at least 1, got 0" in capsys.readouterr().err

@@ -1,0 +1,268 @@
+"""What is free is read from where the system says it, and a buffer that has no room is not begun."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, _room
+from rlbuf_td._room import Room, require_room, show_bytes
+from rlbuf_td.storages import memory
+
+GIB = 1 << 30
+MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 20} kB\nSwapTotal: {2 << 20} kB\n"
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that writes the files of a system, 8 GiB with 6 free and 2 of swap."""
+    monkeypatch.setattr(_room, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(_room, "_CGROUPS", tmp_path / "cgroup")
+
+    def write(**files: str) -> None:
+        for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return write
+
+
+def test_free_memory_is_what_the_kernel_deems_available_and_swap_counts_in_the_total(system: Any) -> None:
+    system()
+    assert _room.ram() == Room("RAM", 6 * GIB, 10 * GIB)
+
+
+def test_an_old_kernel_that_tells_no_available_memory_is_believed_to_have_all(system: Any) -> None:
+    system(**{"proc/meminfo": "MemTotal: 1024 kB\n"})
+    assert _room.ram() == Room("RAM", 1 << 20, 1 << 20)
+
+
+def test_a_system_without_proc_tells_its_size_at_most(system: Any) -> None:
+    room = _room.ram()
+    assert (room.place, room.free) == ("RAM", None)
+    assert room.words() == "RAM of unknown size"
+
+
+CGROUP_2 = {
+    "proc/self/cgroup": "0::/slice/job\n",
+    "cgroup/memory.max": "max\n",
+    "cgroup/memory.current": "1\n",
+    "cgroup/slice/memory.max": f"{4 * GIB}\n",
+    "cgroup/slice/memory.current": f"{3 * GIB}\n",
+    "cgroup/slice/memory.stat": f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}\n",
+    "cgroup/slice/job/memory.max": f"{5 * GIB}\n",
+    "cgroup/slice/job/memory.current": f"{GIB}\n",
+}
+
+
+def test_the_tightest_control_group_limits_what_is_free_and_caches_in_it_can_be_dropped(system: Any) -> None:
+    system(**CGROUP_2)
+    assert _room.ram() == Room("RAM", 3 * GIB // 2, 4 * GIB)
+
+
+def test_control_groups_of_version_1_count_too_also_where_the_path_is_that_outside_a_container(system: Any) -> None:
+    system(
+        **{
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+            "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            "cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n",
+        }
+    )
+    assert _room.ram() == Room("RAM", 3 * GIB // 2, 2 * GIB)
+
+
+def test_a_group_without_a_limit_limits_nothing(system: Any) -> None:
+    system(
+        **{
+            "proc/self/cgroup": "4:memory:/\n",
+            "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "cgroup/memory/memory.usage_in_bytes": "123\n",
+        }
+    )
+    assert _room.ram() == Room("RAM", 6 * GIB, 10 * GIB)
+
+
+def test_a_disk_is_asked_by_the_folder_that_is_there(tmp_path: Path) -> None:
+    room = _room.disk(tmp_path / "not" / "yet")
+    assert room.place == f"disk ({tmp_path / 'not' / 'yet'})"
+    assert room.free is not None
+    assert room.total is not None
+    assert 0 < room.free <= room.total
+
+
+def test_shared_memory_is_limited_by_its_file_system_and_by_the_memory(
+    system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system()
+    monkeypatch.setattr(_room, "_SHARED", tmp_path)
+    for free, total, expected in ((GIB, 2 * GIB, (GIB, 2 * GIB)), (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB))):
+        usage = type("", (), {"free": free, "total": total})
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        room = _room.shared_memory()
+        assert (room.free, room.total) == expected
+
+
+def test_a_cuda_device_tells_what_is_free(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    room = _room.cuda(device)
+    assert room.place == f"cuda:{torch.cuda.current_device()}"
+    assert room.free is not None
+    assert room.total is not None
+    assert 0 < room.free <= room.total
+
+
+def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _room.cuda(torch.device("cuda")) == Room("cuda", None, None)
+
+
+# -- what is asked before memory is taken
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
+    monkeypatch.setattr(_room, "room_for", lambda *_, **__: room)
+    require_room(nbytes, torch.device("cpu"), what="All that takes", remedy="Take less.", **settings)
+
+
+SMALL = Room("RAM", 3 * GIB, 8 * GIB)
+
+
+def test_memory_taken_bit_by_bit_is_warned_of_when_less_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"All that takes 4.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\).* when 75% .* written. Take less."
+    with pytest.warns(MemoryWarning, match=words):
+        ask(monkeypatch, 4 * GIB, SMALL, lazily=True)
+
+
+@pytest.mark.parametrize("settings", [{"lazily": True}, {"lazily": True, "quiet": True}])
+def test_memory_that_there_never_is_is_refused(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    with pytest.raises(MemoryError, match=r"takes 9.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\). Take less."):
+        ask(monkeypatch, 9 * GIB, SMALL, **settings)
+
+
+def test_memory_taken_at_once_is_refused_when_less_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError, match=r"takes 4\.0 GiB, but 3\.0 GiB of RAM are free"):
+        ask(monkeypatch, 4 * GIB, SMALL)
+    with pytest.raises(OSError, match=r"takes 4\.0 GiB, but 3\.0 GiB of disk are free") as caught:
+        ask(monkeypatch, 4 * GIB, Room("disk", 3 * GIB, 8 * GIB), scratch_dir=Path())
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "room", "settings"),
+    [
+        (3 * GIB, SMALL, {}),
+        (3 * GIB, SMALL, {"lazily": True}),
+        (4 * GIB, SMALL, {"lazily": True, "quiet": True}),
+        (1 << 50, Room("RAM", None, None), {"lazily": True}),
+        (1 << 50, Room("RAM", None, None), {}),
+        (1000, Room("RAM", 10, 10), {}),  # not worth a look
+    ],
+)
+def test_what_fits_or_cannot_be_known_passes_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, settings: dict[str, Any]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ask(monkeypatch, nbytes, room, **settings)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(0, "0 bytes"), (1024, "1.0 KiB"), (1536 << 20, "1.5 GiB"), (1 << 80, "1,048,576.0 EiB")]
+)
+def test_bytes_are_shown_in_the_unit_that_suits_them(nbytes: int, words: str) -> None:
+    assert show_bytes(nbytes) == words
+
+
+# -- by storages and samplers
+
+
+def step(n: int = 2) -> TensorDict:
+    pixels = torch.zeros(n, 3, 64, 64, dtype=torch.uint8)
+    return TensorDict({"pixels": pixels, "next": {"done": torch.zeros(n, 1, dtype=torch.bool)}}, [n])
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places have 10 MiB free, of 20."""
+    monkeypatch.setattr(_room, "room_for", lambda device, **_: Room(device.type, 10 << 20, 20 << 20))
+
+
+@pytest.mark.usefixtures("crowded")
+def test_a_buffer_that_will_not_fit_warns_once_with_numbers_and_remedy() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(1_000))
+    words = r"1,000 rows of 12,\d+ bytes take 11.\d MiB, .* Take a smaller max_size, or scratch_dir=.*'pixels', 12,288"
+    with pytest.warns(MemoryWarning, match=words) as caught:
+        rb.extend(step())
+    assert len(caught) == 1
+    rb.extend(step(600))  # a warning would be an error
+    rb.add(step()[0])
+    assert len(rb) == 603
+
+
+@pytest.mark.usefixtures("crowded")
+def test_rows_reserved_and_then_fixed_with_more_keys_warn_once() -> None:
+    with pytest.warns(MemoryWarning, match="1,000 rows"):
+        rb = ReplayBuffer.from_schema(step()[0], 1_000)
+    rb.extend(step().set("more", torch.zeros(2, 7)))  # a warning would be an error
+    assert rb.storage["more"].shape == (2, 7)
+
+
+@pytest.mark.usefixtures("crowded")
+def test_the_warning_can_be_silenced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=MemoryWarning)
+        PackedStorage(1_000).set(range(2), step())
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"max_size": 2_000}, MemoryError, "2,000 rows of .* take 23.* in all.*scratch_dir"),
+        ({"max_size": 1_000, "shared": True}, MemoryError, "1,000 rows of .* take 11"),
+        ({"max_size": 1_000, "scratch_dir": "rows"}, OSError, "1,000 rows of .* another scratch_dir"),
+    ],
+)
+def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(
+    settings: dict[str, Any], kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    if "scratch_dir" in settings:
+        settings = settings | {"scratch_dir": tmp_path / "rows"}
+    storage = PackedStorage(**settings)
+    with pytest.raises(kind, match=words):
+        storage.set(range(2), step())
+    assert (len(storage), storage.initialized, storage.layout) == (0, False, None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_that_the_system_refuses_is_a_memory_error(
+    device: torch.device, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shared and device.type == "cuda":
+        pytest.skip("shared memory is RAM")
+    monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)
+    storage = PackedStorage(10**13, device=device, shared=shared)
+    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be had: .* GiB of .*scratch_dir"
+    with pytest.raises(MemoryError, match=words):
+        storage.set(range(2), step().to(device))
+    assert not storage.initialized
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_priorities_that_cannot_be_had_are_refused(sampler: Any) -> None:
+    with pytest.raises(MemoryError, match=r"Priorities of 1,000,000 rows take (18|25).* free .*max_capacity"):
+        sampler(1_000_000)
+    assert sampler(100_000)._max_capacity == 100_000
