@@ -14,6 +14,7 @@ from rlbuf_td.trajectories import TRAJ_KEY
 
 #: Fewer rows than this are all of one kind by chance.
 FEW = 32
+_SOME = 4
 
 
 def is_telling(record: Record, flow: Flow) -> bool:
@@ -32,7 +33,7 @@ def unbroken_finding(record: Record, flow: Flow, one_step: torch.Tensor) -> Find
     short = one_step | one_step.roll(-1, 0)
     here, after = _jumps(record, where, flow.inside)
     seen = "The trajectory ends here, and yet the next observation is that of the following row"
-    if max(here, after) < 1.5:
+    if not max(here, after):
         if 2 * int((where & short).sum()) >= count:
             return _one_step_finding(record, one_step & (where | where.roll(1, 0)), of)
         return Finding(
@@ -70,35 +71,44 @@ def unbroken_finding(record: Record, flow: Flow, one_step: torch.Tensor) -> Find
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return how far observations move at some rows and at those that follow, as multiples of the usual."""
+    """Return how far observations move at some rows and at those that follow, as multiples of the usual.
+
+    0 stands for what is no more than some usual rows do: one row in ten, or (to judge by few rows) one in a hundred.
+    """
     usual, rows = spread(inside), spread(where)
     following = (rows + record.lanes) % (record.steps * record.lanes)
-    here = after = 0.0
+    groups = [torch.zeros(len(each), dtype=torch.float64) for each in (usual, rows, following)]
     for key in main_keys(record):
         if record.columns[key].dtype is torch.bool or record.columns[key].is_complex() or not len(usual):
             continue
-        scale = _distance(record, key, usual)
+        distances = [_distance(record, key, each) for each in (usual, rows, following)]
+        scale = distances[0].mean()
         if scale > 0:
-            here = max(here, _distance(record, key, rows) / scale)
-            after = max(after, _distance(record, key, following) / scale)
+            groups = [total + distance / scale for total, distance in zip(groups, distances, strict=True)]
+    if not len(usual) or not float(groups[0].mean()):
+        return 0.0, 0.0
+    limit = groups[0].quantile(0.9 if len(rows) >= _SOME else 0.99)
+    here, after = (float(each.median() / groups[0].mean()) * bool(each.median() > limit) for each in groups[1:])
     return here, after
 
 
-def _distance(record: Record, key: Key, rows: torch.Tensor) -> float:
+def _distance(record: Record, key: Key, rows: torch.Tensor) -> torch.Tensor:
+    """Return how far each of some rows moves in one key, ``[n]`` float64."""
     steps, lanes = rows // record.lanes, rows % record.lanes
     begun, reached = (column[steps, lanes].double() for column in (record.columns[key], record.next(key)))
-    return float((reached - begun).abs().nan_to_num(0.0, 0.0, 0.0).mean())
+    return (reached - begun).abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
 
 
 def one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
     """Return which rows are a trajectory of their own, ``[T, E]``; the oldest row's beginning is not known."""
     if record.cut is None or record.paired is None:
         return torch.zeros_like(ended)
+    alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
     ids = record.columns.get(TRAJ_KEY)
-    if ids is not None:
+    if ids is not None:  # rows of several lanes may take turns: an id that comes again is a longer trajectory
         _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)
-        return (counts == 1)[inverse] & record.paired
-    return ended & ended.roll(1, 0) & record.paired.roll(1, 0)
+        alone |= (counts == 1)[inverse] & record.paired
+    return alone
 
 
 def mostly_one_step(record: Record, one_step: torch.Tensor) -> Iterator[Finding]:
@@ -109,7 +119,7 @@ def mostly_one_step(record: Record, one_step: torch.Tensor) -> Iterator[Finding]
     count = int(one_step.sum())
     if TRAJ_KEY in record.columns:
         trajectories = record.columns[TRAJ_KEY].unique().numel()
-    if count >= FEW and 2 * count >= trajectories:
+    if count >= FEW and count >= 0.9 * trajectories:  # games of few steps end at once in half of the cases
         yield _one_step_finding(record, one_step, trajectories)
 
 

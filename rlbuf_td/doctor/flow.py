@@ -22,12 +22,14 @@ class Flow:
         broken: the next observation is not that of the following row, though the trajectory goes on there.
         unbroken: the next observation is that of the following row, and not that of its own, though the trajectory
             ends there.
+        apart: the next observation is not that of the following row, whatever the flags say.
         inside: the trajectory goes on with the following row.
         ends: the trajectory ends here, and another follows.
     """
 
     broken: torch.Tensor
     unbroken: torch.Tensor
+    apart: torch.Tensor
     inside: torch.Tensor
     ends: torch.Tensor
 
@@ -37,15 +39,16 @@ def flow_of(record: Record) -> Flow | None:
     if record.paired is None or record.cut is None:
         return None
     inside, ends = record.paired & ~record.cut, record.paired & record.cut
-    broken, unbroken = torch.zeros_like(inside), ends.clone()
+    differing, unbroken = torch.zeros_like(inside), ends.clone()
     main = main_keys(record)
     for block in record.blocks():
         for key in record.observed:
             apart = differ(record.next(key)[block], record.after(key, block)).cpu()
-            broken[block] |= apart
+            differing[block] |= apart
             if key in main:
                 unbroken[block] &= ~apart
-    return Flow(inside & broken, unbroken & _moved(record, unbroken), inside, ends)
+    unbroken &= _moved(record, unbroken)
+    return Flow(inside & differing, unbroken, record.paired & differing, inside, ends)
 
 
 def _moved(record: Record, where: torch.Tensor) -> torch.Tensor:

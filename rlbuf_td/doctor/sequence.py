@@ -11,9 +11,12 @@ from rlbuf_td.doctor.ends import FEW, is_telling, mostly_one_step, one_step_rows
 from rlbuf_td.doctor.flow import Flow, flow_of
 from rlbuf_td.doctor.record import Record
 from rlbuf_td.doctor.report import Finding
+from rlbuf_td.trajectories import TRAJ_KEY
 
 # A lane that does not end in so many steps is worth a word.
 _LONG = 10_000
+# So many ids must be over without a flag.
+_SOME_ENDS = 8
 
 
 def sequence_findings(record: Record) -> Iterator[Finding]:
@@ -22,38 +25,34 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
     flow = flow_of(record) if record.observed else None
     if flow is None and record.paired is not None and record.cut is not None:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
-    shifted = torch.zeros(record.steps, record.lanes, dtype=torch.bool)
-    mixed = False
+    said = [flag for flag in (done, *flags) if flag is not None]
+    ended = torch.stack(said).any(0) if said else torch.zeros(record.steps, record.lanes, dtype=torch.bool)
+    mixed = shifted = False
     if flow is not None:
         mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
         if mixed:
             yield broken_finding(record, flow.broken, flow, mostly=True)
         else:
-            shifted = yield from _shift(record, flow)
-    if done is not None:
+            shifted = yield from _shift(record, flow, ended if done is None else done)
+    if done is not None and not shifted:
         for name, flag in zip(("terminated", "truncated"), flags, strict=True):
-            if flag is not None and bool((flag & ~done & ~shifted).any()):
-                yield _flag_without_done(record, name, flag & ~done & ~shifted, int(flag.sum()))
-    if mixed or record.cut is None or record.paired is None:
-        return
-    said = [flag for flag in (done, *flags) if flag is not None]
-    ended = torch.stack(said).any(0) if said else torch.zeros_like(shifted)
-    yield from _ends(record, flow, ended, bool(shifted.any()))
+            if flag is not None and bool((flag & ~done).any()):
+                yield _flag_without_done(record, name, flag & ~done, int(flag.sum()))
+    if record.cut is not None and record.paired is not None and not mixed and not shifted:
+        yield from _ends(record, flow, ended)
 
 
-def _shift(record: Record, flow: Flow) -> Generator[Finding, None, torch.Tensor]:
-    """Yield a finding if done flags lie one step beside the breaks, and return the rows that this explains."""
-    explained = torch.zeros_like(flow.broken)
+def _shift(record: Record, flow: Flow, done: torch.Tensor) -> Generator[Finding, None, bool]:
+    """Yield a finding if done flags lie one step beside the breaks, and return whether they do."""
     for step, word in ((1, "late"), (-1, "early")):
-        beside = flow.broken & flow.unbroken.roll(-step, 0)
+        beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
-        if not count or 2 * count < int(flow.broken.sum()):
+        if not count or 2 * count < max(int(flow.broken.sum()), int(flow.unbroken.sum())):
             continue
-        flagged = beside.roll(step, 0)
         yield Finding(
             "done-shifted",
             None,
-            record.first(flagged),
+            record.first(beside.roll(step, 0)),
             count,
             int(flow.ends.sum()),
             f"done is set one step too {word}: the observations break off one step "
@@ -62,9 +61,8 @@ def _shift(record: Record, flow: Flow) -> Generator[Finding, None, torch.Tensor]
             "store with each transition the done flag that this step returned: ('next', 'done') belongs to "
             "('next', 'observation'), not to 'observation'.",
         )
-        explained |= flow.broken | flow.unbroken
-        flow.broken, flow.unbroken = torch.zeros_like(explained), torch.zeros_like(explained)
-    return explained
+        return True
+    return False
 
 
 def _flag_without_done(record: Record, name: str, where: torch.Tensor, of: int) -> Finding:
@@ -80,7 +78,7 @@ def _flag_without_done(record: Record, name: str, where: torch.Tensor, of: int) 
     )
 
 
-def _ends(record: Record, flow: Flow | None, ended: torch.Tensor, is_shifted: bool) -> Iterator[Finding]:
+def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
     """Yield what is wrong with the ends of trajectories."""
     rows, everything = ended.numel(), bool(ended.all())
     one_step = one_step_rows(record, ended)
@@ -98,9 +96,25 @@ def _ends(record: Record, flow: Flow | None, ended: torch.Tensor, is_shifted: bo
     broken = torch.zeros_like(ended) if flow is None else flow.broken & ~ended
     if flow is not None and bool(broken.any()):
         yield broken_finding(record, broken, flow, mostly=False, never=not bool(ended.any()))
+    elif flow is not None and not bool(ended.any()) and _ids_tell_of_ends(record, flow):
+        seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
+        yield never_finding(record, flow.ends & flow.apart, seen)
     elif not bool(ended.any()) and record.steps >= _LONG:
         yield never_finding(record, torch.zeros_like(ended), f"No trajectory ends in {record.steps:,} steps.")
     if flow is not None and bool(flow.unbroken.any()) and is_telling(record, flow):
         yield unbroken_finding(record, flow, one_step)
-    elif not is_shifted:
+    else:
         yield from mostly_one_step(record, one_step)
+
+
+def _ids_tell_of_ends(record: Record, flow: Flow) -> bool:
+    """Return whether trajectory ids show ends, rather than the pieces in which several lanes lie one after the other.
+
+    An id that is over does not come again, and trajectories hardly have all the same length.
+    """
+    cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
+    ids = record.columns.get(TRAJ_KEY)
+    if ids is None or len(cuts) < _SOME_ENDS:
+        return False
+    runs = int((ids[1:] != ids[:-1]).sum()) + record.lanes
+    return int(ids.unique().numel()) >= runs - record.lanes and len(cuts.diff().unique()) > 1

@@ -1,0 +1,220 @@
+"""The order of rows: a healthy buffer gives no finding, each planted fault exactly its own."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.doctor import check
+from tests.doctor.faults import FAULTS
+from tests.doctor.world import nested, vector, walk
+
+OBSERVERS = {"vector": vector, "nested": nested}
+HOLDERS = ["rows", "packed", "packed ring", "torchrl", "torchrl ring"]
+
+
+@cache
+def _healthy(lanes: int, observer: str) -> TensorDict:
+    return walk(600 if lanes > 1 else 1_200, lanes, observe=OBSERVERS[observer])
+
+
+def healthy(lanes: int, observer: str = "vector") -> TensorDict:
+    return _healthy(lanes, observer).clone()
+
+
+def held(rows: TensorDict, holder: str) -> Any:
+    """Return rows ``[T, E]`` in a buffer; in a ring, the oldest fifth has been overwritten."""
+    if rows.shape[1] == 1:
+        rows = rows[:, 0]
+    if holder == "rows":
+        return rows
+    storage = PackedStorage if "packed" in holder else LazyTensorStorage
+    steps = len(rows) * 4 // 5 if "ring" in holder else len(rows) + 7
+    size = steps * rows.shape[1:].numel()
+    buffer = ReplayBuffer if "packed" in holder else TensorDictReplayBuffer
+    rb = buffer(storage=storage(size, ndim=rows.ndim), dim_extend=0)
+    for part in rows.split(97):
+        rb.extend(part)
+    return rb
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_healthy_buffer_gives_no_finding(lanes: int, observer: str, holder: str) -> None:
+    report = check(held(healthy(lanes, observer), holder))
+    assert report.codes == []
+    assert report.healthy
+    assert "nothing found" in str(report)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_gives_exactly_its_finding(name: str, lanes: int, holder: str) -> None:
+    fault, needed, code = FAULTS[name]
+    if needed and lanes == 3 and needed == 1:
+        pytest.skip("a fault of one lane")
+    report = check(held(fault(healthy(needed or lanes)), holder))
+    assert report.codes == [code]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_in_nested_observations(name: str) -> None:
+    fault, needed, code = FAULTS[name]
+    assert check(fault(healthy(needed or 2, "nested"))).codes == [code]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, lanes, _) in FAULTS.items() if not lanes])
+def test_a_fault_is_found_beside_trajectory_ids(name: str) -> None:
+    fault, _, code = FAULTS[name]
+    rows = healthy(2)
+    ended = rows["next", "done"][..., 0].roll(1, 0)
+    ended[0] = False
+    rows["collector", "traj_ids"] = 2 * ended.cumsum(0) + torch.arange(2)
+    assert check(rows).codes == []
+    if code == "reset-without-done":  # the ids tell of the reset
+        assert check(fault(rows)).codes == []
+    else:
+        assert check(fault(rows)).codes == [code]
+
+
+# -- rows, counts and words
+
+
+def test_the_rows_named_are_those_at_fault() -> None:
+    rows = healthy(1)
+    ends = rows["next", "done"].flatten().nonzero()[:, 0].tolist()
+    lost = check(FAULTS["same-step autoreset"][0](rows.clone()))[0]
+    assert lost.rows == tuple((t, 0) for t in ends[:5])
+    assert (lost.count, lost.of) == (len([t for t in ends if t < 1_199]),) * 2
+    late = check(FAULTS["done late"][0](rows.clone())[:, 0])[0]
+    assert late.rows == tuple(t + 1 for t in ends[:5])
+    assert "one step too late" in late.explanation
+    early = check(FAULTS["done early"][0](rows.clone())[:, 0])[0]
+    assert early.rows == tuple(t - 1 for t in ends[:5])
+    assert "one step too early" in early.explanation
+    unmarked = check(FAULTS["time limit left out"][0](rows.clone())[:, 0])[0]
+    assert unmarked.rows == tuple(rows["next", "truncated"].flatten().nonzero()[:5, 0].tolist())
+    stored = check(FAULTS["next-step autoreset"][0](rows.clone())[:, 0])[0]
+    assert stored.rows == tuple(t + 1 + j for j, t in enumerate(ends[:5]))
+
+
+def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
+    rows = healthy(3)
+    at = max(t for t in range(500, 590) if not rows["next", "done"][t - 5 : t + 5, 1].any())
+    rows["next", "done"][at, 1] = True
+    rb = held(rows, "packed ring")
+    (finding,) = check(rb)
+    assert finding.code == "done-without-reset"
+    assert finding.rows == ((at % 480, 1),)
+    assert bool(rb.storage[at % 480]["next", "done"][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("interleaved", "found 3 rows later: the rows of 3 environments"),
+        ("pieces", "pieces of several trajectories lie one after the other"),
+        ("transposed", r"time and lanes are exchanged"),
+        ("lanes shuffled", "step later in another lane: lanes change their places|begins another row"),
+        ("rows shuffled", "not in the order of time"),
+    ],
+)
+def test_mixed_lanes_are_told_apart(name: str, words: str) -> None:
+    fault, lanes, _ = FAULTS[name]
+    (finding,) = check(fault(healthy(lanes)))
+    assert re.search(words, finding.explanation), finding.explanation
+
+
+def test_a_single_wrong_flag_among_thousands_is_found() -> None:
+    rows = healthy(1)
+    (at,) = [t for t in range(100, 1_000) if not rows["next", "done"][t - 5 : t + 5].any()][:1]
+    for change, code in (("done", "done-without-reset"), ("terminated", "terminated-without-done")):
+        bad = rows.clone()
+        bad["next", change][at] = True
+        (finding,) = check(bad[:, 0])
+        assert (finding.code, finding.rows, finding.count) == (code, (at,), 1)
+
+
+# -- what is no fault
+
+
+def test_a_trajectory_that_has_not_ended_yet_is_no_fault() -> None:
+    place = torch.arange(501.0).unsqueeze(-1).expand(-1, 2)
+    no = torch.zeros(500, 1, dtype=torch.bool)
+    rows = TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [500])
+    assert check(rows).healthy
+
+
+def test_a_lane_that_never_ends_in_many_thousand_steps_is_worth_a_word() -> None:
+    place = torch.arange(20_001.0).unsqueeze(-1)
+    no = torch.zeros(20_000, 1, dtype=torch.bool)
+    rows = TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [20_000])
+    (finding,) = check(rows)
+    assert (finding.code, finding.count) == ("done-never", 20_000)
+
+
+def test_pieces_of_lanes_that_have_not_ended_yet_are_no_fault_with_ids() -> None:
+    rows = walk(20, 12, limit=10_000)
+    rows = rows[:4]  # nothing has ended
+    assert not rows["next", "done"].any()
+    rows["collector", "traj_ids"] = torch.arange(12).expand(4, 12).clone()
+    flat = torch.cat([piece.transpose(0, 1).reshape(-1) for piece in rows.split(2)])
+    assert check(flat).healthy
+    assert check(rows[:2].transpose(0, 1).reshape(-1)).healthy
+
+
+def test_games_that_often_end_with_the_first_step_are_no_fault() -> None:
+    generator = torch.Generator().manual_seed(0)
+    observation = torch.randn(500, 4, generator=generator)
+    done = torch.rand(500, 1, generator=generator) < 0.7
+    following = observation.roll(-1, 0)
+    final = torch.where(done, torch.randn(500, 4, generator=generator), following)
+    rows = TensorDict({"observation": observation, "next": {"observation": final, "done": done}}, [500])
+    assert check(rows).healthy
+    assert check(rows.clone().set(("next", "done"), torch.ones_like(done))).codes == ["done-always"]
+
+
+def test_coincidences_in_a_small_world_are_no_fault() -> None:
+    """Cells are few: now and then a trajectory ends where the next one begins."""
+    generator = torch.Generator().manual_seed(0)
+    cell, rows = 0, []
+    for _ in range(2_000):
+        reached = max(0, min(7, cell + int(torch.randint(-1, 2, (1,), generator=generator))))
+        done = reached == 7 or bool(torch.rand(1, generator=generator) < 0.05)
+        rows.append((cell, reached, done))
+        cell = int(torch.randint(3, (1,), generator=generator)) if done else reached
+    begun, reached_at, done_at = (torch.tensor(column).unsqueeze(-1) for column in zip(*rows, strict=True))
+    data = TensorDict({"observation": begun, "next": {"observation": reached_at, "done": done_at.bool()}}, [2_000])
+    assert check(data).healthy
+    assert check(data.clone().set(("next", "done"), data["next", "done"].roll(1, 0))).codes != []
+
+
+def test_rows_without_next_observations_are_read_as_far_as_that_goes() -> None:
+    rows = healthy(1)[:, 0].exclude(("next", "observation"))
+    report = check(rows)
+    assert report.healthy
+    assert any("next observations" in what for what in report.skipped)
+    assert "not checked: next observations" in str(report)
+    done = torch.ones(1_200, 1, dtype=torch.bool)
+    assert check(rows.clone().set(("next", "done"), done)).codes == ["done-always"]
+    assert check(rows.exclude("next", "done")).skipped[0].startswith("trajectories: neither done flags nor")
+
+
+def test_writers_without_an_order_of_time_are_not_judged_by_it() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key"), batch_size=4
+    )
+    rows = healthy(1)[:, 0]
+    rb.extend(rows.set("key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))))
+    report = check(rb)
+    assert report.healthy
+    assert "the order of rows, which a TensorDictMaxValueWriter does not keep" in report.skipped
