@@ -1,0 +1,172 @@
+"""Buffers that are filled rightly, by TorchRL's collectors and by the recorder, give no finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
+
+from rlbuf_td import (
+    GymnasiumRecorder,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    make_transition,
+)
+from rlbuf_td.doctor import check
+from tests.doctor.faults import FAULTS, FLAGS
+from tests.environments import Walk
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+
+
+def cartpole() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(max_steps=30), RewardSum()))
+
+
+def pendulum() -> EnvBase:
+    return TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(max_steps=40))
+
+
+def normalised() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), VecNormV2(in_keys=["observation"]))
+
+
+@cache
+def collected(make: Callable[[], EnvBase], lanes: int, frames: int = 900, **settings: Any) -> tuple[TensorDict, ...]:
+    """Return the batches of a collector, ``[n]`` or ``[E, n]``."""
+    torch.manual_seed(0)
+    env = SerialEnv(lanes, make) if lanes else make()
+    env.set_seed(0)
+    collector = Collector(env, None, frames_per_batch=60, total_frames=frames, **settings)
+    batches = tuple(data.clone() for data in collector)
+    collector.shutdown()
+    return batches
+
+
+def fill(rb: Any, batches: Iterable[TensorDict], *, flat: bool = False) -> Any:
+    for data in batches:
+        rb.extend(data.reshape(-1).clone() if flat else data.clone())
+    return rb
+
+
+@pytest.mark.parametrize("parts", ["ours", "theirs"])
+@pytest.mark.parametrize("layout", ["single", "lanes", "flat"])
+@pytest.mark.parametrize("make", [cartpole, pendulum, normalised])
+def test_what_a_collector_fills_is_healthy(make: Any, layout: str, parts: str) -> None:
+    ndim = 2 if layout == "lanes" else 1
+    if parts == "ours":
+        rb = ReplayBuffer(storage=PackedStorage(600, ndim=ndim), sampler=ProportionalSampler(600), batch_size=8)
+    else:
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(600, ndim=ndim), batch_size=8)
+    batches = collected(make, 0 if layout == "single" else 3)
+    report = check(fill(rb, batches, flat=layout == "flat"), space=make())
+    assert report.codes == [], str(report)
+    assert report.rows == 600
+
+
+@pytest.mark.parametrize("capacity", [60, 1_200])
+def test_a_young_buffer_is_healthy(capacity: int) -> None:
+    rb = fill(ReplayBuffer(storage=PackedStorage(capacity)), collected(cartpole, 0)[:1])
+    assert check(rb).codes == []
+
+
+def test_environments_that_are_reset_at_each_batch_are_healthy() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(600, ndim=2))
+    report = check(fill(rb, collected(cartpole, 3, reset_at_each_iter=True)))
+    assert report.codes == [], str(report)
+
+
+def test_rollouts_are_healthy() -> None:
+    network = TensorDictModule(lambda observation: observation[..., :1] * 0.5, ["observation"], ["state_value"])
+    rb = RolloutBuffer(20, 3, value_network=network)
+    for data in collected(cartpole, 3)[:3]:
+        rb.extend(data.clone())
+        assert check(rb).codes == []
+
+
+def test_faults_in_what_a_collector_gave_are_found() -> None:
+    """Ids tell where trajectories end: a flag is held against them."""
+    rb = fill(ReplayBuffer(storage=PackedStorage(900, ndim=2)), collected(cartpole, 3))
+    rows = rb.chronological()
+    for name in ("done late", "done early", "done never", "done always", "terminated without done"):
+        fault, _, code = FAULTS[name]
+        assert check(fault(rows.clone())).codes == [code], name
+    plain = rows.exclude("collector")
+    assert check(plain).codes == []
+    for name in ("time limit left out", "same-step autoreset"):
+        fault, _, code = FAULTS[name]
+        assert check(fault(plain.exclude("step_count", ("next", "step_count"), "episode_reward"))).codes == [code], name
+    flat = plain.reshape(-1)
+    assert check(flat).codes == ["lanes-mixed"]
+
+
+def test_flags_that_are_left_out_altogether_are_found_by_the_ids() -> None:
+    rb = fill(ReplayBuffer(storage=PackedStorage(900)), collected(cartpole, 0))
+    rows = rb.chronological()
+    for name in FLAGS:
+        rows["next", name] = torch.zeros_like(rows["next", name])
+    assert check(rows).codes == ["done-never"]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["box", "dict"])
+def test_what_the_recorder_fills_is_healthy(kind: str, flat: bool, mode: AutoresetMode) -> None:
+    env = SyncVectorEnv([lambda: Walk(kind, longest=9)] * 3, autoreset_mode=mode)
+    rb = ReplayBuffer.from_env(env, 600, flat=flat)
+    recorder = GymnasiumRecorder(rb, env, stretch=40)
+    recorder.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(350):
+        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+        ended = terminated | truncated
+        if mode is AutoresetMode.DISABLED and ended.any():
+            recorder.reset(options={"reset_mask": ended})
+    report = check(rb, space=env)
+    assert report.codes == [], str(report)
+    assert report.rows == 600
+    env.close()
+
+
+def test_a_single_environment_recorded_is_healthy() -> None:
+    env = gymnasium.make("CartPole-v1", max_episode_steps=30)
+    rb = ReplayBuffer.from_env(env, 1_000)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(1_200):
+        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
+        if terminated or truncated:
+            recorder.reset()
+    assert check(rb, space=env).codes == []
+    rb.storage["next", "observation"][5, 2] = 5.0
+    assert check(rb, space=env.observation_space).codes != []
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_loop_that_stores_what_step_returns_is_not(mode: AutoresetMode) -> None:
+    """What a user does who has not read about autoreset."""
+    env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
+    rb = ReplayBuffer(storage=PackedStorage(1_500, ndim=2), dim_extend=0)
+    obs, _ = env.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(500):
+        action = env.action_space.sample()
+        following, reward, terminated, truncated, _ = env.step(action)
+        rb.add(make_transition(obs, action, reward, following, terminated, truncated))
+        obs = following
+    code = "reset-row-stored" if mode is AutoresetMode.NEXT_STEP else "final-observation-lost"
+    assert check(rb).codes == [code]
+    env.close()
