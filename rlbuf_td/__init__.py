@@ -2,6 +2,7 @@
 
 from rlbuf_td._room import MemoryWarning
 from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.doctor import check
 from rlbuf_td.planning import plan
 from rlbuf_td.recorder import GymnasiumRecorder
 from rlbuf_td.rollouts import RolloutBuffer
@@ -39,6 +40,7 @@ __all__ = [
     "SequenceSampler",
     "TrajectoryIndex",
     "UniformSampler",
+    "check",
     "gymnasium_reward_fn",
     "gymnasium_terminated_fn",
     "make_transition",

@@ -1,0 +1,112 @@
+"""Saved buffers, and the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.__main__ import main
+from rlbuf_td.doctor import CODES, check
+from tests.doctor.faults import FAULTS
+from tests.doctor.world import walk
+
+KINDS: dict[str, Any] = {
+    "packed": lambda size, ndim: ReplayBuffer(
+        storage=PackedStorage(size, ndim=ndim), sampler=ProportionalSampler(size), dim_extend=0
+    ),
+    "lazy": lambda size, ndim: TensorDictReplayBuffer(storage=LazyTensorStorage(size, ndim=ndim), dim_extend=0),
+    "memmap": lambda size, ndim: TensorDictReplayBuffer(storage=LazyMemmapStorage(size, ndim=ndim), dim_extend=0),
+}
+
+
+def saved(folder: Path, kind: str = "packed", fault: str | None = None, *, lanes: int = 1, steps: int = 300) -> Path:
+    rows = walk(400, lanes)
+    if fault is not None:
+        rows = FAULTS[fault][0](rows)
+    rows = rows if lanes > 1 else rows[:, 0]
+    rb = KINDS[kind](steps * lanes, rows.ndim)
+    for part in rows.split(70):
+        rb.extend(part)
+    folder.mkdir(exist_ok=True)
+    rb.dumps(folder / "saved")
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("steps", [300, 500])
+def test_a_saved_buffer_is_read_without_knowing_how_it_was_made(
+    tmp_path: Path, kind: str, lanes: int, steps: int
+) -> None:
+    report = check(saved(tmp_path, kind, lanes=lanes, steps=steps))
+    assert report.codes == []
+    assert report.rows == lanes * min(steps, 400)
+    late = check(str(saved(tmp_path / "late", kind, "done late", lanes=lanes, steps=steps)))
+    assert late.codes == ["done-shifted"]
+
+
+def test_what_holds_no_buffer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"is no folder: give the folder that rb\.dumps"):
+        check(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="holds no saved buffer"):
+        check(tmp_path)
+    (tmp_path / "storage_metadata.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read the rows in"):
+        check(tmp_path)
+
+
+def test_the_command_ends_with_0_for_a_healthy_buffer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = saved(tmp_path)
+    assert main(["doctor", str(path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{path}: 300 rows read: nothing found")
+
+
+def test_the_command_ends_with_1_for_a_finding_unless_it_is_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = str(saved(tmp_path, fault="done late"))
+    assert main(["doctor", path]) == 1
+    out = capsys.readouterr().out
+    assert "300 rows read: 1 finding\n\ndone-shifted\n    " in out
+    assert "Remedy: " in out
+    assert main(["doctor", path, "--ignore", "done-shifted"]) == 0
+
+
+def test_the_command_looks_for_observations_out_of_bounds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = str(saved(tmp_path))
+    assert main(["doctor", path, "--env", "Pendulum-v1"]) == 1  # |cos| and |sin| are at most 1, these walks go further
+    assert "out-of-bounds: ('next', 'observation')" in capsys.readouterr().out
+
+
+def test_the_command_ends_with_2_for_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    assert "cannot examine" in capsys.readouterr().err
+    path = str(saved(tmp_path))
+    assert main(["doctor", path, "--env", "NoSuchPole-v1"]) == 2
+    assert main(["doctor", path, "--ignore", "speed"]) == 2
+    assert "there is no finding speed" in capsys.readouterr().err
+
+
+def test_the_command_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    path = saved(tmp_path, fault="done never")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlbuf_td", "doctor", str(path)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "done-never" in done.stdout
+    assert done.stderr == ""
+
+
+def test_every_planted_fault_has_a_code_that_is_listed() -> None:
+    assert {code for _, _, code in FAULTS.values()} <= set(CODES)

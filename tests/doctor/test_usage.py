@@ -1,0 +1,76 @@
+"""Draws and priorities, as far as the buffer keeps count of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td.doctor import check
+from tests.doctor.world import walk
+
+
+class Counts:
+    """Counts draws as the buffer's own count does: attached to the storage, it offers ``counts()``."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._counts = counts
+
+    def counts(self) -> torch.Tensor:
+        return self._counts
+
+    def mark_update(self, index: object) -> None:
+        pass
+
+    def mark_range(self, start: int, count: int) -> None:
+        pass
+
+
+def buffer(counts: torch.Tensor | None, sampler: type = ProportionalSampler) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8)
+    if counts is not None:
+        rb.storage.attach(Counts(counts))
+    rb.extend(walk(200)[:, 0])
+    return rb
+
+
+def drawn(rows: int, times: int) -> torch.Tensor:
+    counts = torch.zeros(300, dtype=torch.int32)
+    counts[:rows] = times
+    return counts
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_rows_that_are_drawn_and_never_updated_are_found(sampler: type) -> None:
+    rb = buffer(drawn(180, 3), sampler)
+    rb.update_priority(torch.arange(20), torch.rand(20))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("stale-priorities", 160, 180)
+    assert finding.rows == (20, 21, 22, 23, 24)
+    rb.update_priority(torch.arange(180), torch.rand(180))
+    assert check(rb).codes == []
+
+
+def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> None:
+    counts = drawn(50, 20)
+    rb = buffer(counts)
+    rb.update_priority(torch.arange(50), torch.rand(50))
+    (finding,) = check(rb)
+    assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
+    assert "rows are drawn 5.0 times on the average" in finding.explanation
+    counts[50:150] = 1
+    rb.update_priority(torch.arange(150), torch.rand(150))
+    assert check(rb).codes == []
+
+
+def test_few_draws_tell_nothing() -> None:
+    assert check(buffer(drawn(50, 3))).codes == []
+    assert check(buffer(drawn(0, 0))).codes == []
+
+
+def test_a_buffer_that_counts_no_draws_says_so() -> None:
+    report = check(buffer(None))
+    assert report.codes == []
+    assert report.skipped == ("rows that are never drawn: nothing counts the draws of this buffer",)
+    assert "not checked: rows that are never drawn" in str(report)
+    assert check(buffer(drawn(9, 1))).skipped == ()

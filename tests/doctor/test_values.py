@@ -1,0 +1,205 @@
+"""Values: not finite, out of bounds, constant, images as floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from tensordict import TensorDict
+from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.data.replay_buffers import ListStorage
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
+from torchrl.envs import GymEnv, SerialEnv
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.doctor import check
+from rlbuf_td.doctor.bounds import bounds_of
+from tests.doctor.world import nested, walk
+
+
+@pytest.fixture
+def rows() -> TensorDict:
+    return walk(1_200)[:, 0]
+
+
+# -- NaN and infinity
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("key", ["observation", ("next", "observation"), ("next", "reward")])
+def test_a_value_that_is_not_finite_is_found_once(rows: TensorDict, key: Any, value: float) -> None:
+    for t in (7, 700, 701):
+        rows[key][t, 0] = value
+    (finding,) = check(rows)
+    assert (finding.code, finding.rows, finding.count, finding.of) == ("not-finite", (7, 700, 701), 3, 1_200)
+    assert finding.key == ((key,) if isinstance(key, str) else key)
+
+
+def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(rows: TensorDict) -> None:
+    rows["action"] = rows["action"].float()
+    rows["logits"] = torch.full((1_200, 2), float("-inf"))  # of actions that a mask excludes
+    assert check(rows).codes == []
+    rows["action"][3] = float("nan")
+    assert [(each.code, each.key) for each in check(rows)] == [("not-finite", ("action",))]
+
+
+def test_no_more_than_five_rows_are_named(rows: TensorDict) -> None:
+    rows["next", "reward"][100:200] = float("nan")
+    (finding,) = check(rows)
+    assert finding.rows == (100, 101, 102, 103, 104)
+    assert finding.count == 100
+    assert finding.share == pytest.approx(100 / 1_200)
+    assert "100 of 1,200 rows (8.3%): 100, 101, 102, 103, 104 ..." in str(finding)
+
+
+# -- bounds
+
+
+BOX = Box(np.array([-9.0, -9.0, -np.inf], np.float32), np.array([9.0, 9.0, np.inf], np.float32))
+SPEC = Composite(observation=Bounded(torch.tensor([-9.0, -9.0, -99.0]), torch.tensor([9.0, 9.0, 99.0])))
+
+
+@pytest.mark.parametrize(
+    "space", [BOX, Dict(observation=BOX), SPEC, SPEC["observation"]], ids=["Box", "Dict", "C", "B"]
+)
+def test_an_observation_out_of_its_bounds_is_found(rows: TensorDict, space: Any) -> None:
+    assert check(rows, space=space).codes == []
+    rows["observation"][33, 1] = 9.5
+    rows["next", "observation"][32, 1] = 9.5
+    assert [(each.key, each.rows) for each in check(rows, space=space)] == [
+        (("observation",), (33,)),
+        (("next", "observation"), (32,)),
+    ]
+    assert check(rows, space=space).codes == ["out-of-bounds"] * 2
+    assert check(rows).codes == []
+
+
+def test_bounds_of_a_nested_space_are_those_of_its_parts() -> None:
+    space = Dict(
+        camera=Dict(pixels=Box(100, 255, (1, 12, 12), np.uint8)),
+        body=Dict(speed=Box(-9, 9, (3,)), cell=Discrete(7, start=-3), free=MultiBinary(3)),
+    )
+    data = walk(1_200, observe=nested)[:, 0]
+    found = check(data, space=space)
+    assert {each.key for each in found} == {("camera", "pixels"), ("next", "camera", "pixels")}
+    data["body", "cell"][5] = 4
+    assert ("body", "cell") in {each.key for each in check(data, space=space)}
+
+
+def test_bounds_of_every_kind_of_space() -> None:
+    assert bounds_of(MultiDiscrete([3, 5], start=[1, 0]))["observation",][1].tolist() == [3, 4]
+    assert bounds_of(Composite(a=Categorical(4), b=Unbounded(2)))[("a",)][1].tolist() == 3
+    assert set(bounds_of(Composite(a=Composite(b=Bounded(0, 1, (2,)))))) == {("a", "b")}
+    env = gymnasium.make_vec("CartPole-v1", 2)
+    single = gymnasium.make("CartPole-v1")
+    for each in (env, single, GymEnv("CartPole-v1"), SerialEnv(2, lambda: GymEnv("CartPole-v1"))):
+        assert bounds_of(each)[("observation",)][1][0] == pytest.approx(4.8)
+    with pytest.raises(TypeError, match=r"must be a Gymnasium space, a TorchRL spec .* got str"):
+        bounds_of("CartPole-v1")
+
+
+# -- constant columns
+
+
+def test_a_column_that_never_changes_is_found(rows: TensorDict) -> None:
+    for key in ("observation", ("next", "observation")):
+        rows[key][:, 1] = 3.0
+    (finding,) = check(rows)
+    assert (finding.code, finding.key, finding.count) == ("constant", ("observation",), 1_200)
+    assert "has the same value (3) in every row: column 1." in finding.explanation
+    assert check(rows[:900]).codes == []  # too few to tell
+
+
+def test_an_action_that_never_changes_is_found(rows: TensorDict) -> None:
+    rows["action"] = torch.full((1_200, 2), 0.25)
+    (finding,) = check(rows)
+    assert (finding.code, finding.key) == ("constant", ("action",))
+    assert "all of it" in finding.explanation
+
+
+def test_rewards_masks_and_classes_that_are_rare_may_stay_the_same(rows: TensorDict) -> None:
+    one_hot = torch.nn.functional.one_hot(torch.randint(3, (1_201,)), 6).float()
+    rows["class"], rows["next", "class"] = one_hot[:-1], one_hot[1:]
+    for key in ("class", ("next", "class")):  # what is observed stays so within trajectories
+        rows[key] = one_hot[0].expand(1_200, 6).clone()
+    rows["mask"] = rows["next", "mask"] = torch.ones(1_200, 3, dtype=torch.bool)
+    rows["next", "reward"] = torch.zeros(1_200, 1)
+    assert check(rows).codes == []
+
+
+# -- images
+
+
+@pytest.mark.parametrize("kind", ["unit", "bytes", "random"])
+def test_images_stored_as_floats_are_found(kind: str) -> None:
+    data = walk(200, observe=nested)[:, 0]
+    for key in (("camera", "pixels"), ("next", "camera", "pixels")):
+        pixels = data[key].float()
+        data[key] = pixels if kind == "bytes" else pixels / 255 if kind == "unit" else torch.sigmoid(pixels - 128)
+    found = check(data)
+    assert found.codes == ["float-image"] * 2
+    assert "4 times the memory" in found[0].explanation
+
+
+def test_images_as_bytes_and_fields_that_are_no_images_are_none() -> None:
+    data = walk(200, observe=nested)[:, 0]
+    assert check(data).codes == []
+    for key in (("camera", "pixels"), ("next", "camera", "pixels")):
+        data[key] = data[key].float() / 64 - 2  # normalised, or a field of physics
+    assert check(data).codes == []
+
+
+# -- several at once, and where the rows lie
+
+
+def test_findings_come_the_gravest_first_and_can_be_ignored(rows: TensorDict) -> None:
+    for key in ("observation", ("next", "observation")):
+        rows[key][:, 1] = 3.0
+    rows["next", "reward"][5] = float("nan")
+    rows["next", "done"] = rows["next", "done"].roll(1, 0)
+    assert check(rows).codes == ["done-shifted", "not-finite", "constant"]
+    assert check(rows, ignore="constant").codes == ["done-shifted", "not-finite"]
+    assert check(rows, ignore=["constant", "done-shifted"]).codes == ["not-finite"]
+    with pytest.raises(ValueError, match=r"there is no finding speed; there are lanes-mixed, next-"):
+        check(rows, ignore="speed")
+
+
+def test_rows_on_a_device_and_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:
+    rows["next", "reward"][700] = float("nan")
+    rows["next", "done"] = rows["next", "done"].roll(1, 0)
+    settings: dict[str, Any] = {"device": device} if device.type == "cuda" else {"scratch_dir": tmp_path / "rows"}
+    rb = ReplayBuffer(storage=PackedStorage(1_000, **settings))
+    rb.extend(rows.to(device))
+    assert check(rb).codes == ["done-shifted", "not-finite"]
+    assert check(rb, space=BOX).codes == ["done-shifted", "not-finite"]
+
+
+def test_a_check_changes_nothing(rows: TensorDict) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=4)
+    rb.extend(rows)
+    before = rb.storage._rows.matrix.clone()
+    attached, revision = list(rb.storage._attached_entities), rb.storage._mutation_revision
+    generator = torch.random.get_rng_state()
+    check(rb)
+    assert torch.equal(rb.storage._rows.matrix.view(torch.uint8), before.view(torch.uint8))
+    assert list(rb.storage._attached_entities) == attached
+    assert rb.storage._mutation_revision == revision
+    assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"the doctor looks at a buffer, a storage, .* not at a int"):
+        check(3)
+    with pytest.raises(TypeError, match=r"storages of TensorDicts .* not a PackedStorage of NoneType"):
+        check(PackedStorage(10))
+    with pytest.raises(TypeError, match=r"storages of TensorDicts .* not a ListStorage"):
+        check(TorchRLBuffer(storage=ListStorage(10)))
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    rb.extend(walk(5)[:, 0])
+    rb.empty()
+    with pytest.raises(ValueError, match="empty: there is nothing to read"):
+        check(rb)
