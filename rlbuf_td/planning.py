@@ -160,7 +160,7 @@ def plan(
         >>> needed.keys, needed.row_bytes
         ({"'pixels'": 12288000, "'action'": 24000}, 12352)
         >>> needed.rows, needed.priorities, needed.fits
-        (12352000, 20608, True)
+        (12352000, 19840, True)
     """
     # Classes are asked: `isinstance` would ask the source itself, and a SerialEnv that has not started never answers.
     if issubclass(type(source), ReplayBuffer):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Storage, TensorStorage
 
-_ROWS = "storage_metadata.json"
+_ROWS = "storage_metadata.json"  # of TorchRL's checkpointers
+_MANIFEST = "manifest.json"  # of this package's
 
 
 def open_saved(path: str | Path) -> Storage:
-    """Return the rows that a buffer's or a storage's ``dumps(path)`` has written; they stay on the disk.
+    """Return the rows that a buffer's or a storage's ``dumps(path)`` has written.
+
+    Those that TorchRL's checkpointers wrote stay on the disk.
 
     Raises:
         FileNotFoundError: there is no such folder, or it holds no saved buffer.
         ValueError: what it holds cannot be read.
     """
     path = Path(path)
+    if (path / _MANIFEST).is_file():
+        return _of_checkpoint(path)
     folder = next((each for each in (path, path / "storage") if (each / _ROWS).is_file()), None)
     if folder is None:
         what = "holds no saved buffer" if path.is_dir() else "is no folder"
@@ -31,6 +37,20 @@ def open_saved(path: str | Path) -> Storage:
         length, cursor = int(about["len"]), _cursor(folder.parent / "writer" / "metadata.json")
     except (LookupError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read the rows in {folder}: {error}") from error
+    return _as_storage(rows, length, cursor)
+
+
+def _of_checkpoint(path: Path) -> Storage:
+    found = importlib.import_module("rlbuf_td.checkpoint.opening").open_checkpoint(path)
+    if found.storage is not None:
+        return found.storage
+    if found.rows is None:
+        raise ValueError(f"{path} holds no rows")
+    return _as_storage(found.rows, found.rows.numel(), found.writer.get("_cursor"))
+
+
+def _as_storage(rows: TensorDictBase, length: int, cursor: int | None) -> Storage:
+    """Return a storage of rows ``[T, *lanes]``, ``length`` of which are written; a ring would go on at ``cursor``."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length
     if cursor is not None:

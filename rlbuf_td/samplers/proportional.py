@@ -100,7 +100,7 @@ class ProportionalSampler(Prioritized):
 
         Example:
             >>> ProportionalSampler.nbytes_for(1_000_000)
-            19428672
+            19429312
         """
         return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 

@@ -133,7 +133,7 @@ class RankSampler(Prioritized):
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)
-            27000000
+            26845672
         """
         return order_bytes(capacity, torch.device(device))
 
