@@ -13,11 +13,13 @@ from rlbuf_td.samplers import (
     gymnasium_reward_fn,
     gymnasium_terminated_fn,
 )
+from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.trajectories import TrajectoryIndex
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "EpisodeStats",
     "HindsightSampler",
     "MinibatchSampler",
     "NStepSampler",
