@@ -5,9 +5,9 @@
 - ``rows`` are stored, and ``fill`` is their share of the capacity.
 - ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: for the rows of the last batch, how many time steps had been
   written since when they were drawn. The newest row is of age 0.
-- ``effective_sample_size`` of the last batch's importance weights, ``(sum w)^2 / sum w^2``: so many rows of equal weight
-  would be worth as much; ``effective_share`` is that by the batch size. ``weight_max_over_median``: how far one row
-  outweighs the others.
+- ``effective_sample_size`` of the last batch's importance weights, ``(sum w)^2 / sum w^2``: so many rows of equal
+  weight would be worth as much; ``effective_share`` is that by the batch size. ``weight_max_over_median``: how far one
+  row outweighs the others.
 - ``top_mass``: the share of the probability that falls to the 1 % most probable rows; 0.01 if all are alike.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the TD errors that the rows
   have.
