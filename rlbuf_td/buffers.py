@@ -76,7 +76,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         **kwargs: Any,
     ) -> None:
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
-        self._count_replays, self._replays = count_replays, None
+        self._count_replays = count_replays
+        self._replays: ReplayCount | None = None
         self._last_draw: LastDraw | None = None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:

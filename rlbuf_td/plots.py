@@ -16,6 +16,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from tensordict.utils import NestedKey
 from torchrl.data.replay_buffers import Sampler
@@ -76,7 +77,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
 
 
 def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
-    bins = np.linspace(0, steps, min(20, steps) + 1)
+    bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
     axes.hist(age, bins, color=SHADE, edgecolor=INK, linewidth=0.5)
     axes.axhline(len(age) / (len(bins) - 1), color=GUIDE, linestyle="--", linewidth=0.9)
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -137,7 +138,7 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     positive = magnitude[magnitude > 0]
     if len(positive):
         low, high = positive.min(), positive.max()
-        bins = np.geomspace(low, high, 31) if high > low else np.array([low / 2, low * 2])
+        bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
         weights = np.full(len(positive), 1 / len(magnitude))
         axes.hist(positive, bins, weights=weights, color=SHADE, edgecolor=INK, linewidth=0.5)
         axes.axvline(float(np.median(magnitude)), color=ACCENT, linewidth=1.0)
@@ -315,7 +316,10 @@ def _draw_explained(axes: Axes, value: np.ndarray, target: np.ndarray, explained
 
 # -- what they share
 
-_LEADER = {"fontsize": _SMALL - 0.5, "arrowprops": {"arrowstyle": "-", "linewidth": 0.6, "color": ACCENT}}
+_LEADER: dict[str, Any] = {
+    "fontsize": _SMALL - 0.5,
+    "arrowprops": {"arrowstyle": "-", "linewidth": 0.6, "color": ACCENT},
+}
 _LINES: tuple[dict[str, Any], ...] = (
     {"color": INK, "linestyle": "-", "linewidth": 1.2},
     {"color": ACCENT, "linestyle": "--", "linewidth": 1.2},
@@ -327,9 +331,8 @@ _LINES: tuple[dict[str, Any], ...] = (
 
 
 def _empty_figure(height: float) -> Picture:
-    figure = Picture(figsize=(WIDTH, height), layout="constrained")
+    figure = Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
     return figure
 
 

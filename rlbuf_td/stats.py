@@ -170,10 +170,12 @@ class EpisodeStats:
                     f"EpisodeStats takes one number a step, got {key if len(key) > 1 else key[0]!r} of shape "
                     f"{[*x.shape]} for {rows} steps: give it the key of one that has"
                 )
-        columns = [None if ids is None else _as(ids, torch.int64), _as(done, torch.bool)]
-        columns += [x if x.dtype is torch.float32 else _as(x, torch.float64) for x in metrics]
-        columns += [_as(x, torch.bool) for x in flags]
-        if done.is_cuda:
+        columns: list[Any] = [ids, done, *metrics, *flags]
+        kinds = [torch.int64, torch.bool, *(torch.float64,) * len(metrics), *(torch.bool,) * len(flags)]
+        for j, (x, kind) in enumerate(zip(columns, kinds, strict=True)):
+            if x is not None and x.dtype is not kind and (kind is not torch.float64 or x.dtype is not torch.float32):
+                columns[j] = x.to(kind)
+        if columns[1].is_cuda:
             return Steps(shape, strides, *_to_host(columns))
         return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
 
@@ -351,10 +353,6 @@ def _complete(
     if truncated is None and done is not None and terminated is not None:
         truncated = done.bool() & ~terminated.bool()
     return done, terminated, truncated
-
-
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Any]:

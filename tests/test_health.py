@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
     return TensorDict({"step": step}, [lanes, count])
 
 
-def quantile(values: list[float], q: float) -> float:
+def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[round(q * (len(values) - 1))]
 
 
@@ -148,7 +149,7 @@ def test_a_sampler_that_nobody_knows_and_a_writer_without_age_are_left_out():
         def _empty(self) -> None: ...
         def dumps(self, path: Any) -> None: ...
         def loads(self, path: Any) -> None: ...
-        def state_dict(self) -> dict: ...
+        def state_dict(self) -> Any: ...
         def load_state_dict(self, state_dict: Any) -> None: ...
 
     rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Third(), batch_size=3, count_replays=True)

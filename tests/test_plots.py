@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -55,6 +56,10 @@ def buffer(sampler: object = None, storage: type = PackedStorage, capacity: int 
     return rb
 
 
+def heights(axes: Axes) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
+
+
 def lines(figure: Figure) -> list[list[np.ndarray]]:
     """Return the y values of each line of each panel."""
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
@@ -81,10 +86,10 @@ def test_health_shows_what_health_says():
     figure = plot_health(rb)
     age, weights, mass, replays = figure.axes
     health = rb.health()
-    assert sum(bar.get_height() for bar in age.patches) == 32
-    assert sum(bar.get_height() for bar in weights.patches) == 32
+    assert sum(heights(age)) == 32
+    assert sum(heights(weights)) == 32
     assert mass.lines[-1].get_ydata() == [health["top_mass"]]
-    assert replays.patches[0].get_height() == pytest.approx(health["never_sampled"])
+    assert heights(replays)[0] == pytest.approx(health["never_sampled"])
     assert "150 of 201 rows" in figure.get_suptitle()
 
 
@@ -95,7 +100,7 @@ def test_priorities_show_every_error_and_the_law(sampler):
     figure = plot_priorities(rb)
     is_fit_to_print(figure, 2)
     errors, law = figure.axes
-    assert sum(bar.get_height() for bar in errors.patches) == pytest.approx(0.8)
+    assert sum(heights(errors)) == pytest.approx(0.8)
     assert "zero: 20.0%" in errors.get_title("left")
     expected = sampler.probability(torch.arange(150)).sort(descending=True).values * 150
     drawn = law.lines[0]
@@ -151,8 +156,8 @@ def test_a_rollout_shows_values_targets_and_advantages():
     top, advantages, explained = figure.axes
     assert np.array_equal(top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0])
     assert np.array_equal(top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0])
-    assert [line.get_xdata()[0] for line in top.lines[2:]] == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
-    assert sum(bar.get_height() for bar in advantages.patches) == STEPS * LANES
+    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
+    assert sum(heights(advantages)) == STEPS * LANES
     assert f"{rollout.explained_variance:.2f}" in explained.get_title("left")
 
 
