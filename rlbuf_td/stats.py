@@ -103,6 +103,8 @@ class EpisodeStats:
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
                 raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
+        self._columns = [(self._done_key, torch.bool), *((key, torch.float64) for key in self._metric_keys)]
+        self._columns += [(key, torch.bool) for key in self._reason_keys]
         self._reduction = np.array([("sum", "mean", "last").index(each) for each in reductions], np.uint8)
         self._rows = max(window, history)
         self.reset()
@@ -156,28 +158,38 @@ class EpisodeStats:
 
     def _collect(self, data: TensorDictBase, shape: tuple[int, int], strides: tuple[int, int]) -> Steps:
         rows = shape[0] * shape[1]
-        done, ids = _leaf(data, self._done_key), _leaf(data, self._trajectory_key)
-        flags = [_leaf(data, key) for key in self._reason_keys]
-        done, *flags[:2] = _complete(done, *flags[:2])
-        metrics = [_leaf(data, key) for key in self._metric_keys]
-        for key, x in zip(
-            (self._done_key, *self._metric_keys, *self._reason_keys), (done, *metrics, *flags), strict=True
-        ):
+        ids = _leaf(data, self._trajectory_key)
+        columns: list[Any] = [ids if ids is None or ids.dtype is torch.int64 else ids.to(torch.int64)]
+        for key, kind in self._columns:
+            x = _leaf(data, key)
             if x is None:
-                raise KeyError(f"no {key if len(key) > 1 else key[0]!r} in the data: EpisodeStats needs one a step")
+                x = self._implied(data, key)
             if x.numel() != rows:
                 raise ValueError(
-                    f"EpisodeStats takes one number a step, got {key if len(key) > 1 else key[0]!r} of shape "
-                    f"{[*x.shape]} for {rows} steps: give it the key of one that has"
+                    f"EpisodeStats takes one number a step, got {_words(key)} of shape {[*x.shape]} for {rows} steps: "
+                    "give it the key of one that has"
                 )
-        columns: list[Any] = [ids, done, *metrics, *flags]
-        kinds = [torch.int64, torch.bool, *(torch.float64,) * len(metrics), *(torch.bool,) * len(flags)]
-        for j, (x, kind) in enumerate(zip(columns, kinds, strict=True)):
-            if x is not None and x.dtype is not kind and (kind is not torch.float64 or x.dtype is not torch.float32):
-                columns[j] = x.to(kind)
+            if x.dtype is not kind and (kind is torch.bool or x.dtype is not torch.float32):
+                x = x.to(kind)
+            columns.append(x)
         if columns[1].is_cuda:
             return Steps(shape, strides, *_to_host(columns))
         return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
+
+    def _implied(self, data: TensorDictBase, key: tuple[str, ...]) -> torch.Tensor:
+        """Return a flag that is not in the data: it follows from the two others, if only one of them is there, too."""
+        keys = (self._done_key, *self._reason_keys[:2])
+        done, terminated, truncated = flags = [None if x is None else x.bool() for x in (_leaf(data, k) for k in keys)]
+        known = [x for x in flags if x is not None]
+        if key not in keys or not known:
+            raise KeyError(f"no {_words(key)} in the data: EpisodeStats needs one a step")
+        if key == self._done_key:
+            return known[0] | known[-1]
+        ended = known[0] | known[-1] if done is None else done
+        other = truncated if key == keys[1] else terminated
+        if other is not None:
+            return ended & ~other
+        return ended if key == keys[1] else torch.zeros_like(ended)  # without either, episodes terminate
 
     def record(self, steps: Steps) -> None:
         """Count what :meth:`read` returned: the second half of :meth:`update`."""
@@ -341,18 +353,8 @@ def _leaf(data: Any, path: tuple[str, ...]) -> torch.Tensor | None:
     return data
 
 
-def _complete(
-    done: torch.Tensor | None, terminated: torch.Tensor | None, truncated: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the three flags, each that is missing from the others; with none of them, none."""
-    if done is None:
-        known = [flag.bool() for flag in (terminated, truncated) if flag is not None]
-        done = known[0] | known[-1] if known else None
-    if terminated is None and done is not None:
-        terminated = done.bool() if truncated is None else done.bool() & ~truncated.bool()
-    if truncated is None and done is not None and terminated is not None:
-        truncated = done.bool() & ~terminated.bool()
-    return done, terminated, truncated
+def _words(path: tuple[str, ...]) -> str:
+    return repr(path if len(path) > 1 else path[0])
 
 
 def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Any]:
