@@ -34,6 +34,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.indices import device_of, flat_rows, lanes_of
 from rlbuf_td.samplers import MinibatchSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.wrapper import SamplerWrapper
 
 LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]  # index, importance weights, the writer's cursor at the time
 
@@ -181,6 +182,4 @@ def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 def unwrapped(sampler: Sampler) -> Sampler:
     """Return the sampler that draws, where others are wrapped around it."""
-    while isinstance(getattr(sampler, "sampler", None), Sampler):
-        sampler = sampler.sampler
-    return sampler
+    return sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler

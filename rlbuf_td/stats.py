@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 
-from rlbuf_td._tensordict import entries_of
+from rlbuf_td._tensordict import leaf_of
 
 Reduction = Literal["sum", "mean", "last"]
 
@@ -158,10 +158,10 @@ class EpisodeStats:
 
     def _collect(self, data: TensorDictBase, shape: tuple[int, int], strides: tuple[int, int]) -> Steps:
         rows = shape[0] * shape[1]
-        ids = _leaf(data, self._trajectory_key)
+        ids = leaf_of(data, self._trajectory_key)
         columns: list[Any] = [ids if ids is None or ids.dtype is torch.int64 else ids.to(torch.int64)]
         for key, kind in self._columns:
-            x = _leaf(data, key)
+            x = leaf_of(data, key)
             if x is None:
                 x = self._implied(data, key)
             if x.numel() != rows:
@@ -179,7 +179,9 @@ class EpisodeStats:
     def _implied(self, data: TensorDictBase, key: tuple[str, ...]) -> torch.Tensor:
         """Return a flag that is not in the data: it follows from the two others, if only one of them is there, too."""
         keys = (self._done_key, *self._reason_keys[:2])
-        done, terminated, truncated = flags = [None if x is None else x.bool() for x in (_leaf(data, k) for k in keys)]
+        done, terminated, truncated = flags = [
+            None if x is None else x.bool() for x in (leaf_of(data, k) for k in keys)
+        ]
         known = [x for x in flags if x is not None]
         if key not in keys or not known:
             raise KeyError(f"no {_words(key)} in the data: EpisodeStats needs one a step")
@@ -343,14 +345,6 @@ def _path(key: NestedKey) -> tuple[str, ...]:
 
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)
-
-
-def _leaf(data: Any, path: tuple[str, ...]) -> torch.Tensor | None:
-    for part in path:
-        data = entries_of(data).get(part) if type(data) is TensorDict else data.get(part, None)
-        if data is None:
-            return None
-    return data
 
 
 def _words(path: tuple[str, ...]) -> str:

@@ -14,7 +14,16 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Sampler, TensorDictMaxValueWriter
 
-from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.health import ReplayCount
 
 CAPACITY = 40
@@ -98,6 +107,22 @@ def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
     assert health["top_mass"] == pytest.approx(sum(mass[:3]) / sum(mass))
     assert health["priority_max"] == pytest.approx(float(errors.max()))
     assert health["priority_p50"] == pytest.approx(quantile(errors.tolist(), 0.5))
+
+
+def test_of_a_wrapping_sampler_what_it_wraps_counts():
+    wrapped = SequenceSampler(NStepSampler(ProportionalSampler(40), 2, 0.9), 4)
+    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8, count_replays=True)
+    data = numbered(0, 10, 4)
+    data["next"] = TensorDict({"reward": torch.ones(4, 10, 1), "done": torch.zeros(4, 10, 1).bool()}, [4, 10])
+    rb.extend(data)
+    rb.update_priority(torch.arange(40), torch.arange(40.0))
+    step = rb.sample()["step"]
+    health = rb.health()
+    assert health["priority_max"] == 39.0
+    assert health["top_mass"] > 0.02
+    assert health["effective_sample_size"] > 0
+    assert health["replays_mean"] == 8 / 40
+    assert health["age_max"] == 9 - int(step.min())
 
 
 def test_rows_without_a_priority_do_not_count_among_the_priorities():
