@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from math import prod
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 
-from rlbuf_td._tensordict import leaf_of
+from rlbuf_td.steps import StepReader, Steps
 
 Reduction = Literal["sum", "mean", "last"]
 
 _FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
 _FORGET_AFTER = 1_000  # writes
 _kernel: ModuleType | None = None
-
-
-class Steps(NamedTuple):
-    """What :class:`EpisodeStats` needs of some steps; see :meth:`EpisodeStats.read`."""
-
-    shape: tuple[int, int]  # time steps, lanes
-    strides: tuple[int, int]  # rows from one to the next of each
-    columns: list[torch.Tensor | None]  # trajectory numbers, ends, metrics, reasons: contiguous, one number a row
-    ready: Any  # the CUDA event from which on the columns are on the host; None: they are
 
 
 class EpisodeStats:
@@ -60,9 +50,9 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics have one name.
 
-    Cost: O(rows) a write, 6 to 8 us for a step of 16 environments. From CUDA the numbers are copied to the host without
-    waiting for them, and counted as they arrive. The process that writes counts: in a buffer that a collector's worker
-    extends, the worker's copy.
+    Cost: O(rows) a write, about 8 us for a step of 16 environments (``pytest tests/benchmarks/bench_stats.py``). From
+    CUDA the numbers are copied to the host without waiting for them, and counted as they arrive. The process that
+    writes counts: in a buffer that a collector's worker extends, the worker's copy.
 
     Example:
         >>> from tensordict import TensorDict
@@ -95,16 +85,14 @@ class EpisodeStats:
         if not set(reductions) <= {"sum", "mean", "last"}:
             raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix = window, prefix
-        self._metric_keys = [_path(reward_key), *map(_path, how)]
-        self._reason_keys = [_path(terminated_key), _path(truncated_key), *map(_path, reasons)]
-        self._done_key, self._trajectory_key = _path(done_key), _path(trajectory_key)
-        self.metrics = ("length", "return", *map(_name, self._metric_keys[1:]))
-        self.reasons = ("terminated", "truncated", *map(_name, self._reason_keys[2:]))
+        self._reader = StepReader(
+            trajectory_key, done_key, (reward_key, *how), (terminated_key, truncated_key, *reasons)
+        )
+        self.metrics = ("length", "return", *map(_name, self._reader.metric_keys[1:]))
+        self.reasons = ("terminated", "truncated", *map(_name, self._reader.reason_keys[2:]))
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
                 raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
-        self._columns = [(self._done_key, torch.bool), *((key, torch.float64) for key in self._metric_keys)]
-        self._columns += [(key, torch.bool) for key in self._reason_keys]
         self._reduction = np.array([("sum", "mean", "last").index(each) for each in reductions], np.uint8)
         self._rows = max(window, history)
         self.reset()
@@ -112,15 +100,16 @@ class EpisodeStats:
     def reset(self) -> None:
         """Forget all episodes, finished and open, and count anew."""
         self._pending: deque[Steps] = deque()
-        self._is_double = np.zeros(len(self._metric_keys), np.bool_)
-        self._inputs = np.zeros(2 + len(self._metric_keys) + len(self._reason_keys), np.int64)
+        metrics, reasons = len(self._reduction), len(self.reasons)
+        self._is_double = np.zeros(metrics, np.bool_)
+        self._inputs = np.zeros(2 + metrics + reasons, np.int64)
         self._records = np.zeros((self._rows, 1 + len(self.metrics)))
-        self._ends = np.zeros((self._rows, len(self.reasons)), np.uint8)
+        self._ends = np.zeros((self._rows, reasons), np.uint8)
         self._counters = np.zeros(3, np.int64)
         self._lane_slot = np.zeros(0, np.int64)
         self._keys = np.zeros(0, np.int64)
         self._lengths, self._touched = self._keys.copy(), self._keys.copy()
-        self._sums = np.zeros((0, len(self._metric_keys)))
+        self._sums = np.zeros((0, metrics))
 
     # -- steps in
 
@@ -139,59 +128,7 @@ class EpisodeStats:
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
         """Return what is needed of some steps, and change nothing: the first half of :meth:`update`, which see."""
-        size = data.batch_size
-        if time_dim is None:
-            shape, strides = (1, prod(size)), (0, 1)
-        elif len(size) == 0 or not -len(size) <= time_dim < len(size):
-            raise ValueError(
-                f"there is no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
-            )
-        else:
-            time_dim %= len(size)
-            if 0 < time_dim < len(size) - 1:
-                order = [d for d in range(len(size)) if d != time_dim]
-                data, time_dim = data.permute(*order, time_dim), len(size) - 1
-            steps = size[time_dim] if len(size) == 1 or time_dim == 0 else data.batch_size[-1]
-            lanes = size.numel() // steps if steps else 0
-            shape, strides = (steps, lanes), ((lanes, 1) if time_dim == 0 else (1, steps))
-        return self._collect(data, shape, strides)
-
-    def _collect(self, data: TensorDictBase, shape: tuple[int, int], strides: tuple[int, int]) -> Steps:
-        rows = shape[0] * shape[1]
-        ids = leaf_of(data, self._trajectory_key)
-        columns: list[Any] = [ids if ids is None or ids.dtype is torch.int64 else ids.to(torch.int64)]
-        for key, kind in self._columns:
-            x = leaf_of(data, key)
-            if x is None:
-                x = self._implied(data, key)
-            if x.numel() != rows:
-                raise ValueError(
-                    f"EpisodeStats takes one number a step, got {_words(key)} of shape {[*x.shape]} for {rows} steps: "
-                    "give it the key of one that has"
-                )
-            if x.dtype is not kind and (kind is torch.bool or x.dtype is not torch.float32):
-                x = x.to(kind)
-            columns.append(x)
-        if columns[1].is_cuda:
-            return Steps(shape, strides, *_to_host(columns))
-        return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
-
-    def _implied(self, data: TensorDictBase, key: tuple[str, ...]) -> torch.Tensor:
-        """Return a flag that is not in the data: it follows from the two others, if only one of them is there, too."""
-        keys = (self._done_key, *self._reason_keys[:2])
-        done, terminated, truncated = flags = [
-            None if x is None else x.bool() for x in (leaf_of(data, k) for k in keys)
-        ]
-        known = [x for x in flags if x is not None]
-        if key not in keys or not known:
-            raise KeyError(f"no {_words(key)} in the data: EpisodeStats needs one a step")
-        if key == self._done_key:
-            return known[0] | known[-1]
-        ended = known[0] | known[-1] if done is None else done
-        other = truncated if key == keys[1] else terminated
-        if other is not None:
-            return ended & ~other
-        return ended if key == keys[1] else torch.zeros_like(ended)  # without either, episodes terminate
+        return self._reader.read(data, time_dim)
 
     def record(self, steps: Steps) -> None:
         """Count what :meth:`read` returned: the second half of :meth:`update`."""
@@ -328,6 +265,10 @@ class EpisodeStats:
         self._pending.clear()
         self.__dict__.update(arrays)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._catch_up()  # CUDA events cannot be copied
+        return self.__dict__
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(metrics={list(self.metrics)}, reasons={list(self.reasons)}, "
@@ -338,27 +279,5 @@ class EpisodeStats:
 _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
-    key = unravel_key(key)
-    return (key,) if isinstance(key, str) else key
-
-
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)
-
-
-def _words(path: tuple[str, ...]) -> str:
-    return repr(path if len(path) > 1 else path[0])
-
-
-def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Any]:
-    """Begin to copy CUDA tensors to the host; return the copies, and the event from which on they hold something."""
-    copies: list[torch.Tensor | None] = []
-    for x in columns:
-        copy = None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        if copy is not None:
-            copy.copy_(x, non_blocking=True)
-        copies.append(copy)
-    event = torch.cuda.Event()
-    event.record()
-    return copies, event

@@ -431,4 +431,8 @@ def test_data_that_cannot_be_counted_is_refused_and_nothing_is_counted():
     data["next", "reward"] = torch.zeros(2, 5, 3)
     with pytest.raises(ValueError, match=r"one number a step, got \('next', 'reward'\) of shape \[2, 5, 3\]"):
         stats.update(data)
+    data = play(2, 5, 0, ids=True)
+    data["collector", "traj_ids"] = torch.zeros(2, 5, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"got \('collector', 'traj_ids'\) of shape \[2, 5, 2\] for 10 steps"):
+        stats.update(data)
     assert stats.steps == 0
