@@ -129,6 +129,8 @@ def test_rows_without_a_priority_do_not_count_among_the_priorities():
     rb = ReplayBuffer(storage=PackedStorage(10), sampler=RankSampler(10))
     rb.extend(numbered(0, 4)[0])
     rb.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    rb.storage.set(range(4, 8), numbered(4, 4)[0])  # behind the sampler's back
+    assert len(rb) == 8
     assert rb.health()["priority_p10"] == 1.0
 
 

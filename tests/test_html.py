@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage
 from torchrl.envs import RewardScaling
 
-from rlbuf_td import EpisodeStats, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import EpisodeStats, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 
 DATA = TensorDict(
     {"pixels": torch.zeros(6, 4, 8, 8, dtype=torch.uint8), "next": {"reward": torch.zeros(6, 1), "x<y": torch.ones(6)}},
@@ -68,6 +68,16 @@ def test_it_names_no_colour_but_grey_that_lets_the_background_through():
     assert colours <= {"inherit", "none", "currentColor", "rgba(127,127,127,.18)"}
     assert "<script" not in html
     assert "<style" not in html
+
+
+def test_what_parts_say_of_themselves_is_text():
+    class Odd(UniformSampler):
+        def __repr__(self) -> str:
+            return "Odd(<script>)"
+
+    html = ReplayBuffer(storage=PackedStorage(8), sampler=Odd())._repr_html_()
+    assert "<script" not in html
+    assert "Odd(<script>)" in Balanced(html).words
 
 
 def test_buffers_of_nothing_have_a_picture_too():
