@@ -130,18 +130,17 @@ def test_episodes_show_every_episode_and_the_running_mean():
 
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(storage):
-    rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 30 to 49
-    rb.extend(steps())  # the same again: 30 to 49 in rows 10 to 19 and 0 to 9
-    row = int((rb.storage["observation"][:, 0, 0] == 38).nonzero()) * LANES  # lane 0 ends at 31, 39, 47
+    rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
+    row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
     figure = plot_trajectory(rb, row)
     is_fit_to_print(figure, 3)
     reward, action, observation = lines(figure)
-    assert observation[0].tolist() == list(range(32, 40))
-    assert observation[1].tolist() == [-step for step in range(32, 40)]
-    assert np.array_equal(reward[0], steps()["next", "reward"][0, 32:40, 0])
-    assert np.array_equal(action[0], steps()["action"][0, 32:40].argmax(-1))
-    assert "8 steps, finished" in figure.get_suptitle()
-    assert plot_trajectory(rb, (row // LANES, 0)).get_suptitle() == figure.get_suptitle()
+    assert observation[0].tolist() == list(range(36, 45))
+    assert observation[1].tolist() == [-step for step in range(36, 45)]
+    assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
+    assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
+    assert "9 steps, finished" in figure.get_suptitle()
+    assert plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
     is_fit_to_print(plot_trajectory(rb, row, keys=["observation"]), 1)
 
 
