@@ -18,12 +18,14 @@ from rlbuf_td.samplers import (
     gymnasium_terminated_fn,
 )
 from rlbuf_td.spaces import schema_of
+from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.trajectories import TrajectoryIndex
 from rlbuf_td.transitions import make_transition
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "EpisodeStats",
     "GymnasiumRecorder",
     "HindsightSampler",
     "MemoryWarning",

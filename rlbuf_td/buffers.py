@@ -20,12 +20,15 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row
+from rlbuf_td.health import LastDraw, ReplayCount, health
+from rlbuf_td.html import html_of
 from rlbuf_td.indices import coordinates
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.spaces import schema_of, transition_schema
+from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
@@ -46,6 +49,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         sampler: default :class:`UniformSampler`.
         writer: default :class:`RingWriter`.
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
+        stats: an :class:`EpisodeStats` that is shown every write, before any transform.
+        count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes a row and a few us a batch.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
@@ -67,7 +72,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
         >>> rb.update_tensordict_priority(batch)
     """
 
-    def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        priority_key: str = "td_error",
+        stats: EpisodeStats | None = None,
+        count_replays: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
+        self._count_replays = count_replays
+        self._replays: ReplayCount | None = None
+        self._last_draw: LastDraw | None = None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL puts its own in place
@@ -186,6 +202,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._prioritized = sampler if isinstance(sampler, Prioritized) else None
         if self._prioritized is not None:
             self._prioritized.follow(self._storage)
+        self._replays = ReplayCount.of(self._storage) if self._count_replays else None
         self._writes_generally = isinstance(sampler, ConsumingSampler) or (
             isinstance(sampler, PrioritizedSampler) and self._prioritized is None
         )
@@ -270,7 +287,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         if not self._is_direct:
-            return super()._sample(batch_size)
+            batch, info = super()._sample(batch_size)
+            self._note_draw(info["index"], info)
+            return batch, info
         storage = self._storage
         with self._replay_lock, self._write_lock:
             if self._wrapper is None:
@@ -281,11 +300,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if storage.ndim > 1:
             index = coordinates(index, storage)
         info["index"] = index
+        self._note_draw(index, info)
         merge_(batch, info)
         batch = self._transformed(batch)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
+
+    def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
+        """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
+        self._last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
+        if self._replays is not None:
+            self._replays.count_(index)
 
     def _transformed(self, batch: TensorDictBase) -> TensorDictBase:
         if not len(self._stages):
@@ -320,6 +346,17 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _write(self, data: TensorDictBase, how: str, update_priority: bool = True) -> Any:
         if not self._initialized:
             self._init()
+        stats, dims = self.episode_stats, self._storage.ndim - (how == "add")
+        if stats is None or not isinstance(data, TensorDictBase) or data.ndim < dims:
+            return self._write_rows(data, how, update_priority)
+        time_dim = -1 if data.ndim > dims else None if how == "add" else self._dim_extend
+        steps = stats.read(data, time_dim=time_dim)  # refuses what it cannot count before anything is written
+        with self._replay_lock:
+            index = self._write_rows(data, how, update_priority)
+            stats.record(steps)
+        return index
+
+    def _write_rows(self, data: TensorDictBase, how: str, update_priority: bool) -> Any:
         if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
             raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
         if self._writes_generally:
@@ -496,7 +533,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
             data = data.flatten(0, self._storage.ndim - 1)
         return self._transformed(data)
 
+    def health(self) -> dict[str, float]:
+        """Return how the buffer and what it gives are doing, as a flat dict for loggers; see :mod:`rlbuf_td.health`.
+
+        Cost: O(N log N) with priorities: for now and then, not for every step.
+        """
+        if not self._initialized:
+            self._init()
+        with self._replay_lock, self._write_lock:
+            return health(self._storage, self._sampler, self._writer, self._last_draw, self._replays)
+
     # -- words
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def __repr__(self) -> str:
         if not self._initialized:

@@ -225,7 +225,7 @@ class RolloutBuffer(ReplayBuffer):
                     rows = max(1, _BLOCK_BYTES // (size * storage.row_bytes)) * size
                     batches = self._gather_block(order[start : start + rows], size)
                     plain = not (self._stages or self._pin_memory or self.normalize_advantage == "minibatch")
-                sampler.draw(storage, size)
+                self._note_draw(*sampler.draw(storage, size))
                 batch, batches[number] = batches[number], None
             yield batch if plain else self._finished(batch)
 

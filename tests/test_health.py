@@ -1,0 +1,237 @@
+"""What ``rb.health()`` says, against plain counts of what was drawn and written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Sampler, TensorDictMaxValueWriter
+
+from rlbuf_td import (
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.health import ReplayCount
+
+CAPACITY = 40
+SAMPLERS: dict[str, Any] = {
+    "uniform": UniformSampler,
+    "unique": lambda: UniformSampler(unique=True),
+    "proportional": lambda: ProportionalSampler(CAPACITY, weight_norm=None),
+    "rank": lambda: RankSampler(CAPACITY),
+    "minibatch": lambda: MinibatchSampler(3),
+    "TorchRL's uniform": RandomSampler,
+}
+
+
+def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
+    """Return ``[E, T]`` rows that know when they were written."""
+    step = torch.arange(start, start + count).expand(lanes, count).clone()
+    return TensorDict({"step": step}, [lanes, count])
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    return sorted(values)[round(q * (len(values) - 1))]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sampler=st.sampled_from(sorted(SAMPLERS)),
+    lanes=st.sampled_from([1, 4]),
+    storage=st.sampled_from([PackedStorage, LazyTensorStorage]),
+    parts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, storage, parts, seed):
+    torch.manual_seed(seed)
+    ndim = 1 if lanes == 1 else 2
+    rb = ReplayBuffer(storage=storage(CAPACITY, ndim=ndim), sampler=SAMPLERS[sampler](), count_replays=True)
+    times, written = [0] * CAPACITY, 0  # how often each row was drawn
+    ages: list[int] = []
+    steps = CAPACITY // lanes
+    for count, draws in parts:
+        data = numbered(written, count, lanes)
+        rb.extend(data if ndim == 2 else data[0])
+        for step in range(written, written + count):
+            times[step % steps * lanes : (step % steps + 1) * lanes] = [0] * lanes
+        written += count
+        for _ in range(draws):
+            batch = rb.sample(min(8, len(rb)))
+            index = batch["index"]
+            flat = index if ndim == 1 else index[:, 0] * lanes + index[:, 1]
+            for row in flat.tolist():
+                times[row] += 1
+            ages = [written - 1 - step for step in batch["step"].tolist()]
+        health, stored = rb.health(), times[: len(rb)]
+        assert health["rows"] == len(rb)
+        assert health["fill"] == len(rb) / CAPACITY
+        assert health["never_sampled"] == pytest.approx(stored.count(0) / len(stored))
+        assert (health["replays_mean"], health["replays_max"]) == (sum(stored) / len(stored), max(stored))
+        if ages and draws:
+            assert [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")] == [
+                quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)
+            ]
+
+
+@pytest.mark.parametrize("make", [ProportionalSampler, RankSampler])
+def test_weights_and_mass_and_priorities_are_those_of_the_law(make):
+    torch.manual_seed(0)
+    n = 300
+    rb = ReplayBuffer(storage=PackedStorage(n), sampler=make(n, 0.8, 0.7), batch_size=64)
+    rb.extend(numbered(0, n)[0])
+    errors = torch.randn(n).exp()
+    rb.update_priority(torch.arange(n), -errors)
+    weight = rb.sample()["priority_weight"].double()
+    health = rb.health()
+    share = 1 / sum((weight / weight.sum()) ** 2)
+    assert health["effective_sample_size"] == pytest.approx(float(share))
+    assert health["effective_share"] == pytest.approx(float(share) / 64)
+    assert health["weight_max_over_median"] == pytest.approx(float(weight.max() / weight.sort().values[31]))
+    if make is RankSampler:
+        mass = [rank**-0.8 for rank in range(1, n + 1)]
+    else:
+        mass = [(error + 1e-6) ** 0.8 for error in sorted(errors.double().tolist(), reverse=True)]
+    assert health["top_mass"] == pytest.approx(sum(mass[:3]) / sum(mass))
+    assert health["priority_max"] == pytest.approx(float(errors.max()))
+    assert health["priority_p50"] == pytest.approx(quantile(errors.tolist(), 0.5))
+
+
+def test_of_a_wrapping_sampler_what_it_wraps_counts():
+    wrapped = SequenceSampler(NStepSampler(ProportionalSampler(40), 2, 0.9), 4)
+    rb = ReplayBuffer(storage=PackedStorage(40, ndim=2), sampler=wrapped, batch_size=8, count_replays=True)
+    data = numbered(0, 10, 4)
+    data["next"] = TensorDict({"reward": torch.ones(4, 10, 1), "done": torch.zeros(4, 10, 1).bool()}, [4, 10])
+    rb.extend(data)
+    rb.update_priority(torch.arange(40), torch.arange(40.0))
+    step = rb.sample()["step"]
+    health = rb.health()
+    assert health["priority_max"] == 39.0
+    assert health["top_mass"] > 0.02
+    assert health["effective_sample_size"] > 0
+    assert health["replays_mean"] == 8 / 40
+    assert health["age_max"] == 9 - int(step.min())
+
+
+def test_rows_without_a_priority_do_not_count_among_the_priorities():
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=RankSampler(10))
+    rb.extend(numbered(0, 4)[0])
+    rb.update_priority(torch.arange(4), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    rb.storage.set(range(4, 8), numbered(4, 4)[0])  # behind the sampler's back
+    assert len(rb) == 8
+    assert rb.health()["priority_p10"] == 1.0
+
+
+def test_equal_rows_share_the_mass_alike():
+    for make in (UniformSampler, RandomSampler, MinibatchSampler):
+        rb = ReplayBuffer(storage=PackedStorage(200), sampler=make(), batch_size=10)
+        rb.extend(numbered(0, 200)[0])
+        rb.sample()
+        health = rb.health()
+        assert health["top_mass"] == pytest.approx(0.01)
+        assert "priority_p50" not in health
+        assert "effective_sample_size" not in health
+
+
+def test_the_law_of_torchrls_prioritized_sampler_is_known_too():
+    pytest.importorskip("torchrl._torchrl")
+    ours, theirs = (
+        ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=20)
+        for sampler in (ProportionalSampler(200, 0.6, 0.4, eps=1e-8), PrioritizedSampler(200, 0.6, 0.4))
+    )
+    errors = torch.rand(200)
+    for rb in (ours, theirs):
+        rb.extend(numbered(0, 200)[0])
+        rb.update_priority(torch.arange(200), errors)
+        rb.sample()
+    assert theirs.health()["top_mass"] == pytest.approx(ours.health()["top_mass"], rel=1e-4)
+
+
+def test_an_age_is_that_at_the_draw():
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
+    rb.extend(numbered(0, 10)[0])
+    batch = rb.sample()
+    expected = float(9 - batch["step"].min())
+    rb.extend(numbered(10, 15)[0])  # replaces the rows of the batch
+    assert rb.health()["age_max"] == expected
+
+
+def test_a_sampler_that_nobody_knows_and_a_writer_without_age_are_left_out():
+    class Third(Sampler):
+        def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict]:
+            return torch.full((batch_size,), 2), {}
+
+        def _empty(self) -> None: ...
+        def dumps(self, path: Any) -> None: ...
+        def loads(self, path: Any) -> None: ...
+        def state_dict(self) -> Any: ...
+        def load_state_dict(self, state_dict: Any) -> None: ...
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=Third(), batch_size=3, count_replays=True)
+    rb.extend(numbered(0, 5)[0])
+    rb.sample()
+    health = rb.health()
+    assert "top_mass" not in health
+    assert (health["age_max"], health["replays_max"], health["never_sampled"]) == (2.0, 3.0, 0.8)
+
+    best = ReplayBuffer(storage=LazyTensorStorage(10), writer=TensorDictMaxValueWriter(rank_key="step"), batch_size=3)
+    best.extend(numbered(0, 5)[0])
+    best.sample()
+    assert not [name for name in best.health() if name.startswith("age")]
+
+
+def test_every_number_is_a_float_that_is_finite():
+    rb = ReplayBuffer(
+        storage=PackedStorage(40), sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2
+    )
+    assert rb.health() == {"rows": 0.0, "fill": 0.0}
+    rb.extend(numbered(0, 30)[0])
+    for _ in range(3):
+        rb.sample()
+    health = rb.health()
+    assert len(health) == 17
+    assert all(type(value) is float and math.isfinite(value) for value in health.values())
+
+
+def test_nobody_counts_replays_unasked():
+    rb = ReplayBuffer(storage=PackedStorage(40), batch_size=8)
+    rb.extend(numbered(0, 30)[0])
+    rb.sample()
+    assert not any(isinstance(listener, ReplayCount) for listener in rb.storage._attached_entities)
+    assert "never_sampled" not in rb.health()
+
+
+def test_counts_begin_anew_with_another_storage_and_after_emptying():
+    rb = ReplayBuffer(storage=PackedStorage(40), batch_size=8, count_replays=True)
+    rb.extend(numbered(0, 30)[0])
+    rb.sample()
+    rb.empty()
+    rb.extend(numbered(0, 30)[0])
+    assert rb.health()["never_sampled"] == 1.0
+    rb.sample()
+    rb.set_storage(PackedStorage(20))
+    rb.extend(numbered(0, 20)[0])
+    assert rb.health()["never_sampled"] == 1.0
+    rb.sample()
+    assert rb.health()["replays_mean"] == 8 / 20
+
+
+def test_on_every_device(device):
+    rb = ReplayBuffer(
+        storage=PackedStorage(40, device=device), sampler=ProportionalSampler(40), batch_size=8, count_replays=True
+    )
+    rb.extend(numbered(0, 30)[0].to(device))
+    rb.sample()
+    assert rb.health()["replays_mean"] == pytest.approx(8 / 30)

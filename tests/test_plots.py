@@ -1,0 +1,184 @@
+"""Pictures: what they show is what the buffer holds, and they are labelled. How they look was looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage
+
+from rlbuf_td import (
+    EpisodeStats,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    UniformSampler,
+)
+from rlbuf_td.plots import WIDTH, plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
+
+LANES, STEPS = 3, 50
+
+
+def steps(seed: int = 0) -> TensorDict:
+    """Return ``[E, T]`` steps whose observation counts them; episodes end every 8, 9 and 10 steps."""
+    g = torch.Generator().manual_seed(seed)
+    time = torch.arange(STEPS).expand(LANES, STEPS).unsqueeze(-1)
+    done = (time + 1) % torch.arange(8, 8 + LANES).view(-1, 1, 1) == 0
+    return TensorDict(
+        {
+            "observation": torch.cat([time, -time], -1).float(),
+            "action": torch.nn.functional.one_hot(torch.randint(3, (LANES, STEPS), generator=g), 3),
+            "next": {"reward": torch.randn(LANES, STEPS, 1, generator=g), "done": done, "terminated": done},
+        },
+        [LANES, STEPS],
+    )
+
+
+def buffer(sampler: object = None, storage: type = PackedStorage, capacity: int = 200) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=storage(capacity, ndim=2),
+        sampler=sampler or ProportionalSampler(capacity + 2),
+        batch_size=32,
+        stats=EpisodeStats(window=5),
+        count_replays=True,
+    )
+    rb.extend(steps())
+    rb.sample()
+    return rb
+
+
+def heights(axes: Axes) -> list[float]:
+    return [bar.get_height() for bar in axes.patches]  # type: ignore[attr-defined]
+
+
+def lines(figure: Figure) -> list[list[np.ndarray]]:
+    """Return the y values of each line of each panel."""
+    return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
+
+
+def is_fit_to_print(figure: Figure, panels: int) -> None:
+    assert figure.get_figwidth() == WIDTH
+    assert len(figure.axes) == panels
+    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    with np.errstate(all="raise"):
+        figure.canvas.draw()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "panels"), [(ProportionalSampler(200), 4), (RankSampler(200), 4), (UniformSampler(), 3)], ids=repr
+)
+def test_health_has_a_panel_for_whatever_the_buffer_has(sampler, panels):
+    is_fit_to_print(plot_health(buffer(sampler, capacity=198)), panels)
+
+
+def test_health_shows_what_health_says():
+    rb = buffer()
+    figure = plot_health(rb)
+    age, weights, mass, replays = figure.axes
+    health = rb.health()
+    assert sum(heights(age)) == 32
+    assert sum(heights(weights)) == 32
+    assert mass.lines[-1].get_ydata() == [health["top_mass"]]
+    assert heights(replays)[0] == pytest.approx(health["never_sampled"])
+    assert "150 of 201 rows" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler(201, 0.5), RankSampler(201, 0.5)], ids=["weights", "ranks"])
+def test_priorities_show_every_error_and_the_law(sampler):
+    rb = buffer(sampler)
+    rb.update_priority(torch.arange(150), torch.cat([torch.zeros(30), torch.rand(120) + 0.1]))
+    figure = plot_priorities(rb)
+    is_fit_to_print(figure, 2)
+    errors, law = figure.axes
+    assert sum(heights(errors)) == pytest.approx(0.8)
+    assert "zero: 20.0%" in errors.get_title("left")
+    expected = sampler.probability(torch.arange(150)).sort(descending=True).values * 150
+    drawn = law.lines[0]
+    at = torch.as_tensor(drawn.get_xdata()) - 1
+    assert torch.allclose(torch.as_tensor(drawn.get_ydata()), expected[at])
+
+
+def test_priorities_that_are_all_alike_or_zero_make_a_picture_too():
+    for errors in (torch.ones(150), torch.zeros(150)):
+        rb = buffer()
+        rb.update_priority(torch.arange(150), errors)
+        is_fit_to_print(plot_priorities(rb), 2)
+
+
+def test_episodes_show_every_episode_and_the_running_mean():
+    rb = buffer()
+    stats = rb.episode_stats
+    assert stats is not None
+    figure = plot_episodes(stats)
+    is_fit_to_print(figure, 3)
+    returns = stats.history()["return"].numpy()
+    dots, mean = lines(figure)[0]
+    assert np.array_equal(dots, returns)
+    assert np.allclose(mean, [returns[max(0, n - 4) : n + 1].mean() for n in range(len(returns))])
+    assert figure.axes[-1].get_xlabel() == "environment steps"
+
+
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(storage):
+    rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
+    row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
+    figure = plot_trajectory(rb, row)
+    is_fit_to_print(figure, 3)
+    reward, action, observation = lines(figure)
+    assert observation[0].tolist() == list(range(36, 45))
+    assert observation[1].tolist() == [-step for step in range(36, 45)]
+    assert np.array_equal(reward[0], steps()["next", "reward"][1, 36:45, 0])
+    assert np.array_equal(action[0], steps()["action"][1, 36:45].argmax(-1))
+    assert "9 steps, finished" in figure.get_suptitle()
+    assert plot_trajectory(rb, (row // LANES, 1)).get_suptitle() == figure.get_suptitle()
+    is_fit_to_print(plot_trajectory(rb, row, keys=["observation"]), 1)
+
+
+def test_a_rollout_shows_values_targets_and_advantages():
+    critic = TensorDictModule(lambda x: x[..., :1] / 50, in_keys=["observation"], out_keys=["state_value"])
+    rollout = RolloutBuffer(STEPS, LANES, value_network=critic, batch_size=50)
+    data = steps()
+    data["next", "observation"] = data["observation"] + 1
+    rollout.extend(data)
+    figure = plot_advantages(rollout)
+    is_fit_to_print(figure, 3)
+    top, advantages, explained = figure.axes
+    assert np.array_equal(top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0])
+    assert np.array_equal(top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0])
+    assert [np.asarray(line.get_xdata())[0] for line in top.lines[2:]] == [7.5, 15.5, 23.5, 31.5, 39.5, 47.5]
+    assert sum(heights(advantages)) == STEPS * LANES
+    assert f"{rollout.explained_variance:.2f}" in explained.get_title("left")
+
+
+def test_what_cannot_be_drawn_is_refused_with_a_reason():
+    empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        plot_health(empty)
+    with pytest.raises(RuntimeError, match="the buffer is empty"):
+        plot_priorities(empty)
+    with pytest.raises(TypeError, match="a UniformSampler keeps no priorities"):
+        plot_priorities(buffer(UniformSampler()))
+    with pytest.raises(RuntimeError, match="no episode has ended"):
+        plot_episodes(EpisodeStats())
+    with pytest.raises(IndexError, match="there is no row 150: 150 rows are stored"):
+        plot_trajectory(buffer(), 150)
+    with pytest.raises(KeyError, match="no 'velocity' in the rows"):
+        plot_trajectory(buffer(), 0, keys=["velocity"])
+    with pytest.raises(RuntimeError, match="the rollout is not complete"):
+        plot_advantages(RolloutBuffer(4, 2))
+
+
+def test_pyplot_is_left_alone():
+    code = "import sys, rlbuf_td.plots; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "False"

@@ -1,0 +1,438 @@
+"""Statistics of episodes, against an oracle that keeps every step of every trajectory in a list."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage
+from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
+from torchrl.record import CSVLogger, TensorboardLogger
+
+from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
+
+KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
+REASONS = [("next", "success")]
+
+
+class Oracle:
+    """Every step of every trajectory in a list."""
+
+    def __init__(self, window: int) -> None:
+        self.window, self.steps = window, 0
+        self.open: dict[Any, list[dict[str, float]]] = defaultdict(list)
+        self.ended: list[dict[str, float]] = []
+
+    def step(self, trajectory: Any, step: dict[str, float]) -> None:
+        self.steps += 1
+        self.open[trajectory].append(step)
+        if not step["done"]:
+            return
+        steps = self.open.pop(trajectory)
+        self.ended.append(
+            {
+                "step": self.steps,
+                "length": len(steps),
+                "return": sum(each["reward"] for each in steps),
+                "speed": sum(each["speed"] for each in steps) / len(steps),
+                "fuel": sum(each["fuel"] for each in steps),
+                "height": steps[-1]["height"],
+                **{f"done_{name}": steps[-1][name] for name in ("terminated", "truncated", "success")},
+            }
+        )
+
+    def summary(self) -> dict[str, float]:
+        last = self.ended[-self.window :]
+        if not last:
+            return {}
+        out = {"episodes": float(len(self.ended)), "steps": float(self.steps)}
+        for name in ("length", "return", "speed", "fuel", "height"):
+            xs = [each[name] for each in last]
+            mean = sum(xs) / len(xs)
+            out |= {f"{name}_mean": mean, f"{name}_min": min(xs), f"{name}_max": max(xs)}
+            out[f"{name}_std"] = math.sqrt(sum((x - mean) ** 2 for x in xs) / len(xs))
+        for name in ("terminated", "truncated", "success"):
+            out[f"done_{name}_rate"] = sum(each[f"done_{name}"] for each in last) / len(last)
+        return {f"eval/{name}": value for name, value in out.items()}
+
+
+def play(lanes: int, steps: int, seed: int, *, ids: bool = False) -> TensorDict:
+    """Return ``[E, T]`` steps whose episodes end at random; the numbers are exact in float32."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (lanes, steps)
+
+    def number() -> torch.Tensor:
+        return torch.randint(-64, 64, (*shape, 1), generator=g) / 8.0
+
+    terminated, truncated = (torch.rand(*shape, 1, generator=g) < 0.15 for _ in range(2))
+    done = terminated | truncated
+    data = TensorDict(
+        {
+            "height": number().squeeze(-1).double(),
+            "next": {
+                **{"reward": number(), "fuel": torch.randint(0, 9, shape, generator=g), "speed": number()},
+                **{"done": done, "terminated": terminated, "truncated": truncated},
+                "success": torch.rand(shape, generator=g) < 0.5,
+            },
+        },
+        shape,
+    )
+    if ids:  # a number of its own for each trajectory, whichever the lane
+        own = done.squeeze(-1).long().cumsum(1) - done.squeeze(-1).long()
+        data["collector", "traj_ids"] = own * lanes + torch.arange(lanes)[:, None]
+    return data
+
+
+def tell(oracle: Oracle, row: TensorDict, trajectory: Any) -> None:
+    step = {name: float(row["next", name]) for name in ("reward", "speed", "fuel", "done", "terminated", "truncated")}
+    oracle.step(trajectory, step | {"height": float(row["height"]), "success": float(row["next", "success"])})
+
+
+def make(window: int, history: int = 10_000) -> tuple[EpisodeStats, Oracle]:
+    return EpisodeStats(KEYS, window, "eval", reasons=REASONS, history=history), Oracle(window)
+
+
+def agree(stats: EpisodeStats, oracle: Oracle) -> None:
+    assert stats.summary() == pytest.approx(oracle.summary(), rel=1e-12, abs=1e-12)
+    assert (stats.episodes, stats.steps) == (len(oracle.ended), oracle.steps)
+    history = stats.history()
+    last = oracle.ended[-len(history["step"]) :] if oracle.ended else []
+    assert {name: column.tolist() for name, column in history.items()} == {
+        name: [each[name] for each in last] for name in history
+    }
+
+
+# -- in lockstep with the oracle
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lanes=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    form=st.sampled_from(["lanes, time", "time, lanes", "step by step", "flattened", "workers in turn"]),
+    window=st.integers(1, 12),
+    seed=st.integers(0, 1000),
+)
+def test_in_lockstep_with_a_list_of_every_step(lanes, cuts, form, window, seed):
+    stats, oracle = make(window, history=window + seed % 5)
+    data = play(lanes, sum(cuts), seed, ids=form in ("flattened", "workers in turn"))
+    for part in data.split(cuts, dim=1):
+        steps = part.shape[1]
+        if form == "flattened":  # lane after lane, as one sequence
+            stats.update(part.reshape(-1))
+            for row in part.reshape(-1):
+                tell(oracle, row, int(row["collector", "traj_ids"]))
+        elif form == "workers in turn":  # each lane comes from a worker of its own
+            for lane in range(lanes):
+                stats.update(part[lane : lane + 1])
+                for row in part[lane]:
+                    tell(oracle, row, int(row["collector", "traj_ids"]))
+        else:
+            if form == "step by step":
+                for t in range(steps):
+                    stats.update(part[:, t], time_dim=None)
+            elif form == "time, lanes":
+                stats.update(part.transpose(0, 1).contiguous(), time_dim=0)
+            else:
+                stats.update(part)
+            for t in range(steps):
+                for lane in range(lanes):
+                    tell(oracle, part[lane, t], lane)
+        agree(stats, oracle)
+
+
+def test_lanes_of_several_dims_with_time_between_them():
+    stats, oracle = make(50)
+    data = play(6, 40, 3)
+    stats.update(data.view(2, 3, 40).permute(0, 2, 1), time_dim=1)
+    for t in range(40):
+        for lane in range(6):
+            tell(oracle, data[lane, t], lane)
+    agree(stats, oracle)
+
+
+def test_rows_that_are_padding_are_not_counted():
+    stats, oracle = make(50)
+    data = play(3, 40, 5, ids=True)
+    padded = TensorDict.cat([data, data], 1)
+    padded["collector", "traj_ids"][:, 40:] = -1
+    stats.update(padded)
+    for t in range(40):
+        for row in data[:, t]:
+            tell(oracle, row, int(row["collector", "traj_ids"]))
+    agree(stats, oracle)
+
+
+def test_episodes_that_nobody_goes_on_with_make_room_for_new_ones():
+    stats = EpisodeStats()
+    step = play(1, 1, 0, ids=True)
+    step["next", "done"].zero_()
+    for number in range(5_000):
+        step["collector", "traj_ids"].fill_(number)
+        stats.update(step)
+    assert len(stats._keys) <= 2048
+    step["collector", "traj_ids"].fill_(4_999)
+    step["next", "done"].fill_(True)
+    stats.update(step)
+    assert stats.summary()["train/length_mean"] == 2.0
+
+
+# -- attached to buffers
+
+
+def test_a_buffer_shows_every_write_to_its_statistics_in_the_forms_that_it_takes():
+    data = play(3, 60, 1)
+    by_hand, _ = make(20)
+    by_hand.update(data)
+    for how in ("extend", "extend in parts", "add", "time first"):
+        stats, _ = make(20)
+        rb = ReplayBuffer(storage=PackedStorage(30, ndim=2), stats=stats, dim_extend=0 if how == "time first" else None)
+        if how == "extend":
+            rb.extend(data)
+        elif how == "time first":
+            rb.extend(data.transpose(0, 1).contiguous())
+        else:
+            for part in data.split(7, dim=1) if how == "extend in parts" else data.unbind(1):
+                rb.extend(part) if part.ndim == 2 else rb.add(part)
+        assert rb.episode_stats is stats
+        assert stats.summary() == by_hand.summary(), how
+
+
+def test_a_buffer_without_lanes_takes_one_environment_or_flattened_data_with_trajectory_numbers():
+    one, many = play(1, 80, 2)[0], play(4, 50, 3, ids=True)
+    for data, lanes in ((one, one), (many, many)):
+        stats, by_hand = EpisodeStats(window=1000), EpisodeStats(window=1000)
+        rb = ReplayBuffer(storage=PackedStorage(500), stats=stats)
+        if lanes is one:
+            for row in data[:30]:
+                rb.add(row)
+            rb.extend(data[30:])
+        else:
+            for part in data.split(9, dim=1):
+                rb.extend(part.reshape(-1))
+        by_hand.update(lanes)
+        ours, theirs = stats.summary(), by_hand.summary()
+        assert ours == pytest.approx(theirs)  # episodes come in another order, the sums round differently
+        assert ours["train/episodes"] > 5
+
+
+def test_torchrls_own_parts_and_rollouts_are_counted_too():
+    data = play(4, 16, 4)
+    data["state_value"] = torch.zeros(4, 16, 1)
+    data["next", "state_value"] = torch.zeros(4, 16, 1)
+    by_hand = EpisodeStats()
+    by_hand.update(data)
+    rollout = RolloutBuffer(16, 4, stats=EpisodeStats(), value_network=_zero_value())
+    rollout.extend(data)
+    plain = ReplayBuffer(storage=LazyTensorStorage(64, ndim=2), stats=EpisodeStats())
+    plain.extend(data)
+    for rb in (rollout, plain):
+        assert rb.episode_stats is not None
+        assert rb.episode_stats.summary() == by_hand.summary()
+
+
+def test_their_general_way_of_writing_counts_once():
+    pytest.importorskip("torchrl._torchrl")
+    data = play(1, 40, 4)[0]
+    by_hand = EpisodeStats()
+    by_hand.update(data)
+    sampler = PrioritizedSampler(64, 0.6, 0.4)
+    rb = ReplayBuffer(storage=LazyTensorStorage(64), sampler=sampler, stats=EpisodeStats())
+    rb.extend(data)
+    assert rb.episode_stats is not None
+    assert rb.episode_stats.summary() == by_hand.summary()
+
+
+def _zero_value() -> Any:
+    from tensordict.nn import TensorDictModule
+
+    return TensorDictModule(lambda x: torch.zeros(*x.shape, 1), in_keys=["height"], out_keys=["state_value"])
+
+
+def test_a_refused_write_counts_nothing_and_what_cannot_be_counted_is_not_written():
+    rb = ReplayBuffer(storage=PackedStorage(100), stats=EpisodeStats())
+    data = play(1, 20, 0)[0]
+    rb.extend(data)
+    assert rb.episode_stats is not None
+    before = rb.episode_stats.summary()
+    with pytest.raises(SchemaError):
+        rb.extend(data.exclude("height"))
+    with pytest.raises(KeyError, match=r"no \('next', 'reward'\) in the data"):
+        rb.extend(data.exclude(("next", "reward")))
+    assert rb.episode_stats.summary() == before
+    assert len(rb) == 20
+
+
+# -- with TorchRL's collectors, in real environments
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_collector_of_several_environments_gives_the_returns_that_the_environments_had(flat):
+    def make_env() -> TransformedEnv:
+        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=12))
+
+    env = SerialEnv(3, make_env)
+    stats = EpisodeStats(window=1000, history=1000)
+    rb = ReplayBuffer(storage=PackedStorage(3000, ndim=1 if flat else 2), stats=stats)
+    torch.manual_seed(0)
+    env.set_seed(0)
+    lengths = []
+    for data in Collector(env, frames_per_batch=60, total_frames=900):
+        rb.extend(data.reshape(-1) if flat else data)
+        lengths += data["next", "step_count"][data["next", "done"]].flatten().tolist()
+    summary = stats.summary()
+    assert summary["train/steps"] == 900
+    assert summary["train/episodes"] == len(lengths)
+    # CartPole gives a reward of 1 a step: return, length and the environment's own count are the same.
+    assert sorted(stats.history()["length"].tolist()) == sorted(lengths)
+    assert sorted(stats.history()["return"].tolist()) == sorted(lengths)
+    assert summary["train/done_truncated_rate"] == pytest.approx(sum(n == 12 for n in lengths) / len(lengths), abs=0.2)
+    assert 0 < summary["train/done_truncated_rate"] < 1
+
+
+def test_a_collector_that_fills_the_buffer_itself_is_counted():
+    stats = EpisodeStats(window=1000)
+    rb = ReplayBuffer(storage=PackedStorage(1000), stats=stats)
+    for _ in Collector(GymEnv("CartPole-v1"), frames_per_batch=100, total_frames=500, replay_buffer=rb):
+        pass
+    done = rb.storage["next", "done"].flatten()
+    assert stats.episodes == int(done.sum()) > 5
+    assert stats.steps == 500
+    whole = done.nonzero().flatten().diff(prepend=torch.tensor([-1]))
+    assert stats.history()["length"].tolist() == whole.tolist()
+
+
+# -- what comes out
+
+
+def test_the_summary_is_empty_before_an_episode_ends_and_after_a_reset():
+    stats = EpisodeStats()
+    data = play(1, 3, 0)[0]
+    data["next", "done"].zero_()
+    stats.update(data)
+    assert stats.summary() == {}
+    assert stats.steps == 3
+    data["next", "done"].fill_(True)
+    stats.update(data)
+    assert stats.summary()["train/length_max"] == 4.0
+    stats.reset()
+    assert stats.summary() == {}
+    assert (stats.steps, stats.episodes) == (0, 0)
+    assert stats.history()["return"].shape == (0,)
+
+
+def test_the_summary_goes_into_torchrls_loggers(tmp_path):
+    stats, _ = make(10)
+    stats.update(play(2, 50, 7))
+    summary = stats.summary()
+    logger = TensorboardLogger("run", log_dir=str(tmp_path))
+    for name, value in summary.items():
+        logger.log_scalar(name, value, step=stats.steps)
+    logger.experiment.close()
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    logged = {name: events.Scalars(name)[-1] for name in events.Tags()["scalars"]}
+    assert {name: event.value for name, event in logged.items()} == pytest.approx(summary, rel=1e-6)
+    assert {event.step for event in logged.values()} == {100}
+
+
+def test_a_logger_takes_the_whole_summary_at_once(tmp_path):
+    stats, _ = make(10)
+    stats.update(play(2, 50, 7))
+    CSVLogger("run", log_dir=str(tmp_path)).log_metrics(stats.summary(), step=stats.steps)
+    written = next(tmp_path.rglob("return_mean.csv")).read_text()
+    assert float(written.split(",")[-1]) == pytest.approx(stats.summary()["eval/return_mean"])
+
+
+@pytest.mark.parametrize("missing", [("done",), ("terminated",), ("truncated",), ("done", "truncated")])
+def test_a_flag_that_is_missing_follows_from_the_others(missing):
+    data = play(2, 40, 9)
+    data["next", "truncated"] &= ~data["next", "terminated"]
+    data["next", "done"] = data["next", "terminated"] | data["next", "truncated"]
+    if len(missing) == 2:
+        data["next", "done"] = data["next", "terminated"]
+        data["next", "truncated"].zero_()
+    whole, part = EpisodeStats(), EpisodeStats()
+    whole.update(data)
+    part.update(data.exclude(*(("next", name) for name in missing)))
+    assert whole.summary() == part.summary()
+    assert whole.episodes > 3
+
+
+def test_a_copy_of_its_state_goes_on_alike():
+    data = play(3, 90, 11, ids=True)
+    stats, other = (make(15)[0] for _ in range(2))
+    stats.update(data[:, :40])
+    other.load_state_dict(copy.deepcopy(stats.state_dict()))
+    for each in (stats, other):
+        each.update(data[:, 40:])
+    assert stats.summary() == other.summary()
+    assert all(torch.equal(column, other.history()[name]) for name, column in stats.history().items())
+    with pytest.raises(ValueError, match="make EpisodeStats with the same keys"):
+        EpisodeStats().load_state_dict(stats.state_dict())
+
+
+def test_numbers_of_any_dtype_are_exact():
+    big = 2**40 + 1
+    stats = EpisodeStats([("next", "count")])
+    step = {"reward": torch.tensor([1, 2]), "count": torch.tensor([big, 1]), "done": torch.tensor([False, True])}
+    stats.update(TensorDict({"next": step}, [2]))
+    assert stats.summary()["train/count_mean"] == big + 1
+    assert stats.summary()["train/return_mean"] == 3.0
+
+
+def test_on_every_device(device):
+    stats, on_host = EpisodeStats(KEYS, reasons=REASONS), EpisodeStats(KEYS, reasons=REASONS)
+    for part in play(4, 60, 13).split(10, dim=1):
+        stats.update(part.to(device))
+        on_host.update(part)
+    assert stats.summary() == on_host.summary()
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 0}, "window and history must be at least 1, got 0"),
+        ({"keys": {("next", "speed"): "median"}}, "metrics are made by 'sum', 'mean' or 'last', got .*median"),
+        ({"keys": ["speed", ("next", "speed")]}, "needs a name of its own"),
+        ({"keys": ["return"]}, "needs a name of its own"),
+        ({"reasons": [("next", "truncated")]}, "needs a name of its own"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EpisodeStats(**arguments)
+
+
+def test_data_that_cannot_be_counted_is_refused_and_nothing_is_counted():
+    stats = EpisodeStats(KEYS)
+    data = play(2, 5, 0)
+    with pytest.raises(KeyError, match="no 'height' in the data"):
+        stats.update(data.exclude("height"))
+    with pytest.raises(KeyError, match=r"no \('next', 'done'\) in the data"):
+        stats.update(data.exclude(("next", "done"), ("next", "terminated"), ("next", "truncated")))
+    with pytest.raises(ValueError, match="there is no time dim -1 in batch size"):
+        stats.update(data[0, 0])
+    data["next", "reward"] = torch.zeros(2, 5, 3)
+    with pytest.raises(ValueError, match=r"one number a step, got \('next', 'reward'\) of shape \[2, 5, 3\]"):
+        stats.update(data)
+    data = play(2, 5, 0, ids=True)
+    data["collector", "traj_ids"] = torch.zeros(2, 5, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"got \('collector', 'traj_ids'\) of shape \[2, 5, 2\] for 10 steps"):
+        stats.update(data)
+    assert stats.steps == 0
