@@ -117,7 +117,7 @@ class World:
         return cell[0] * self.lanes + cell[1]
 
     def fields(self, cell: Cell) -> Fields:
-        return self.history.at(*cell).values
+        return dict(self.history.at(*cell).values)
 
     def later(self, cell: Cell) -> Iterator[Cell]:
         """Yield the row and those after it in its trajectory."""
