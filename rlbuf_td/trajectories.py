@@ -141,6 +141,12 @@ class TrajectoryIndex:
             return 0
         return sum(tensor.nbytes for tensor in self._boundaries.tensors().values())
 
+    def end_keys(self) -> list[tuple[str, ...]]:
+        """Return the keys of the stored flags, any of which ends a trajectory."""
+        stored, beside = self.storage._storage, self.done_key[:-1]
+        parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if stored.get(key, None) is not None]
+        return parts if stored.get(self.done_key, None) is None else [self.done_key]
+
     # -- writes
 
     def mark_range(self, start: int, count: int) -> None:
@@ -274,15 +280,13 @@ class TrajectoryIndex:
             if name.shape[2:].numel() != 1 or name.dtype in _NO_NAMES or name.is_floating_point():
                 raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {_kind(name)}")
             name = name.view(name.shape[:2])
-        parts = [(*self.done_key[:-1], flag) for flag in ("terminated", "truncated")]
-        done = column(self.done_key)
-        flags = [flag for flag in ([column(key) for key in parts] if done is None else [done]) if flag is not None]
+        flags = [flag for flag in map(column, self.end_keys()) if flag is not None]
         for flag in flags:
             if flag.dtype is not torch.bool:
                 raise TypeError(f"done flags {self.done_key} must be bool, got {_kind(flag)}")
         if not flags and name is None:
             raise KeyError(
-                f"no row says where a trajectory ends: store {self.done_key} (or {parts[0]} and {parts[1]}), "
+                f"no row says where a trajectory ends: store {self.done_key} (or 'terminated' and 'truncated' there), "
                 f"or trajectory ids {self.traj_key}"
             )
         if not flags and name is not None:

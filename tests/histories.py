@@ -6,9 +6,10 @@ which row came before it in its trajectory. Everything else is found by walking 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class Row:
     name: int | None
     before: Row | None
     ended: bool
-    values: dict[str, float]
+    values: Mapping[Any, Any]
     serial: int = -1
 
 
@@ -49,7 +50,7 @@ class History:
         slot: int,
         done: Sequence[bool],
         names: Sequence[int] | None = None,
-        values: Sequence[dict[str, float]] | None = None,
+        values: Sequence[Mapping[Any, Any]] | None = None,
     ) -> None:
         """Write one time step, a row per lane."""
         written: list[Row | None] = []

@@ -48,7 +48,7 @@ class World:
     ) -> None:
         self.rb, self.lanes, self.rng, self.often = rb, lanes, random.Random(seed), often
         self.history = History(steps, lanes)
-        self.time = 0
+        self.time = self.begun = 0
         self.fresh, self.ids = [True] * lanes, list(range(lanes))
         self.outcomes: dict[tuple[float, ...], Cell] = {}
         self.reached = [[-1.0, float(lane)] for lane in range(lanes)]
@@ -95,10 +95,16 @@ class World:
         for step in range(steps):  # as the buffer sees the numbers, in float32
             seen = [{key: data[key][step, lane].tolist() for key in rows[0][0]} for lane in range(self.lanes)]
             done = [row[DONE][0] for row in seen]
-            slot = (self.time - steps + step) % self.history.steps
+            slot = (self.time - self.begun - steps + step) % self.history.steps
             self.history.put(slot, done, [row["collector", "traj_ids"] for row in seen], seen)
             self.outcomes |= {tuple(row[OUTCOME]): (slot, lane) for lane, row in enumerate(seen)}
         self.rb.extend(data[:, 0] if self.rb.storage.ndim == 1 else data.transpose(0, 1).contiguous())
+
+    def empty(self) -> None:
+        """Empty the buffer; what is written next lies at its beginning."""
+        self.rb.empty()
+        self.history.forget()
+        self.begun = self.time
 
     def fill(self, steps: int) -> None:
         """Write in parts, until so many time steps have been written."""
@@ -111,13 +117,14 @@ class World:
 
     def cell(self, index: Any) -> Cell:
         """Return a row that a batch's index names, as slot and lane."""
-        return tuple(index) if isinstance(index, list) else (index, 0)
+        slot, *lane = index if isinstance(index, list) else [index]
+        return slot, lane[0] if lane else 0
 
     def flat(self, cell: Cell) -> int:
         return cell[0] * self.lanes + cell[1]
 
     def fields(self, cell: Cell) -> Fields:
-        return self.history.at(*cell).values
+        return dict(self.history.at(*cell).values)
 
     def later(self, cell: Cell) -> Iterator[Cell]:
         """Yield the row and those after it in its trajectory."""

@@ -29,6 +29,7 @@ class _Bound:
 
     columns: TensorDictBase
     trajectories: TrajectoryIndex
+    ends: list[tuple[str, ...]]  # the flags, any of which ends a trajectory
     lanes: int
     cells: int
     parts: Parts | None  # of a row of bytes, on the CPU
@@ -170,10 +171,9 @@ class NStepSampler(SamplerWrapper):
             revise(batch, flat, owner)
             owners = torch.arange(rows, device=flat.device) if owner is None else owner
             revise(steps, window, owners.repeat_interleave(n))
-        end = leaf_of(steps, self.done_key)
-        end = (
-            torch.zeros(rows, n, dtype=torch.bool, device=flat.device) if end is None else end.view(rows, n, -1).any(2)
-        )
+        end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
+        for key in bound.ends:
+            end |= leaf_of(steps, key).reshape(rows, n, -1).any(2)
         reward = leaf_of(steps, self.reward_key)
         total, taken = n_step_sums(reward.view(rows, n, *reward.shape[1:]), end, ahead, self._gamma)
         last = torch.arange(rows, device=flat.device) * n + taken - 1
@@ -201,7 +201,8 @@ class NStepSampler(SamplerWrapper):
         parts, address = None, 0
         if rows is not None and reward.dtype in _REWARDS and not reward.is_cuda:
             parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
-        return _Bound(columns, trajectories, lanes, columns.batch_size[0] * lanes, parts, address)
+        cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
+        return _Bound(columns, trajectories, ends, lanes, cells, parts, address)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()

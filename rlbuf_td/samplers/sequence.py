@@ -163,9 +163,11 @@ class SequenceSampler(SamplerWrapper):
             if not anchors.is_cuda and bool(fits.all()):
                 break
             others, other_info = draw_from(self.innermost, storage, len(anchors))
-            anchors = torch.where(fits, anchors, others)
+            # Stratified draws have a part of the rows for each place, which may not hold a single one that fits.
+            order = self._shuffled(len(anchors), anchors.device)
+            anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
-                info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key])
+                info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
             back, ahead, _ = boundaries.reach(anchors)
         else:
             if not anchors.is_cuda:
@@ -174,6 +176,11 @@ class SequenceSampler(SamplerWrapper):
                     "within its trajectory: take shorter windows, or boundary='pad'"
                 )
         return anchors, info, back, ahead
+
+    def _shuffled(self, count: int, device: torch.device) -> torch.Tensor:
+        generator = self._rng
+        source = device if generator is None else generator.device
+        return torch.randperm(count, generator=generator, device=source).to(device)
 
     def _windows(
         self, storage: Storage, anchors: torch.Tensor, back: torch.Tensor, ahead: torch.Tensor

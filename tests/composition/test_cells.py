@@ -48,7 +48,7 @@ BUFFERS: dict[str, Any] = {
 ANCHORS = 40  # drawn at once
 
 
-def innermost(kind: str, capacity: int) -> Sampler:
+def innermost(kind: str, capacity: int) -> Any:
     if kind == "uniform":
         return UniformSampler()
     # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
@@ -72,7 +72,7 @@ def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
     return sampler
 
 
-def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0) -> tuple[World, Sampler]:
+def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int = 0) -> tuple[World, Any]:
     """Return a filled world, and the sampler that draws its rows; prioritized rows have distinct priorities."""
     steps, lanes = (59, 1) if ndim == 1 else (21, 3)
     cls, storage, writer = BUFFERS[buffer]
@@ -159,8 +159,8 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         if j < 2:
             rows = expected(world, anchors, goals, recipe)
             if kind != "uniform":
-                for anchor, weight in enumerate(weights(kind, world, anchors)):
-                    for row in rows[anchor * recipe.window : (anchor + 1) * recipe.window]:
+                for k, weight in enumerate(weights(kind, world, anchors)):
+                    for row in rows[k * recipe.window : (k + 1) * recipe.window]:
                         row["priority_weight",] = weight
             assert_rows(batch, rows)
         if recipe.hindsight:
@@ -175,7 +175,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
             errors = batch["td_error"][k * recipe.window : (k + 1) * recipe.window].abs().flatten().tolist()
             real = window(world, anchor, recipe)[1][recipe.burn_in :] if recipe.sequence else [True]
             wanted[world.flat(anchor)] = max(e for e, here in zip(errors[-len(real) :], real, strict=True) if here)
-        found = sampler.priority(torch.tensor([*wanted]))  # type: ignore[attr-defined]
+        found = sampler.priority(torch.tensor([*wanted]))
         torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=0)
 
 

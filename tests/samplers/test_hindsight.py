@@ -1,0 +1,359 @@
+"""Hindsight: which goals, with which probabilities; what is computed anew; what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from tests.statistics import assert_follows, power
+from tests.worlds import World, reward_fn, terminated_fn
+
+
+@pytest.fixture(params=["bitmap", "flags"])
+def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with the boundaries of the CPU, and with those of other devices."""
+    if request.param == "flags":
+        monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+    return request.param
+
+
+def world(sampler: Any, *, steps: int = 12, lanes: int = 2, fill: float = 1.6, seed: int = 0, **kwargs: Any) -> World:
+    storage = PackedStorage(steps * lanes, ndim=2 if lanes > 1 else 1)
+    made = World(ReplayBuffer(storage=storage, sampler=sampler), steps, lanes, seed, **kwargs)
+    made.fill(round(fill * steps))
+    return made
+
+
+def chosen(made: World, draws: int) -> np.ndarray:
+    """Return how often each row (last: none) has given its outcome to each row, ``[rows, rows + 1]``."""
+    outcomes = torch.tensor([made.fields(cell)["next", "achieved_goal"] for cell in made.history.written()])
+    rows = len(outcomes)
+    counts = np.zeros((rows, rows + 1))
+    for _ in range(draws // 5_000):
+        batch = made.rb.sample(5_000)
+        index = batch["index"] if batch["index"].ndim == 1 else batch["index"] @ torch.tensor([made.lanes, 1])
+        same = (batch["desired_goal"][:, None] == outcomes).all(-1)
+        assert torch.equal(same.any(1), batch["relabeled"])
+        goal = torch.where(batch["relabeled"], same.int().argmax(1), rows)
+        np.add.at(counts, (index.numpy(), goal.numpy()), 1)
+    return counts
+
+
+def law(made: World, mixture: dict[str, float], her_ratio: float, only_finished: bool = False) -> np.ndarray:
+    """Return the probability of the same, by definition."""
+    cells = made.history.written()
+    probability = np.zeros((len(cells), len(cells) + 1))
+    for cell in cells:
+        row = made.flat(cell)
+        finished = made.history.reach(*cell)[2]
+        for strategy, share in mixture.items():
+            if only_finished and not finished and strategy != "random":
+                probability[row, -1] += her_ratio * share
+                continue
+            allowed = made.allowed(cell, strategy)
+            for goal in allowed:
+                probability[row, made.flat(goal)] += her_ratio * share / len(allowed)
+        probability[row, -1] += 1 - her_ratio
+    return probability / len(cells)
+
+
+MIXTURES = [
+    ({"future": 1.0}, 0.8),
+    ({"final": 1.0}, 0.5),
+    ({"episode": 1.0}, 1.0),
+    ({"random": 1.0}, 0.3),
+    ({"future": 0.75, "random": 0.25}, 0.9),
+    ({"episode": 0.1, "final": 0.2, "future": 0.3, "random": 0.4}, 1.0),
+]
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("only_finished", [False, True])
+@pytest.mark.parametrize(("mixture", "her_ratio"), MIXTURES)
+def test_every_allowed_row_is_chosen_with_its_probability(mixture, her_ratio, only_finished):
+    """Over lanes that have wrapped, with trajectories whose beginning is lost and some that are unfinished."""
+    strategy = next(iter(mixture)) if len(mixture) == 1 else mixture
+    sampler = HindsightSampler(
+        UniformSampler(), reward_fn, her_ratio=her_ratio, strategy=strategy, only_finished=only_finished
+    )
+    made = world(sampler)
+    torch.manual_seed(0)
+    counts, probability = chosen(made, 50_000), law(made, mixture, her_ratio, only_finished)
+    assert any(not made.history.reach(*cell)[2] for cell in made.history.written())
+    assert_follows(counts.flatten(), probability.flatten())
+
+
+def test_a_choice_that_is_two_percent_off_would_show():
+    """Of one lane of four rows, so that each choice is counted often."""
+    sampler = HindsightSampler(UniformSampler(), reward_fn, her_ratio=0.75)
+    made = world(sampler, steps=4, lanes=1, fill=1.0, often=(0.0, 0.0, 0.0))
+    sampler._rng = torch.Generator().manual_seed(1)
+    counts, probability = chosen(made, 400_000), law(made, {"future": 1.0}, 0.75)
+    assert power(probability[probability > 0], 400_000, bias=0.02) > 0.99
+    assert_follows(counts.flatten(), probability.flatten())
+
+
+def test_the_ratio_is_drawn_for_every_row_by_itself():
+    sampler = HindsightSampler(UniformSampler(), reward_fn, her_ratio=0.25)
+    made = world(sampler)
+    torch.manual_seed(0)
+    masks = torch.stack([made.rb.sample(500)["relabeled"] for _ in range(200)])
+    assert_follows([int(masks.sum()), int((~masks).sum())], [0.25, 0.75])
+    by_place = masks.sum(0)  # the first rows of a batch no more than the last
+    assert_follows(by_place, np.full(500, 1 / 500))
+    pairs = (masks[:, 1:] & masks[:, :-1]).sum(), masks[:, 1:].numel()
+    assert_follows([int(pairs[0]), int(pairs[1] - pairs[0])], [1 / 16, 15 / 16])
+
+
+def test_the_ratio_may_change_between_draws():
+    sampler = HindsightSampler(UniformSampler(), reward_fn, her_ratio=0.0)
+    made = world(sampler)
+    assert not made.rb.sample(500)["relabeled"].any()
+    sampler.her_ratio = 1
+    assert made.rb.sample(500)["relabeled"].all()
+    sampler.only_finished = True
+    batch = made.rb.sample(500)
+    finished = [made.history.reach(*made.cell(place))[2] for place in batch["index"].tolist()]
+    assert batch["relabeled"].tolist() == finished
+    assert not all(finished)
+    with pytest.raises(ValueError, match=r"her_ratio is a probability, 0 to 1, got 1\.5"):
+        sampler.her_ratio = 1.5
+    assert sampler.her_ratio == 1.0
+
+
+def test_flags_stay_as_stored_without_terminated_fn():
+    made = world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy="final"))
+    batch = made.rb.sample(500)
+    for name in ("terminated", "truncated", "done"):
+        stored = [made.fields(made.cell(place))["next", name] for place in batch["index"].tolist()]
+        assert batch["next", name].tolist() == stored
+
+
+def test_nothing_in_the_buffer_changes():
+    made = world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, terminated_fn=terminated_fn))
+    before = made.rb.storage[:].clone()
+    for _ in range(5):
+        made.rb.sample(500).apply_(torch.zero_)
+    assert (made.rb.storage[:] == before).all()
+
+
+# -- goals of every kind
+
+
+def goals_of(shape: tuple[int, ...], dtype: torch.dtype, n: int, outcome: bool = True) -> TensorDict:
+    """Return one trajectory; goals lie in a nested TensorDict, ``("obs", "goals", ...)``, outcomes count up."""
+    count = torch.arange(n).view(n, *[1] * len(shape)).expand(n, *shape).to(dtype).contiguous()
+    nest = {"obs": {"goals": {"desired": count * 0 + 99, "achieved": count}}}
+    following = {"obs": {"goals": {"desired": count * 0 + 99} | ({"achieved": count + 1} if outcome else {})}}
+    data = TensorDict(nest | {"next": following}, [n])
+    data["next", "reward"] = torch.zeros(n, 1)
+    data["next", "done"] = torch.zeros(n, 1, dtype=torch.bool)
+    return data
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3, 4)])
+def test_goals_of_any_shape_dtype_and_depth(shape, dtype, storage, cls):
+    def equal(batch: TensorDictBase) -> torch.Tensor:
+        desired, achieved = batch["obs", "goals", "desired"], batch["next", "obs", "goals", "achieved"]
+        return (desired == achieved).view(len(batch), -1).all(1)
+
+    sampler = HindsightSampler(
+        UniformSampler(),
+        equal,
+        strategy="future",
+        her_ratio=0.5,
+        goal_key=("obs", "goals", "desired"),
+        achieved_goal_key=("obs", "goals", "achieved"),
+    )
+    rb = cls(storage=storage(10), sampler=sampler, batch_size=200)
+    rb.extend(goals_of(shape, dtype, 8))
+    batch = rb.sample()
+    place, mask = batch["index"], batch["relabeled"]
+    goal = batch["obs", "goals", "desired"].reshape(200, -1)
+    assert torch.equal(goal, batch["next", "obs", "goals", "desired"].reshape(200, -1))
+    assert (goal == goal[:, :1]).all()
+    assert (goal[~mask] == 99).all()
+    assert (goal[mask, 0] > place[mask]).all()
+    assert (goal[mask, 0] <= 8).all()
+    assert torch.equal(batch["next", "reward"].squeeze(-1) == 1, mask & (goal[:, 0] == place + 1))
+    assert torch.equal(batch["next", "obs", "goals", "achieved"].reshape(200, -1)[:, 0], (place + 1).to(dtype))
+
+
+def test_goals_need_not_be_stored_in_next():
+    data = goals_of((2,), torch.float32, 6)
+    del data["next", "obs", "goals", "desired"]
+    sampler = HindsightSampler(
+        UniformSampler(),
+        lambda batch: torch.ones(len(batch)),
+        her_ratio=1.0,
+        goal_key=("obs", "goals", "desired"),
+        achieved_goal_key=("obs", "goals", "achieved"),
+    )
+    rb = ReplayBuffer(storage=PackedStorage(6), sampler=sampler, batch_size=50)
+    rb.extend(data)
+    batch = rb.sample()
+    assert set(batch["next", "obs", "goals"].keys()) == {"achieved"}
+    assert (batch["obs", "goals", "desired"][:, 0] > batch["index"]).all()
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.bool, np.float32])
+@pytest.mark.parametrize("dims", [(), (1,)])
+@pytest.mark.parametrize("stored", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(dtype, stored, dims, given):
+    if dims == (1,) and stored == ():
+        dims = ()
+
+    def reward(batch: TensorDictBase) -> Any:
+        values = torch.arange(len(batch)) % 2
+        return values.numpy().astype(given) if isinstance(given, type) else values.to(given).view(-1, *dims)
+
+    made = one_trajectory(reward, reward=torch.full((6, *stored), 7, dtype=dtype))
+    batch = made.sample(40)
+    found = batch["next", "reward"]
+    assert (found.shape, found.dtype) == ((40, *stored), dtype)
+    wanted = torch.where(batch["relabeled"], torch.arange(40) % 2, 7)
+    assert found.flatten().tolist() == wanted.tolist()
+
+
+# -- what is refused
+
+
+def one_trajectory(fn: Any, cls: Any = ReplayBuffer, sampler: Any = None, **entries: Any) -> Any:
+    data = {
+        "desired_goal": torch.full((6, 2), 9.0),
+        "next": {
+            "achieved_goal": torch.rand(6, 2),
+            "desired_goal": torch.full((6, 2), 9.0),
+            "reward": torch.zeros(6, 1),
+            "done": torch.zeros(6, 1, dtype=torch.bool),
+        },
+    }
+    rb = cls(
+        storage=PackedStorage(6),
+        sampler=HindsightSampler(
+            sampler or UniformSampler(), fn, her_ratio=0.5, terminated_fn=entries.pop("end", None)
+        ),
+    )
+    made = TensorDict(data, [6])
+    for key, value in entries.items():
+        where: Any = "desired_goal" if key == "goal" else ("next", key)
+        if value is None:
+            del made[where]
+        else:
+            made[where] = value
+    rb.extend(made)
+    return rb
+
+
+def nan_at_a_relabelled_row(batch: TensorDictBase) -> torch.Tensor:
+    return torch.where((batch["desired_goal"] != 9).any(-1), math.nan, 1.0)
+
+
+REFUSALS = [
+    ({"goal": None}, KeyError, r"hindsight needs 'desired_goal', which is not stored: .*goal_key"),
+    ({"achieved_goal": None}, KeyError, r"hindsight needs 'next', 'achieved_goal'|achieved_goal.*not stored"),
+    ({"reward": None}, KeyError, r"reward.*not stored: .*reward_key"),
+    ({"done": None}, KeyError, r"no row says where a trajectory ends: store \('next', 'done'\)"),
+    ({"end": terminated_fn}, KeyError, r"terminated.*not stored: terminated_fn sets it"),
+    ({"goal": torch.zeros(6, 3)}, ValueError, r"shape \(3,\), but .*shape \(2,\): goals and outcomes must be alike"),
+    ({"desired_goal": torch.zeros(6)}, ValueError, r"goals and outcomes must be alike"),
+    ({"goal": torch.zeros(6, 2).double()}, ValueError, r"float64.*float32.*must be alike"),
+    (
+        {"of": lambda batch: torch.zeros(3)},
+        ValueError,
+        r"one reward a row, of shape \(20, 1\) or \[20\], got shape \(3,\)",
+    ),
+    ({"of": lambda batch: torch.zeros(len(batch), 2)}, ValueError, r"got shape \(20, 2\)"),
+    ({"of": lambda batch: 1.0}, ValueError, r"got shape \(\)"),
+    ({"of": nan_at_a_relabelled_row}, ValueError, r"reward_fn returned NaN for relabelled rows, the first .* row \d"),
+]
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(("entries", "error", "words"), REFUSALS)
+def test_bad_rows_and_rewards_are_refused_at_the_first_draw_and_change_nothing(entries, error, words, cls):
+    torch.manual_seed(0)
+    entries = dict(entries)
+    reward = entries.pop("of", lambda batch: torch.zeros(len(batch)))
+    sampler = ProportionalSampler(6, stratified=False)
+    rb = one_trajectory(reward, cls, sampler, **entries)
+    rows, priorities = rb.storage[:].clone(), sampler.priority(torch.arange(6))
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            rb.sample(20)
+    assert (rb.storage[:] == rows).all()
+    assert torch.equal(sampler.priority(torch.arange(6)), priorities)
+    assert len(rb) == 6
+    sampler.update_priority(torch.arange(3), torch.ones(3), storage=rb.storage)  # and all goes on
+
+
+def test_nan_in_rows_that_are_not_relabelled_is_their_own_affair():
+    rb = one_trajectory(lambda batch: torch.where((batch["desired_goal"] == 9).all(-1), math.nan, 1.0))
+    batch = rb.sample(100)
+    assert batch["next", "reward"].isfinite().all()
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_an_empty_buffer_is_refused(cls):
+    rb = cls(storage=PackedStorage(6), sampler=HindsightSampler(UniformSampler(), reward_fn), batch_size=2)
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"her_ratio": 1.01}, ValueError, "her_ratio is a probability, 0 to 1, got 1.01"),
+        ({"her_ratio": -0.1}, ValueError, "her_ratio is a probability, 0 to 1, got -0.1"),
+        ({"her_ratio": math.nan}, ValueError, "her_ratio is a probability, 0 to 1, got nan"),
+        ({"strategy": "past"}, ValueError, "must be one of future, final, episode, random, got 'past'"),
+        ({"strategy": {"future": 0.5, "past": 0.5}}, ValueError, "got 'past'"),
+        ({"strategy": {"future": 0.5}}, ValueError, "at least 0 and add up to 1"),
+        ({"strategy": {"future": 1.5, "final": -0.5}}, ValueError, "at least 0 and add up to 1"),
+        ({"strategy": {}}, ValueError, "at least 0 and add up to 1"),
+        ({"sampler": None}, TypeError, "HindsightSampler wraps a sampler, got NoneType"),
+        ({"sampler": UniformSampler}, TypeError, "HindsightSampler wraps a sampler, got"),
+    ],
+)
+def test_bad_arguments_are_refused(kwargs, error, words):
+    sampler = kwargs.pop("sampler", UniformSampler()) if "sampler" in kwargs else UniformSampler()
+    with pytest.raises(error, match=words):
+        HindsightSampler(sampler, reward_fn, **kwargs)
+
+
+def test_wrappers_that_belong_outside_are_refused():
+    for inner in (
+        HindsightSampler(UniformSampler(), reward_fn),
+        NStepSampler(UniformSampler(), 3, 0.9),
+        SequenceSampler(UniformSampler(), 3),
+    ):
+        with pytest.raises(TypeError, match=f"draws single rows, got a {type(inner).__name__}"):
+            HindsightSampler(inner, reward_fn)
+
+
+def test_torchrls_samplers_can_be_wrapped():
+    made = world(HindsightSampler(RandomSampler(), reward_fn, her_ratio=1.0))
+    batch = made.rb.sample(500)
+    for place, goal in zip(batch["index"].tolist(), batch["desired_goal"].tolist(), strict=True):
+        assert made.reached_at(goal) in made.allowed(made.cell(place), "future")

@@ -1,0 +1,306 @@
+"""n-step transitions: sums in float64, where they stop, and that TorchRL's losses take them as they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torchrl.data import Categorical
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, ValueEstimators
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from tests.worlds import World
+
+
+@pytest.fixture(params=["bitmap", "flags"])
+def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with the boundaries of the CPU, and with those of other devices."""
+    if request.param == "flags":
+        monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+    return request.param
+
+
+def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
+    """Return ``n`` rows of random rewards; ``("next", "x")`` counts up."""
+    generator = torch.Generator().manual_seed(n)
+    data = TensorDict({"x": torch.arange(n), "next": {"x": torch.arange(n) + 1}}, [n])
+    data["next", "reward"] = torch.randn(n, *dims, generator=generator, dtype=torch.float64).to(dtype)
+    for name, places in (flags or {"done": []}).items():
+        flag = torch.zeros(n, 1, dtype=torch.bool)
+        flag[places] = True
+        data["next", name] = flag
+    return data
+
+
+def buffer(
+    sampler: Any, data: TensorDictBase | None, *, size: int = 50, cls: Any = ReplayBuffer, storage: Any = PackedStorage
+):
+    rb = cls(storage=storage(size), sampler=sampler)
+    if data is not None:
+        rb.extend(data)
+    return rb
+
+
+def by_row(rb: Any) -> TensorDictBase:
+    """Return all rows once, in their order."""
+    batch = rb.sample(len(rb))
+    return batch[batch["index"].argsort()]
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("dims", [(), (1,), (3,), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_rewards_of_every_kind_are_added_up_in_float64(dtype, dims, storage):
+    n, gamma, done = 7, 0.97, [11, 12, 30]
+    data = chain(40, dtype, dims, done=done)
+    batch = by_row(buffer(NStepSampler(UniformSampler(unique=True), n, gamma), data, storage=storage))
+    reward = data["next", "reward"].double()
+    for row in range(40):
+        last = min(row + n - 1, 39, *[end for end in done if end >= row])
+        total = sum((gamma**k * reward[row + k] for k in range(last - row + 1)), torch.zeros(dims, dtype=torch.float64))
+        found, eps = batch["next", "reward"][row].double(), torch.finfo(dtype).eps
+        torch.testing.assert_close(found, total, rtol=2 * eps, atol=1e-15 + eps**2)
+        assert int(batch["next", "x"][row]) == last + 1
+        assert batch["steps_to_next_obs"][row].flatten().tolist() == [last - row + 1]
+        assert bool(batch["next", "done"][row]) == (last in done)
+    assert batch["next", "reward"].dtype is dtype
+    assert torch.equal(batch["x"], data["x"])
+    wanted = (40, *[1] * len(dims))
+    assert batch["steps_to_next_obs"].shape == wanted
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.integers(1, 12),
+    lanes=st.integers(1, 3),
+    fill=st.floats(0.1, 3.0),
+    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.5, 0.0, 0.3), (1.0, 1.0, 1.0)]),
+    calls=st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.99, 1.0])), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_n_and_gamma_may_differ_from_call_to_call(steps, lanes, fill, often, calls, seed):
+    sampler = NStepSampler(UniformSampler(), 1, 1.0)
+    rb = buffer(sampler, None, storage=lambda size: PackedStorage(steps * lanes, ndim=2))
+    world = World(rb, steps, lanes, seed, often)
+    world.fill(max(2, round(fill * steps)))
+    torch.manual_seed(seed)
+    for n, gamma in calls:
+        sampler.n_steps, sampler.gamma = n, gamma
+        batch = rb.sample(30)
+        for place, reward, taken, following in zip(
+            batch["index"].tolist(),
+            batch["next", "reward"].tolist(),
+            batch["steps_to_next_obs"].tolist(),
+            batch["next", "observation"].tolist(),
+            strict=True,
+        ):
+            rows = list(world.later(world.cell(place)))[:n]
+            total = sum(gamma**k * world.fields(cell)["next", "reward"][0] for k, cell in enumerate(rows))
+            assert reward[0] == pytest.approx(total, rel=1e-6, abs=1e-6)
+            assert taken == [len(rows)]
+            assert following == world.fields(rows[-1])["next", "observation"]
+        world.write(2)
+
+
+def test_the_sum_of_a_thousand_small_rewards_is_that_of_float64():
+    """In float32, adding up from the first one would lose them."""
+    data = chain(1_000)
+    data["next", "reward"] = torch.full((1_000, 1), 1e-4)
+    data["next", "reward"][0] = 3e4
+    rb = buffer(NStepSampler(UniformSampler(unique=True), 1_000, 1.0), data, size=1_000)
+    exact = math.fsum(data["next", "reward"].double().flatten().tolist())
+    assert by_row(rb)["next", "reward"][0, 0] == torch.tensor(exact).float()
+
+
+def test_steps_of_one_are_the_rows_as_they_are():
+    data = chain(20, done=[4], terminated=[4])
+    batch = by_row(buffer(NStepSampler(UniformSampler(unique=True), 1, 0.5), data))
+    assert (batch["steps_to_next_obs"] == 1).all()
+    assert (batch.select(*data.keys()) == data).all()
+
+
+def test_a_sum_never_reaches_past_the_write_head():
+    rb = buffer(NStepSampler(UniformSampler(unique=True), 3, 1.0), chain(7), size=10)
+    batch = by_row(rb)
+    assert batch["steps_to_next_obs"].flatten().tolist() == [3, 3, 3, 3, 3, 2, 1]
+    rb.extend(chain(6))  # rows 7, 8, 9, 0, 1, 2
+    batch = by_row(rb)
+    assert batch["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 3, 3, 3, 3, 3, 3, 3]
+
+
+# -- over hindsight
+
+
+def reached(batch: TensorDictBase) -> torch.Tensor:
+    return (batch["next", "x"] == batch["goal"]).float()
+
+
+def goal_chain(n: int, **flags: Any) -> TensorDict:
+    data = chain(n, **flags)
+    data["goal"] = torch.full((n,), 999)
+    data["next", "reward"] = torch.zeros(n, 1)
+    return data
+
+
+@pytest.mark.parametrize(
+    "flags", [("done",), ("done", "terminated", "truncated"), ("terminated", "truncated"), ("terminated",)]
+)
+def test_a_sum_stops_where_the_new_goal_is_reached(flags):
+    """Whichever flags are stored; without ``terminated_fn`` it goes on."""
+    data = goal_chain(12, **{name: [] for name in flags})
+    ends = "terminated" in flags
+    sampler = HindsightSampler(
+        UniformSampler(),
+        lambda batch: reached(batch) + 1,
+        her_ratio=1.0,
+        goal_key="goal",
+        achieved_goal_key="x",
+        terminated_fn=(lambda batch: reached(batch) == 1) if ends else None,
+    )
+    batch = buffer(NStepSampler(sampler, 5, 1.0), data).sample(300)
+    for x, goal, taken, reward, following in zip(
+        *(
+            batch[key].flatten().tolist()
+            for key in ("x", "goal", "steps_to_next_obs", ("next", "reward"), ("next", "x"))
+        ),
+        strict=True,
+    ):
+        steps = min(5, 12 - x, goal - x if ends else 99)
+        assert taken == steps
+        assert following == x + steps
+        assert reward == steps + (x < goal <= x + steps)
+    if ends:
+        assert torch.equal(batch["next", "terminated"].flatten(), batch["next", "x"] == batch["goal"])
+
+
+def test_rewards_of_rows_that_were_not_relabelled_are_those_stored():
+    data = goal_chain(12)
+    data["next", "reward"] += 7
+    sampler = HindsightSampler(UniformSampler(), reached, her_ratio=0.5, goal_key="goal", achieved_goal_key="x")
+    batch = buffer(NStepSampler(sampler, 3, 1.0), data).sample(200)
+    kept = batch[~batch["relabeled"]]
+    assert (kept["next", "reward"] == 7 * kept["steps_to_next_obs"]).all()
+    assert (kept["goal"] == 999).all()
+    assert (batch[batch["relabeled"]]["next", "reward"] <= 1).all()
+
+
+# -- TorchRL
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_torchrls_loss_bootstraps_from_the_right_observation_with_the_right_discount(cls):
+    n, gamma = 3, 0.9
+    data = chain(30, done=[9, 19], terminated=[9], truncated=[19])
+    data["observation"] = torch.randn(30, 4)
+    data["next", "observation"] = torch.cat([data["observation"][1:], torch.randn(1, 4)])
+    data["action"] = torch.randint(2, (30,))
+    rb = buffer(NStepSampler(UniformSampler(unique=True), n, gamma), data, cls=cls)
+    batch = by_row(rb)
+    net = torch.nn.Linear(4, 2)
+    actor = QValueActor(
+        TensorDictModule(net, ["observation"], ["action_value"]), spec=Categorical(2), action_space="categorical"
+    )
+    loss = DQNLoss(actor, action_space="categorical", loss_function="l2", delay_value=False)
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=gamma)
+    loss(batch)
+    targets = []
+    for row in range(30):
+        last = min(row + n - 1, 29, *[end for end in (9, 19) if end >= row])
+        total = sum(gamma**k * float(data["next", "reward"][row + k]) for k in range(last - row + 1))
+        bootstrap = float(net(data["next", "observation"][last]).detach().max()) if last != 9 else 0.0
+        targets.append(total + gamma ** (last - row + 1) * bootstrap)
+    value = net(data["observation"]).gather(1, data["action"][:, None]).squeeze(1)
+    wanted = (torch.tensor(targets) - value).pow(2)
+    torch.testing.assert_close(batch["td_error"].flatten(), wanted.detach(), rtol=1e-4, atol=1e-5)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "words"),
+    [
+        ((0, 0.9), {}, ValueError, "n_steps must be a whole number, at least 1, got 0"),
+        ((1.5, 0.9), {}, ValueError, r"n_steps must be a whole number, at least 1, got 1\.5"),
+        ((3, 1.1), {}, ValueError, r"gamma must be between 0 and 1, got 1\.1"),
+        ((3, -0.1), {}, ValueError, r"gamma must be between 0 and 1, got -0\.1"),
+        ((3, math.nan), {}, ValueError, "gamma must be between 0 and 1, got nan"),
+        ((3, 0.9), {"reward_key": "reward"}, ValueError, "the reward of a transition lies in 'next'"),
+    ],
+)
+def test_bad_arguments_are_refused(args, kwargs, error, words):
+    with pytest.raises(error, match=words):
+        NStepSampler(UniformSampler(), *args, **kwargs)
+
+
+def test_a_bad_setting_leaves_the_old_one():
+    sampler = NStepSampler(UniformSampler(), 3, 0.9)
+    with pytest.raises(ValueError, match="n_steps"):
+        sampler.n_steps = -1
+    with pytest.raises(ValueError, match="gamma"):
+        sampler.gamma = 2
+    assert (sampler.n_steps, sampler.gamma) == (3, 0.9)
+
+
+@pytest.mark.parametrize("inner", [SequenceSampler(UniformSampler(), 3), NStepSampler(UniformSampler(), 3, 0.9)])
+def test_wrappers_that_belong_outside_are_refused(inner):
+    with pytest.raises(TypeError, match=f"draws single transitions, got a {type(inner).__name__}"):
+        NStepSampler(inner, 3, 0.9)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda data: data["next"].del_("reward"), KeyError, "n-step returns need .*reward.*, which is not stored"),
+        (lambda data: data["next"].del_("done"), KeyError, "no row says where a trajectory ends"),
+        (
+            lambda data: data.set(("next", "reward"), torch.zeros(9, 1).long()),
+            TypeError,
+            "floating point numbers, got torch.int64",
+        ),
+        (lambda data: data.set(("next", "done"), torch.zeros(9, 1)), TypeError, "must be bool, got float32"),
+    ],
+)
+def test_bad_rows_are_refused_at_the_first_draw_and_change_nothing(spoil, error, words, cls):
+    data = chain(9)
+    spoil(data)
+    sampler = ProportionalSampler(50)
+    rb = buffer(NStepSampler(sampler, 3, 0.9), data, cls=cls)
+    rows, priority = rb.storage[:].clone(), sampler.priority(torch.arange(9))
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            rb.sample(4)
+    assert (rb.storage[:] == rows).all()
+    assert torch.equal(sampler.priority(torch.arange(9)), priority)
+
+
+def test_torchrls_prioritized_sampler_can_be_wrapped():
+    try:
+        inner = PrioritizedSampler(50, 0.7, 0.5)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        pytest.skip(f"TorchRL's extension does not load: {error}")
+    rb = buffer(NStepSampler(inner, 3, 1.0), chain(20), cls=TensorDictReplayBuffer)
+    batch = rb.sample(16)
+    assert (batch["next", "x"] == batch["x"] + batch["steps_to_next_obs"].flatten()).all()
+    batch["td_error"] = torch.rand(16)
+    rb.update_tensordict_priority(batch)
+    assert rb.sample(16)["priority_weight"].shape == (16,)

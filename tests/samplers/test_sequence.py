@@ -1,0 +1,340 @@
+"""Sequences: windows that never cross a trajectory, their masks and flags, and priorities of whole windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
+
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from tests.statistics import assert_follows
+from tests.worlds import Recipe, World, window
+
+
+@pytest.fixture(params=["bitmap", "flags"])
+def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with the boundaries of the CPU, and with those of other devices."""
+    if request.param == "flags":
+        monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+    return request.param
+
+
+def world(
+    sampler: Any,
+    *,
+    steps: int = 20,
+    lanes: int = 2,
+    fill: float = 1.7,
+    seed: int = 0,
+    cls: Any = ReplayBuffer,
+    **kwargs: Any,
+) -> World:
+    storage = PackedStorage(steps * lanes, ndim=2 if lanes > 1 else 1)
+    made = World(cls(storage=storage, sampler=sampler), steps, lanes, seed, **kwargs)
+    made.fill(max(2, round(fill * steps)))
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.integers(1, 15),
+    lanes=st.integers(1, 3),
+    fill=st.floats(0.1, 3.0),
+    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.5, 0.0, 0.3), (1.0, 1.0, 1.0)]),
+    length=st.integers(1, 20),
+    burn_in=st.integers(0, 6),
+    boundary=st.sampled_from(["pad", "shift"]),
+    seed=st.integers(0, 2**16),
+)
+def test_every_window_lies_within_the_trajectory_of_its_anchor(
+    steps, lanes, fill, often, length, burn_in, boundary, seed
+):
+    made = world(
+        SequenceSampler(UniformSampler(), length, burn_in=burn_in, boundary=boundary),
+        steps=steps,
+        lanes=lanes,
+        fill=fill,
+        seed=seed,
+        often=often,
+    )
+    recipe = Recipe(sequence=True, length=length, burn_in=burn_in, boundary=boundary)
+    torch.manual_seed(seed)
+    for _ in range(3):
+        batch = made.rb.sample(10 * recipe.window).view(10, recipe.window)
+        for row in batch:
+            anchor = made.cell(row["anchor_index"][0].tolist())
+            cells, real = window(made, anchor, recipe)
+            assert [made.cell(place) for place in row["index"].tolist()] == cells
+            assert row["mask"].tolist() == real
+            assert row["burn_in_mask"].tolist() == [j < burn_in for j in range(recipe.window)]
+            assert row["mask"].any()
+        made.write(2)
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("kind", ["uniform", "proportional", "stratified", "rank", "stratified by rank"])
+def test_strict_windows_are_whole_and_their_anchors_follow_the_law_of_those_that_fit(kind):
+    length, burn_in = 4, 2
+    inner: Any = {
+        "uniform": UniformSampler,
+        "proportional": lambda: ProportionalSampler(120, 1.0, eps=0.0, stratified=False),
+        "stratified": lambda: ProportionalSampler(120, 1.0, eps=0.0),
+        "rank": lambda: RankSampler(120, 1.0, stratified=False),
+        "stratified by rank": lambda: RankSampler(120, 1.0),
+    }[kind]()
+    made = world(SequenceSampler(inner, length, burn_in=burn_in, boundary="strict"), steps=60, often=(0.04, 0.03, 0.02))
+    rows = len(made.rb.storage)
+    law = np.ones(rows)
+    if kind != "uniform":
+        error = 0.5 + (torch.arange(rows) * 7 % rows) / rows
+        inner.update_priority(torch.arange(rows), error, storage=made.rb.storage)
+        law = inner.probability(torch.arange(rows)).numpy()
+    fits = np.array(
+        [
+            min(len(list(made.history.earlier(*cell))), burn_in) == burn_in
+            and len(list(made.history.later(*cell))) >= length - 1
+            for cell in made.history.written()
+        ]
+    )
+    assert 0.2 < fits.mean() < 0.8
+    counts = np.zeros(rows)
+    torch.manual_seed(0)
+    for _ in range(10):
+        batch = made.rb.sample(2_000 * 6)
+        assert batch["mask"].all()
+        anchors = batch["anchor_index"].view(2_000, 6, 2)[:, 0] @ torch.tensor([made.lanes, 1])
+        assert torch.equal(batch["index"].view(2_000, 6, 2)[:, burn_in] @ torch.tensor([made.lanes, 1]), anchors)
+        np.add.at(counts, anchors.numpy(), 1)
+    law = np.where(fits, law, 0)
+    assert_follows(counts, law / law.sum())
+
+
+def test_strict_windows_carry_the_weights_of_their_own_anchors():
+    inner = ProportionalSampler(120, 0.8, 0.5)
+    made = world(SequenceSampler(inner, 3, burn_in=1, boundary="strict"), steps=60, often=(0.05, 0.0, 0.0))
+    rows = torch.arange(len(made.rb.storage))
+    inner.update_priority(rows, 0.1 + rows / 50, storage=made.rb.storage)
+    batch = made.rb.sample(400)
+    flat = batch["anchor_index"] @ torch.tensor([made.lanes, 1])
+    probability = inner.probability(rows)
+    wanted = (probability[flat] / probability.min()) ** -0.5
+    torch.testing.assert_close(batch["priority_weight"], wanted.float())
+
+
+def test_windows_that_do_not_fit_anywhere_are_refused():
+    made = world(SequenceSampler(UniformSampler(), 30, boundary="strict"))
+    with pytest.raises(RuntimeError, match=r"hardly any had a window of 30 rows within its trajectory: take shorter"):
+        made.rb.sample(60)
+
+
+# -- flags and recurrent state
+
+
+def test_the_recurrent_state_of_a_windows_first_row_is_at_hand():
+    made = world(SequenceSampler(UniformSampler(), 3, burn_in=2))
+    batch = made.rb.sample(5 * 40).view(40, 5)
+    for row in batch:
+        anchor = made.cell(row["anchor_index"][0].tolist())
+        first = window(made, anchor, Recipe(sequence=True, length=3, burn_in=2))[0][0]
+        assert row["hidden"][0].tolist() == made.fields(first)["hidden",]
+        assert bool(row["is_init"][0])
+
+
+@pytest.mark.parametrize("module", [LSTMModule, GRUModule])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_torchrls_recurrent_modules_take_each_real_window_for_itself(cls, module):
+    """The flat batch in recurrent mode gives what stepping through each window from its stored state gives."""
+    lstm = module is LSTMModule
+    states = ["hx", "cx"] if lstm else ["hx"]
+    torch.manual_seed(0)
+    net = module(
+        input_size=2,
+        hidden_size=4,
+        in_keys=["observation", *states],
+        out_keys=["out", *(("next", state) for state in states)],
+    )
+    storage = LazyTensorStorage(30) if cls is TensorDictReplayBuffer else PackedStorage(30)
+    rb = cls(storage=storage, sampler=SequenceSampler(UniformSampler(), 3, burn_in=2))
+    done = (torch.arange(30) % 7 == 6).unsqueeze(-1)
+    data = TensorDict({"observation": torch.randn(30, 2), "is_init": done.roll(1, 0), "next": {"done": done}}, [30])
+    for state in states:
+        data[state] = torch.randn(30, 1, 4)
+    rb.extend(data)
+    batch = rb.sample(100)
+    with set_recurrent_mode(True), torch.no_grad():
+        found = net(batch.clone())["out"].view(20, 5, 4)
+    cell = net.lstm if lstm else net.gru
+    for rows, out in zip(batch.view(20, 5), found, strict=True):
+        start = int(rows["mask"].int().argmax())
+        hidden = [rows[state][start].unsqueeze(1) for state in states]
+        for j in range(start, 5):
+            if not rows["mask"][j]:
+                break
+            with torch.no_grad():
+                here, following = cell(rows["observation"][j].view(1, 1, 2), tuple(hidden) if lstm else hidden[0])
+            hidden = list(following) if lstm else [following]
+            torch.testing.assert_close(out[j], here.flatten())
+
+
+# -- priorities
+
+
+def errors_of(batch: TensorDictBase) -> torch.Tensor:
+    return torch.linspace(-3, 2, len(batch)).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("inner", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("boundary", ["pad", "shift", "strict"])
+@pytest.mark.parametrize(("rule", "eta"), [("max", 0.9), ("mix", 0.9), ("mix", 0.0), ("mix", 0.3)])
+def test_td_errors_of_real_rows_after_burn_in_become_the_priority_of_the_anchor(rule, eta, boundary, lanes, inner):
+    length, burn_in = 4, 2
+    sampler = inner(40)
+    made = world(
+        SequenceSampler(sampler, length, burn_in=burn_in, boundary=boundary, priority=rule, eta=eta),
+        steps=40 // lanes,
+        lanes=lanes,
+        often=(0.05, 0.02, 0.02),
+    )
+    before = sampler.priority(torch.arange(40))
+    batch = made.rb.sample(6 * 20)
+    batch["td_error"] = errors_of(batch)
+    made.rb.update_tensordict_priority(batch)
+    wanted = before.clone()
+    for rows in batch.view(20, 6):
+        anchor = made.flat(made.cell(rows["anchor_index"][0].tolist()))
+        magnitude = rows["td_error"].abs().flatten()[rows["mask"] & ~rows["burn_in_mask"]].double()
+        wanted[anchor] = magnitude.max() if rule == "max" else eta * magnitude.max() + (1 - eta) * magnitude.mean()
+    torch.testing.assert_close(sampler.priority(torch.arange(40)), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("boundary", ["pad", "strict"])
+def test_in_torchrls_buffer_too(boundary, lanes):
+    """Which hands over rows, not anchors: windows are recognised."""
+    sampler = ProportionalSampler(40)
+    made = world(
+        SequenceSampler(sampler, 4, burn_in=2, boundary=boundary),
+        steps=40 // lanes,
+        lanes=lanes,
+        often=(0.05, 0.02, 0.02),
+        cls=TensorDictReplayBuffer,
+    )
+    before = sampler.priority(torch.arange(40))
+    batch = made.rb.sample(6 * 20)
+    batch["td_error"] = errors_of(batch)
+    made.rb.update_tensordict_priority(batch)
+    wanted = before.clone()
+    for rows in batch.view(20, 6):
+        anchor = made.flat(made.cell(rows["anchor_index"][0].tolist()))
+        learned = rows["mask"] & ~rows["burn_in_mask"]
+        wanted[anchor] = rows["td_error"].abs().flatten()[learned].double().max()
+    torch.testing.assert_close(sampler.priority(torch.arange(40)), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_part_of_a_batch_cannot_set_priorities():
+    sampler = ProportionalSampler(40)
+    made = world(SequenceSampler(sampler, 4, burn_in=2))
+    before = sampler.priority(torch.arange(40))
+    batch = made.rb.sample(60)
+    batch["td_error"] = errors_of(batch)
+    with pytest.raises(ValueError, match="59 TD errors are not whole windows of 6 rows"):
+        made.rb.update_tensordict_priority(batch[:59])
+    with pytest.raises(KeyError, match="needs its 'mask', 'burn_in_mask' and 'anchor_index'"):
+        made.rb.update_tensordict_priority(batch.exclude("mask"))
+    batch["td_error"][3] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        made.rb.update_tensordict_priority(batch)
+    assert torch.equal(sampler.priority(torch.arange(40)), before)
+
+
+def test_rows_may_still_be_given_priorities_one_by_one():
+    sampler = ProportionalSampler(40)
+    made = world(SequenceSampler(sampler, 4, burn_in=2))
+    rows = torch.tensor([3, 17, 5, 11, 30, 8])  # six rows, but no window
+    made.rb.update_priority(rows, torch.arange(1.0, 7.0))
+    assert sampler.priority(rows).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"length": 0}, "length must be a whole number, at least 1, got 0"),
+        ({"length": 2.5}, r"length must be a whole number, at least 1, got 2\.5"),
+        ({"burn_in": -1}, "burn_in must be a whole number, at least 0, got -1"),
+        ({"boundary": "cut"}, "boundary must be 'pad', 'shift' or 'strict', got 'cut'"),
+        ({"priority": "min"}, "priority must be 'max' or 'mix', got 'min'"),
+        ({"eta": 1.5}, r"eta must be between 0 and 1, got 1\.5"),
+        ({"eta": float("nan")}, "eta must be between 0 and 1, got nan"),
+    ],
+)
+def test_bad_arguments_are_refused(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        SequenceSampler(UniformSampler(), **({"length": 4} | kwargs))
+
+
+def test_sequences_of_sequences_are_refused():
+    with pytest.raises(TypeError, match="draws single rows, got a SequenceSampler"):
+        SequenceSampler(SequenceSampler(UniformSampler(), 3), 3)
+    with pytest.raises(TypeError, match="draws single transitions, got a SequenceSampler"):
+        NStepSampler(SequenceSampler(UniformSampler(), 3), 3, 0.9)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_batch_of_other_than_whole_windows_is_refused(cls):
+    made = world(SequenceSampler(UniformSampler(), 4, burn_in=1), cls=cls)
+    with pytest.raises(
+        ValueError, match=r"a multiple of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences take 160"
+    ):
+        made.rb.sample(12)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("entry", [{}, {"next": {"done": torch.zeros(5)}}])
+def test_rows_that_do_not_say_where_trajectories_end_are_refused(entry, cls):
+    rb = cls(storage=PackedStorage(5), sampler=SequenceSampler(UniformSampler(), 2))
+    rb.extend(TensorDict({"x": torch.arange(5)} | entry, [5]))
+    with pytest.raises((KeyError, TypeError), match=r"no row says where|must be bool"):
+        rb.sample(4)
+    assert rb.storage["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_whole_recurrent_network_learns_from_a_batch():
+    """Forward and backward in TorchRL's recurrent mode, with burn-in left out of the loss."""
+    made = world(SequenceSampler(UniformSampler(), 4, burn_in=2))
+    lstm = LSTMModule(
+        input_size=2,
+        hidden_size=3,
+        in_keys=["observation", "hx", "cx"],
+        out_keys=["out", ("next", "hx"), ("next", "cx")],
+    )
+    head = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["out"], out_keys=["value"])
+    net = TensorDictSequential(lstm, head)
+    batch = made.rb.sample(60)
+    batch["hx"], batch["cx"] = (torch.zeros(60, 1, 3) for _ in range(2))
+    with set_recurrent_mode(True):
+        value = net(batch)["value"]
+    learned = batch["mask"] & ~batch["burn_in_mask"]
+    ((value - batch["next", "reward"])[learned] ** 2).mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in net.parameters())
