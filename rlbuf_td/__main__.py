@@ -14,13 +14,32 @@ OPERATIONS = (
 )
 
 
+DEFAULTS = {  # environment and sampler of the demos
+    "dqn": ("CartPole-v1", "proportional"),
+    "ppo": ("CartPole-v1", None),
+    "sac-her": ("FetchReach-v4", "uniform"),
+    "drqn": ("CartPole-v1", "uniform"),
+}
+EXTRAS = {"sac-her": "demo-robotics"}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a DQN from prioritized replay, or PPO from rollouts")
-    demo.add_argument("--algo", default="dqn", choices=("dqn", "ppo"))
-    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment; dqn: with discrete actions")
-    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional", "rank"), help="of dqn")
+    demo = commands.add_parser("demo", help="train an agent from replay or rollouts, and draw how it learned")
+    demo.add_argument(
+        "--algo",
+        default="dqn",
+        choices=tuple(DEFAULTS),
+        help="dqn: prioritized replay; ppo: rollouts; sac-her: sparse rewards, with and without hindsight; "
+        "drqn: sequences, with and without memory",
+    )
+    demo.add_argument(
+        "--env", default=None, help="a Gymnasium environment; sac-her: with goals; dqn: with discrete actions"
+    )
+    demo.add_argument(
+        "--sampler", default=None, choices=("uniform", "proportional", "rank"), help="of dqn, sac-her and drqn"
+    )
     demo.add_argument("--steps", type=int, default=None, help="environment steps at most")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
@@ -42,13 +61,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
+    extra = options.command
     try:
         if options.command == "demo":
-            command = importlib.import_module(f"rlbuf_td.demos.{options.algo}").main
+            env, sampler = DEFAULTS[options.algo]
+            options.env, options.sampler = options.env or env, options.sampler or sampler
+            extra = EXTRAS.get(options.algo, extra)
+            command = importlib.import_module(f"rlbuf_td.demos.{options.algo.replace('-', '_')}").main
         else:
             command = importlib.import_module("rlbuf_td.bench.compare").main
     except ModuleNotFoundError as error:
-        extra = options.command
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
         return 1
     return command(options)
