@@ -14,13 +14,32 @@ OPERATIONS = (
 )
 
 
+DEFAULTS = {  # environment and sampler of the demos
+    "dqn": ("CartPole-v1", "proportional"),
+    "ppo": ("CartPole-v1", None),
+    "sac-her": ("FetchReach-v4", "uniform"),
+    "drqn": ("CartPole-v1", "uniform"),
+}
+EXTRAS = {"sac-her": "demo-robotics"}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a DQN from prioritized replay, or PPO from rollouts")
-    demo.add_argument("--algo", default="dqn", choices=("dqn", "ppo"))
-    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment; dqn: with discrete actions")
-    demo.add_argument("--sampler", default="proportional", choices=("uniform", "proportional", "rank"), help="of dqn")
+    demo = commands.add_parser("demo", help="train an agent from replay or rollouts, and draw how it learned")
+    demo.add_argument(
+        "--algo",
+        default="dqn",
+        choices=tuple(DEFAULTS),
+        help="dqn: prioritized replay; ppo: rollouts; sac-her: sparse rewards, with and without hindsight; "
+        "drqn: sequences, with and without memory",
+    )
+    demo.add_argument(
+        "--env", default=None, help="a Gymnasium environment; sac-her: with goals; dqn: with discrete actions"
+    )
+    demo.add_argument(
+        "--sampler", default=None, choices=("uniform", "proportional", "rank"), help="of dqn, sac-her and drqn"
+    )
     demo.add_argument("--steps", type=int, default=None, help="environment steps at most")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
@@ -55,11 +74,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     module, extra = {
-        "demo": (f"rlbuf_td.demos.{getattr(options, 'algo', '')}", "demo"),
+        "demo": ("", "demo"),
         "bench": ("rlbuf_td.bench.compare", "bench"),
         "plan": ("rlbuf_td.planning", "demo"),
         "doctor": ("rlbuf_td.doctor", "demo"),
     }[options.command]
+    if options.command == "demo":
+        env, sampler = DEFAULTS[options.algo]
+        options.env, options.sampler = options.env or env, options.sampler or sampler
+        module, extra = f"rlbuf_td.demos.{options.algo.replace('-', '_')}", EXTRAS.get(options.algo, extra)
     try:
         if getattr(options, "env", None):
             importlib.import_module("gymnasium")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -47,10 +48,39 @@ def test_operations_named_on_the_command_line_are_those_that_the_benchmark_knows
     assert tuple(compare.OPERATIONS) == OPERATIONS
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rlbuf_td.demos.dqn", None)
-    assert main(["demo"]) == 1
-    assert "pip install 'rlbuf_td[demo]'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "missing", "extra"),
+    [
+        ([], "rlbuf_td.demos.dqn", "demo"),
+        (["--algo", "drqn"], "rlbuf_td.demos.drqn", "demo"),
+        (["--algo", "sac-her"], "gymnasium_robotics", "demo-robotics"),
+    ],
+)
+def test_a_missing_extra_is_named(arguments, missing, extra, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "rlbuf_td.demos.sac_her", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["demo", *arguments]) == 1
+    assert f"'{missing}' is missing: pip install 'rlbuf_td[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "sampler"),
+    [
+        (["--algo", "sac-her"], "FetchReach-v4", "uniform"),
+        (["--algo", "sac-her", "--env", "FetchPush-v4", "--sampler", "rank"], "FetchPush-v4", "rank"),
+        (["--algo", "drqn"], "CartPole-v1", "uniform"),
+        ([], "CartPole-v1", "proportional"),
+    ],
+)
+def test_a_demo_has_an_environment_and_a_sampler_of_its_own(arguments, env, sampler, monkeypatch, capsys):
+    def say(options):
+        print(options.env, options.sampler)
+        return 0
+
+    for algo in ("dqn", "sac_her", "drqn"):
+        monkeypatch.setitem(sys.modules, f"rlbuf_td.demos.{algo}", types.SimpleNamespace(main=say))
+    assert main(["demo", *arguments]) == 0
+    assert capsys.readouterr().out == f"{env} {sampler}\n"
 
 
 def test_an_unknown_command_is_refused(capsys):
