@@ -292,8 +292,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Args:
             shared: ``False`` is for TorchRL's constructor: what is shared stays so.
 
-        Cost: some 5 us more for each call, and a copy of the rows that a write replaces; O(N) for the first call after a
-        process has died at work.
+        Cost: some 5 us more for each call, and a copy of the rows that a write replaces; O(N) for the first call after
+        a process has died at work.
 
         Raises:
             ValueError: rows on a CUDA device.
