@@ -55,17 +55,23 @@ def by_row(
         ValueError: the index does not name rows of this storage.
     """
     inner = inner_dims(storage) if dims > 1 else 0
-    if dims == 0:
-        index = index[None]
-    elif dims > 1:
-        first_of_row = (slice(None), *(0,) * inner)
-        index = index.flatten(0, dims - inner - 1)[first_of_row]
+    index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
         raise ValueError(
             f"the batch has an index of shape {tuple(index.shape)} a row, which does not name rows of a storage "
             f"with ndim={storage.ndim}"
         )
     return one_a_row(td_error, dims - inner, reduction), index
+
+
+def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
+    """Return ``[B, ...]`` of an entry of a batch with ``dims`` batch dims, ``inner`` of which lie within a row."""
+    if dims == 1:
+        return entry
+    if dims == 0:
+        return entry[None]
+    first = (slice(None), *(0,) * inner)
+    return entry.flatten(0, dims - inner - 1)[first]
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:

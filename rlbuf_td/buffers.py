@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +29,9 @@ from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.sharing.buffers import share_buffer
 from rlbuf_td.spaces import schema_of, transition_schema
+from rlbuf_td.staleness import SAMPLED_AT, Tally, skip_stale
 from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import reshaped
@@ -67,7 +71,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         tensor([0, 1, 2, 3, 4])
         >>> batch = rb.sample()
         >>> sorted(batch.keys())
-        ['index', 'next', 'observation', 'priority_weight']
+        ['index', 'next', 'observation', 'priority_weight', 'sampled_at']
         >>> batch["td_error"] = torch.rand(2)
         >>> rb.update_tensordict_priority(batch)
     """
@@ -90,6 +94,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         for part, default in defaults.items():
             if kwargs.get(part) is None:
                 kwargs[part] = default
+        self._stale_updates = Tally()
         super().__init__(priority_key=priority_key, **kwargs)
 
     # -- construction for an environment
@@ -179,11 +184,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         storage.reserve(schema)
         return cls(storage=storage, **kwargs)
 
-    # -- sampling
+    # -- parts
 
     def _init(self) -> None:
         super()._init()
         self._choose_path()
+        if self.shared or getattr(self._storage, "shared", False):
+            self.share()
 
     def _choose_path(self) -> None:
         """Go the direct way, unless something asks for TorchRL's general one."""
@@ -212,6 +219,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Unlike in TorchRL, the writer goes on where the new storage was written last, and priorities start anew.
         """
+        self._refuse_if_shared("storage")
         previous = super().set_storage(storage, collate_fn)
         storage.attach(self)
         storage._rng = self._rng
@@ -228,10 +236,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
         Unlike in TorchRL, rows to which it has given no priority yet enter as new ones do.
         """
-        previous = super().set_sampler(sampler)
-        sampler._rng = self._rng
-        self._choose_path()
-        self._let_rows_in()
+        self._refuse_if_shared("sampler")
+        with self._replay_lock:
+            previous = super().set_sampler(sampler)
+            sampler._rng = self._rng
+            self._choose_path()
+            self._let_rows_in()
         return previous
 
     def _let_rows_in(self) -> None:
@@ -250,9 +260,76 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def set_writer(self, writer: Writer) -> Writer:
         """Put another writer in place, and return the old one."""
-        previous = super().set_writer(writer)
-        self._choose_path()
+        self._refuse_if_shared("writer")
+        with self._replay_lock:
+            previous = super().set_writer(writer)
+            self._choose_path()
         return previous
+
+    # -- threads and processes
+
+    @property
+    def _replay_lock(self) -> Any:
+        """The storage's lock: buffers over one storage exclude each other, whichever of them writes."""
+        lock = getattr(self.__dict__.get("_storage"), "lock", None)
+        return self._own_lock if lock is None else lock
+
+    @_replay_lock.setter
+    def _replay_lock(self, lock: Any) -> None:
+        self._own_lock = lock  # TorchRL's, for storages without one
+
+    def share(self, shared: bool = True) -> ReplayBuffer:
+        """Let several processes use this buffer: those forked from now on, or spawned and sent it.
+
+        Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities; it
+        waits for the others, and one that is killed in the middle of a write has written nothing and blocks nobody.
+        TorchRL's collectors with several workers call this themselves. What samplers keep beside priorities (the place
+        in an epoch, generators) each process has for itself.
+
+        Parts cannot be replaced any more, for other processes would go on with the old ones. A storage of TorchRL's is
+        shared as TorchRL does.
+
+        Args:
+            shared: ``False`` is for TorchRL's constructor: what is shared stays so.
+
+        Cost: some 5 us more for each call, and a copy of the rows that a write replaces; O(N) for the first call after
+        a process has died at work.
+
+        Raises:
+            ValueError: rows on a CUDA device.
+            RuntimeError: this system has no locks that outlive processes (Windows).
+        """
+        storage = self.__dict__.get("_storage")
+        if not shared or not isinstance(storage, PackedStorage):
+            return super().share(shared)
+        with self._replay_lock:
+            share_buffer(storage, self._sampler, self._writer)
+            super().share(True)
+            self._write_lock = nullcontext()  # the storage's lock does for processes, too
+        return self
+
+    def repair(self) -> None:
+        """Put priorities right after a process has died while it held the lock."""
+        if self._prioritized is not None:
+            self._prioritized.repair(self._storage)
+
+    def _refuse_if_shared(self, part: str) -> None:
+        if getattr(self._storage, "is_shared", False):
+            raise RuntimeError(
+                f"cannot set the {part} of a shared buffer: other processes would go on with the old one. "
+                "Set it before you share the buffer"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_own_lock")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._own_lock = RLock()
+        super().__setstate__(state)
+
+    # -- sampling
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._collates_plainly = collate_fn is None
@@ -286,17 +363,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        if not self._is_direct:
-            batch, info = super()._sample(batch_size)
-            self._note_draw(info["index"], info)
-            return batch, info
         storage = self._storage
         with self._replay_lock, self._write_lock:
-            if self._wrapper is None:
+            is_direct, wrapper = self._is_direct, self._wrapper  # asked here: another thread may set another sampler
+            stamped = self._prioritized is not None and isinstance(storage, PackedStorage)
+            now = storage.clock.now if stamped else None
+            if is_direct and wrapper is not None:
+                index, info, batch = wrapper.draw_batch(storage, batch_size)
+            elif is_direct:
                 index, info = self._sampler.draw(storage, batch_size)
                 batch = storage.gather(index)
-            else:
-                index, info, batch = self._wrapper.draw_batch(storage, batch_size)
+        if not is_direct:
+            return self._sample_generally(batch_size, now)
+        if now is not None:
+            info[SAMPLED_AT] = storage.clock.stamp(now, index.shape[0], index.device)
         if storage.ndim > 1:
             index = coordinates(index, storage)
         info["index"] = index
@@ -312,6 +392,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
         if self._replays is not None:
             self._replays.count_(index)
+
+    def _sample_generally(self, batch_size: int, now: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
+        batch, info = super()._sample(batch_size)
+        self._note_draw(info["index"], info)
+        if now is not None and self._sample_unit is None:
+            first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
+            info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
+        return batch, info
 
     def _transformed(self, batch: TensorDictBase) -> TensorDictBase:
         if not len(self._stages):
@@ -410,6 +498,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             self._sampler.add(self._writer.add_packed(block))
 
+    def mark_update(self, index: Any) -> None:
+        """Tell the sampler that rows have been written; writers do."""
+        with self._replay_lock, self._write_lock:
+            super().mark_update(index)
+
     def mark_range(self, start: int, count: int) -> None:
         """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
         if self._prioritized is not None:
@@ -432,7 +525,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     # -- priorities
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give rows the magnitudes of TD errors.
+        """Give rows the magnitudes of TD errors, whatever they hold by now.
 
         Args:
             index: flat rows, or as :meth:`extend` and :meth:`sample` give it: a tuple of coordinates, or
@@ -456,9 +549,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Give the rows of a batch the TD errors that it now holds; does nothing for a sampler without priorities.
 
+        Rows that have been replaced since the batch was sampled keep the priority of what they hold now, and are
+        counted (:meth:`health`), whatever has happened in between: prefetching, other threads and processes, slicing
+        the batch, moving it to a device. For a batch without its entry ``"sampled_at"`` all rows are updated, as by
+        :meth:`update_priority`.
+
         Args:
-            data: a batch of this buffer (it knows its rows by ``"index"``) with ``priority_key`` set, ``[B]`` or
-                ``[B, ...]``: several errors a row are reduced, by magnitude.
+            data: a batch of this buffer (it knows its rows by ``"index"``, and by ``"sampled_at"`` whether they are
+                what they were) with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors a row are reduced,
+                by magnitude.
 
         Raises:
             KeyError: there are no TD errors in the batch, or no index.
@@ -478,8 +577,12 @@ class ReplayBuffer(TensorDictReplayBuffer):
         td_error, index = by_row(td_error, index, data.ndim, self._storage, sampler.reduction)
         if self._wrapper is not None:
             index, td_error = self._wrapper.anchored(data, index, td_error)
+        sampled_at, stale = entries.get(SAMPLED_AT), 0
         with self._replay_lock, self._write_lock:
+            if sampled_at is not None and isinstance(self._storage, PackedStorage):
+                index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
             sampler.update_priority(index, td_error, storage=self._storage)
+            self._stale_updates.add(stale)
 
     # -- looking
 
@@ -536,12 +639,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def health(self) -> dict[str, float]:
         """Return how the buffer and what it gives are doing, as a flat dict for loggers; see :mod:`rlbuf_td.health`.
 
+        ``stale_updates`` counts the TD errors that :meth:`update_tensordict_priority` has left out, because the row
+        that was sampled had been replaced meanwhile.
+
         Cost: O(N log N) with priorities: for now and then, not for every step.
         """
         if not self._initialized:
             self._init()
         with self._replay_lock, self._write_lock:
-            return health(self._storage, self._sampler, self._writer, self._last_draw, self._replays)
+            report = health(self._storage, self._sampler, self._writer, self._last_draw, self._replays)
+        return report | {"stale_updates": float(self._stale_updates.total())}
 
     # -- words
 

@@ -10,11 +10,13 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 
 from rlbuf_td.indices import device_of, flat_rows, lanes_of
-from rlbuf_td.kernels.boundaries import Boundaries, make_boundaries
+from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries, make_boundaries
+from rlbuf_td.sharing.numbers import SharedNumbers
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
+_NEVER = -2  # a write that follows is no reason to think that the boundaries are up to date
 
 
 class TrajectoryIndex:
@@ -63,7 +65,7 @@ class TrajectoryIndex:
         self.done_key, self.traj_key = _as_tuple(done_key), None if traj_key is None else _as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None
-        self._seen = np.full(1, -1)  # the storage's revision, as of the last write that was taken in
+        self._seen = SharedNumbers("q", [-1])  # the storage's revision, as of the last write that was taken in
         self._unbind()
 
     def _unbind(self) -> None:
@@ -292,6 +294,23 @@ class TrajectoryIndex:
         if not flags and name is not None:
             flags = [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)]
         return flags, name
+
+    # -- processes
+
+    def share_memory_(self) -> None:
+        """Let processes that are forked from now on, or spawned and sent the storage, use the same boundaries.
+
+        Before the first write there are none: each process then has its own, and reads the rows again after others
+        have written. :meth:`ReplayBuffer.share` calls this.
+        """
+        if getattr(self.storage, "_storage", None) is not None:
+            boundaries = self._bind()
+            if isinstance(boundaries, BitBoundaries):
+                boundaries.share_memory_()
+
+    def repair(self) -> None:
+        """Read the rows again at the next question: a process may have died while it took some in."""
+        self._seen[0] = _NEVER
 
     # -- state
 

@@ -68,6 +68,7 @@ def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> Tenso
 
 
 def assert_same(first: TensorDict, second: TensorDict) -> None:
+    first, second = first.exclude("sampled_at"), second.exclude("sampled_at")  # TorchRL's buffers do not add it
     assert set(first.keys(True, True)) == set(second.keys(True, True))
     assert first.batch_size == second.batch_size
     for key in first.keys(True, True):
@@ -186,7 +187,7 @@ def test_return_info_and_include_info_do_as_in_torchrl():
     rb = make(ReplayBuffer, "proportional")
     rb.extend(transitions(20))
     _, info = rb.sample(return_info=True)
-    assert set(info) == {"index", "priority_weight"}
+    assert set(info) == {"index", "priority_weight", "sampled_at"}
     assert "index" not in rb.sample(include_info=False).keys()
     assert rb.sample(8).batch_size == (8,)
     with pytest.warns(UserWarning, match="conflicting batch_sizes"):

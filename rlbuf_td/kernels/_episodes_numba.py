@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from rlbuf_td.kernels._scan_numba import _pointer
+from rlbuf_td.kernels._addresses import pointer
 
 SUM, MEAN, LAST = 0, 1, 2
 FREE = np.iinfo(np.int64).min  # the key of a slot that no episode uses
@@ -36,13 +36,13 @@ def _slot(keys, key, hint):
 @_kernel
 def _number(address, row, is_double):
     if is_double:
-        return carray(_pointer(address), row + 1, np.float64)[row]
-    return np.float64(carray(_pointer(address), row + 1, np.float32)[row])
+        return carray(pointer(address), row + 1, np.float64)[row]
+    return np.float64(carray(pointer(address), row + 1, np.float32)[row])
 
 
 @_kernel
 def _flag(address, row):
-    return carray(_pointer(address), row + 1, np.uint8)[row]
+    return carray(pointer(address), row + 1, np.uint8)[row]
 
 
 @_kernel
@@ -100,7 +100,7 @@ def count_steps(
         row = t * strides[0] + lane * strides[1]
         key = np.int64(-2 - lane)  # lanes and trajectory numbers never meet
         if inputs[0] != 0:
-            key = carray(_pointer(inputs[0]), row + 1, np.int64)[row]
+            key = carray(pointer(inputs[0]), row + 1, np.int64)[row]
             if key == PADDING:
                 continue
         slot = _slot(keys, key, lane_slot[lane])

@@ -16,21 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray, njit
+
+from rlbuf_td.kernels._addresses import pointer
 
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract"}}
-
-
-@intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """Turn an integer into a pointer."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.intp), codegen
 
 
 @njit(**_OPTIONS)
@@ -152,13 +142,13 @@ def gae_float32(gamma, decay, value, next_value, reward, done, terminated, advan
     _gae(
         np.float32(gamma),
         np.float32(decay),
-        carray(_pointer(value), shape, np.float32),
-        carray(_pointer(next_value), shape, np.float32),
-        carray(_pointer(reward), shape, np.float32),
-        carray(_pointer(done), shape, np.bool_),
-        carray(_pointer(terminated), shape, np.bool_),
-        carray(_pointer(advantage), shape, np.float32),
-        carray(_pointer(target), shape, np.float32),
+        carray(pointer(value), shape, np.float32),
+        carray(pointer(next_value), shape, np.float32),
+        carray(pointer(reward), shape, np.float32),
+        carray(pointer(done), shape, np.bool_),
+        carray(pointer(terminated), shape, np.bool_),
+        carray(pointer(advantage), shape, np.float32),
+        carray(pointer(target), shape, np.float32),
     )
 
 
@@ -169,13 +159,13 @@ def gae_float64(gamma, decay, value, next_value, reward, done, terminated, advan
     _gae(
         gamma,
         decay,
-        carray(_pointer(value), shape, np.float64),
-        carray(_pointer(next_value), shape, np.float64),
-        carray(_pointer(reward), shape, np.float64),
-        carray(_pointer(done), shape, np.bool_),
-        carray(_pointer(terminated), shape, np.bool_),
-        carray(_pointer(advantage), shape, np.float64),
-        carray(_pointer(target), shape, np.float64),
+        carray(pointer(value), shape, np.float64),
+        carray(pointer(next_value), shape, np.float64),
+        carray(pointer(reward), shape, np.float64),
+        carray(pointer(done), shape, np.bool_),
+        carray(pointer(terminated), shape, np.bool_),
+        carray(pointer(advantage), shape, np.float64),
+        carray(pointer(target), shape, np.float64),
     )
 
 
@@ -184,9 +174,9 @@ def scan_float32(a, b, x, lanes, steps, features):
     """Scan float32 blocks ``[lanes, steps, features]`` given by their addresses."""
     shape = (lanes, steps, features)
     _scan(
-        carray(_pointer(a), shape, np.float32),
-        carray(_pointer(b), shape, np.float32),
-        carray(_pointer(x), shape, np.float32),
+        carray(pointer(a), shape, np.float32),
+        carray(pointer(b), shape, np.float32),
+        carray(pointer(x), shape, np.float32),
     )
 
 
@@ -195,7 +185,7 @@ def scan_float64(a, b, x, lanes, steps, features):
     """Scan float64 blocks ``[lanes, steps, features]`` given by their addresses."""
     shape = (lanes, steps, features)
     _scan(
-        carray(_pointer(a), shape, np.float64),
-        carray(_pointer(b), shape, np.float64),
-        carray(_pointer(x), shape, np.float64),
+        carray(pointer(a), shape, np.float64),
+        carray(pointer(b), shape, np.float64),
+        carray(pointer(x), shape, np.float64),
     )

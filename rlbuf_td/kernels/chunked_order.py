@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from multiprocessing.context import get_spawning_popen
 from threading import Lock
 from types import ModuleType
 from typing import Any
@@ -42,16 +43,32 @@ class ChunkedOrder:
     """
 
     def __init__(self, magnitude: Tensor) -> None:
-        self._tensors = _rank_chunks.allocate(len(magnitude))
-        self._chunks = _rank_chunks.views(self._tensors)
-        self._magnitude = self._tensors["bits"].view(torch.float32)
+        self._adopt(_rank_chunks.allocate(len(magnitude)))
+        self._fill_with(magnitude)
+
+    def _adopt(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._chunks = _rank_chunks.views(tensors)
+        self._magnitude = tensors["bits"].view(torch.float32)
         # The loops let go of the GIL, and a prefetching buffer draws while priorities are updated.
         self._lock = Lock()
+
+    def _fill_with(self, magnitude: Tensor) -> None:
         if bool((magnitude >= 0).any()):
             self._magnitude.copy_(magnitude)
             keys = _update().keys_of(self._chunks.bits)
             keys.sort()
             _update().append_sorted(self._chunks, keys)
+
+    def assign_(self, magnitude: Tensor) -> None:
+        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.assign_`. O(N log N)."""
+        with self._lock:
+            _rank_chunks.clear(self._tensors)
+            self._fill_with(magnitude)
+
+    def share_memory_(self) -> None:
+        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.share_memory_`. O(N)."""
+        self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     @property
     def magnitude(self) -> Tensor:
@@ -123,11 +140,16 @@ class ChunkedOrder:
         check_valid(self._chunks)
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None and self._magnitude.is_shared():
+            return {"tensors": self._tensors}
         with self._lock:
             return {"magnitude": self._magnitude.clone()}  # all the rest follows from it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["magnitude"])  # type: ignore[misc]
+        if "tensors" in state:
+            self._adopt(state["tensors"])
+        else:
+            self.__init__(state["magnitude"])  # type: ignore[misc]
 
 
 # The loops are imported, and compiled or read from disk, on first use.

@@ -61,6 +61,12 @@ class RankOrder(Protocol):
     def count(self) -> Tensor:
         """Return how many rows have a magnitude, a 0-dim int64 tensor."""
 
+    def assign_(self, magnitude: Tensor) -> None:
+        """Make the order anew of ``[capacity]`` float32 magnitudes, in the memory that it has, whatever that holds."""
+
+    def share_memory_(self) -> None:
+        """Move the state into shared memory: a process that is given this object sees the same order."""
+
     @property
     def magnitude(self) -> Tensor:
         """``[capacity]`` float32, -1 for rows without; to be read only."""
@@ -84,6 +90,19 @@ class SortedOrder:
     def magnitude(self) -> Tensor:
         """See :class:`RankOrder`."""
         return self._magnitude
+
+    def assign_(self, magnitude: Tensor) -> None:
+        """See :meth:`RankOrder.assign_`."""
+        self._magnitude.copy_(magnitude)
+        self._behind = -1
+
+    def share_memory_(self) -> None:
+        """Refuse: what has been sorted is known to one process.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("an order on a device cannot be shared by several processes")
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int) -> float | Tensor | None:
         """See :meth:`RankOrder.update_`. O(B log B)."""

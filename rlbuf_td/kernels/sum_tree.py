@@ -56,14 +56,8 @@ class SumTree:
         """Return a tree for ``capacity`` rows, none of which has a priority yet. Takes less than 20 bytes a row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
-        tree = cls(
-            magnitude=_filled(rows, -1.0, device),
-            weight=_filled(rows, 0.0, device),
-            sums=_filled(nodes, 0.0, device),
-            before=_filled(nodes, torch.inf, device),
-            minima=_filled(nodes, torch.inf, device),
-        )
-        tree.before[::BLOCK] = 0.0
+        tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
+        clear_(tree)
         return tree
 
     @property
@@ -87,6 +81,16 @@ class SumTree:
 
     def __getstate__(self) -> dict[str, torch.Tensor]:
         return self.tensors()  # without the NumPy views, which would come back as copies
+
+
+def clear_(tree: SumTree) -> None:
+    """Forget all priorities. O(N)."""
+    tree.magnitude.fill_(-1.0)
+    tree.weight.zero_()
+    tree.sums.zero_()
+    tree.before.fill_(torch.inf)
+    tree.before[::BLOCK] = 0.0
+    tree.minima.fill_(torch.inf)
 
 
 def update_(
@@ -180,11 +184,11 @@ def _starts(rows: int) -> list[int]:
     return starts
 
 
-def _filled(size: int, value: float, device: torch.device | str) -> torch.Tensor:
+def _memory(size: int, device: torch.device | str) -> torch.Tensor:
     memory = torch.empty(size, dtype=torch.float64, device=device)
     if not memory.is_cuda:
         advise_huge_pages(memory)
-    return memory.fill_(value)
+    return memory
 
 
 @cache

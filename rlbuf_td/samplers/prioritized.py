@@ -15,7 +15,9 @@ from rlbuf_td._room import require_room
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities
+from rlbuf_td.sharing.numbers import SharedNumbers
 
+_ALPHA, _BETA, _LARGEST, _WEIGHED = range(4)
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
 
@@ -49,9 +51,8 @@ class Prioritized(PrioritizedSampler):
         if reduction not in ("max", "min", "mean", "median"):
             raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
         self._max_capacity = int(max_capacity)
-        self._alpha = exponent("alpha", alpha)
-        self._beta = exponent("beta", beta)
-        self._alpha_is_new = False
+        self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0, float(alpha)])
+        self._is_shared = False
         self.stratified = stratified
         self.weight_norm = weight_norm
         self.reduction = reduction
@@ -62,7 +63,7 @@ class Prioritized(PrioritizedSampler):
             what=f"Priorities of {self._max_capacity:,} rows take",
             remedy="Take a smaller max_capacity, or UniformSampler, which needs none.",
         )
-        self._largest: float | torch.Tensor = -1.0  # the largest magnitude seen, negative before any
+        self._largest_on_device: torch.Tensor | None = None
         self._allocate(self._max_capacity)
 
     # -- what a subclass implements
@@ -107,31 +108,58 @@ class Prioritized(PrioritizedSampler):
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Adopt tensors that :meth:`_tensors` returned."""
 
+    @property
     @abstractmethod
-    def _alpha_changed(self) -> None:
+    def _weighed_alpha(self) -> float:
+        """The alpha of what is stored."""
+
+    @abstractmethod
+    def _alpha_changed(self, alpha: float) -> None:
         """Re-weight what is stored."""
 
-    # -- settings
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget all priorities, in place."""
+
+    @abstractmethod
+    def _share(self) -> None:
+        """Move what :meth:`_allocate` made into shared memory."""
+
+    @abstractmethod
+    def _rebuild(self) -> None:
+        """Make everything anew from the magnitudes; a process may have died while it changed them."""
+
+    # -- settings, which all processes see
 
     @property
     def alpha(self) -> float:
         """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
-        return self._alpha
+        return self._numbers[_ALPHA]
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        value = exponent("alpha", value)
-        self._alpha_is_new |= value != self._alpha
-        self._alpha = value
+        self._numbers[_ALPHA] = exponent("alpha", value)
 
     @property
     def beta(self) -> float:
         """How far importance weights correct for the sampling law: 1 is fully."""
-        return self._beta
+        return self._numbers[_BETA]
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._beta = exponent("beta", value)
+        self._numbers[_BETA] = exponent("beta", value)
+
+    @property
+    def _largest(self) -> Any:
+        """The largest magnitude seen, negative before any; on CUDA a tensor."""
+        return self._numbers[_LARGEST] if self._largest_on_device is None else self._largest_on_device
+
+    @_largest.setter
+    def _largest(self, value: float | torch.Tensor) -> None:
+        if isinstance(value, torch.Tensor):
+            self._largest_on_device = value
+        else:
+            self._largest_on_device, self._numbers[_LARGEST] = None, value
 
     @property
     def device(self) -> torch.device:
@@ -141,9 +169,10 @@ class Prioritized(PrioritizedSampler):
     @property
     def default_priority(self) -> Any:
         """The magnitude that a new row enters with: the highest seen so far, 1.0 before any."""
-        if isinstance(self._largest, torch.Tensor):
-            return torch.where(self._largest < 0, 1.0, self._largest)
-        return 1.0 if self._largest < 0 else self._largest
+        largest = self._largest
+        if isinstance(largest, torch.Tensor):
+            return torch.where(largest < 0, 1.0, largest)
+        return 1.0 if largest < 0 else largest
 
     # -- drawing
 
@@ -174,7 +203,10 @@ class Prioritized(PrioritizedSampler):
     # -- priorities
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priorities of rows to ``|priority|``.
+        """Set the priorities of rows to ``|priority|``, whatever they hold by now.
+
+        TorchRL's buffers come here with every update, this package's :class:`ReplayBuffer` only with the rows that have
+        not been replaced since they were sampled.
 
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
@@ -253,10 +285,10 @@ class Prioritized(PrioritizedSampler):
         """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the rows in."""
 
     def _settle(self) -> None:
-        """Re-weight what is stored if alpha has been set: here, under the buffer's lock, whichever thread set it."""
-        if self._alpha_is_new:
-            self._alpha_is_new = False
-            self._alpha_changed()
+        """Re-weight what is stored if alpha has been set: here, under the buffer's lock, whoever has set it."""
+        alpha = self._numbers[_ALPHA]
+        if alpha != self._weighed_alpha:
+            self._alpha_changed(alpha)
 
     def follow(self, storage: Storage) -> None:
         """Live where the rows live, with room for each; a storage of several lanes rounds its capacity up."""
@@ -271,12 +303,40 @@ class Prioritized(PrioritizedSampler):
                     f"the storage holds {storage.max_size} rows, but the sampler was made for "
                     f"max_capacity={self._max_capacity}: make it with max_capacity={storage.max_size}"
                 )
+            if self._is_shared:
+                raise ValueError(
+                    f"the storage holds {storage.max_size} rows, and the sampler, whose max_capacity is "
+                    f"{self._max_capacity}, cannot grow in shared memory: make it with "
+                    f"max_capacity={storage.max_size}, or write before you share the buffer"
+                )
             self._max_capacity = storage.max_size
             self._allocate(self._max_capacity)
 
     def _empty(self) -> None:
         self._largest = -1.0
-        self._allocate(self._max_capacity)
+        self._clear()
+
+    # -- processes
+
+    def share_memory_(self) -> None:
+        """Let processes that are forked from now on, or spawned and sent this sampler, use the same priorities.
+
+        The buffer's lock orders what they do; :meth:`ReplayBuffer.share` calls this.
+        """
+        if not self._is_shared:
+            self._is_shared = True
+            self._share()
+
+    def repair(self, storage: Storage) -> None:
+        """Put right what a process has left that died while it changed priorities; O(N).
+
+        Rows that have lost theirs enter as new ones do.
+        """
+        self._rebuild()
+        rows = torch.arange(len(storage), device=self._device)
+        absent = rows[self._magnitude(rows) < 0]
+        if len(absent):
+            self.mark_update(absent, storage=storage)
 
     # -- state
 
@@ -284,8 +344,8 @@ class Prioritized(PrioritizedSampler):
         """Return a copy of all that behaviour depends on."""
         self._settle()
         return {
-            "alpha": self._alpha,
-            "beta": self._beta,
+            "alpha": self.alpha,
+            "beta": self.beta,
             "max_capacity": self._max_capacity,
             "largest": float(self._largest),
             "priorities": {name: tensor.clone() for name, tensor in self._tensors().items()},
@@ -302,8 +362,7 @@ class Prioritized(PrioritizedSampler):
                 f"the saved sampler has max_capacity={state_dict['max_capacity']}, this one {self._max_capacity}"
             )
         self._max_capacity = state_dict["max_capacity"]  # a storage of several lanes may have rounded it up
-        self._alpha_is_new = False
-        self._alpha, self._beta = state_dict["alpha"], state_dict["beta"]
+        self.alpha, self.beta = state_dict["alpha"], state_dict["beta"]
         self._largest = state_dict["largest"]
         self._restore({name: tensor.to(self._device, copy=True) for name, tensor in state_dict["priorities"].items()})
 
@@ -323,14 +382,17 @@ class Prioritized(PrioritizedSampler):
         self.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:
+        if get_spawning_popen() is None:
+            return self.__dict__ | {"_rng": None, "_is_shared": False}
+        if not self._is_shared:
             raise RuntimeError(
-                f"a {type(self).__name__} cannot be sent to another process: each would keep priorities of its own"
+                f"a {type(self).__name__} cannot be sent to another process: each would keep priorities of its own. "
+                "Share the buffer first: rb.share()"
             )
         return self.__dict__ | {"_rng": None}
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(alpha={self._alpha:g}, beta={self._beta:g}, stratified={self.stratified}, "
+            f"{type(self).__name__}(alpha={self.alpha:g}, beta={self.beta:g}, stratified={self.stratified}, "
             f"weight_norm={self.weight_norm!r}, max_capacity={self._max_capacity})"
         )

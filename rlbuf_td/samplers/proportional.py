@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
 
 
 class ProportionalSampler(Prioritized):
@@ -70,7 +70,6 @@ class ProportionalSampler(Prioritized):
         self._eps = float(eps)
         self._max_priority_within_buffer = max_priority_within_buffer
         self._largest_row = 0
-        self._weighed_alpha = float(alpha)  # the alpha of the weights in the tree
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
     @property
@@ -107,6 +106,19 @@ class ProportionalSampler(Prioritized):
     def _allocate(self, capacity: int) -> None:
         self._tree = sum_tree.SumTree.empty(capacity, self._device)
 
+    def _clear(self) -> None:
+        sum_tree.clear_(self._tree)
+
+    def _share(self) -> None:
+        self._tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self._tensors().items()})
+
+    def _rebuild(self) -> None:
+        sum_tree.reweigh_(self._tree, self._weighed_alpha, self._eps)
+
+    @property
+    def _weighed_alpha(self) -> float:
+        return self._numbers[_WEIGHED]
+
     def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
         return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps)
 
@@ -114,7 +126,7 @@ class ProportionalSampler(Prioritized):
         sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)
 
     def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self._beta, self.weight_norm)
+        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm)
         if picked is None:
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
         return picked
@@ -125,9 +137,9 @@ class ProportionalSampler(Prioritized):
     def _probability(self, flat: torch.Tensor) -> torch.Tensor:
         return self._tree.weight[flat] / self._tree.total
 
-    def _alpha_changed(self) -> None:
-        self._weighed_alpha = self._alpha
-        sum_tree.reweigh_(self._tree, self._weighed_alpha, self._eps)
+    def _alpha_changed(self, alpha: float) -> None:
+        self._numbers[_WEIGHED] = alpha  # first: who dies after it leaves weights that are made anew by this alpha
+        self._rebuild()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return self._tree.tensors()
@@ -143,7 +155,11 @@ class ProportionalSampler(Prioritized):
             ValueError: the state is of a sampler of a smaller capacity; this one stays as it was.
         """
         super().load_state_dict(state_dict)
-        self._eps, self._weighed_alpha = state_dict["eps"], self._alpha
+        self._eps, self._numbers[_WEIGHED] = state_dict["eps"], self.alpha
 
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tree = sum_tree.SumTree(**tensors)
+        if not self._is_shared:
+            self._tree = sum_tree.SumTree(**tensors)
+            return
+        for name, mine in self._tensors().items():
+            mine.copy_(tensors[name])

@@ -8,7 +8,7 @@ import torch
 
 from rlbuf_td.indices import flat_rows
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order import make_order, order_bytes
+from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 
@@ -96,7 +96,7 @@ class RankSampler(Prioritized):
             >>> RankSampler(7, alpha=0.5).cumulative(7)
             tensor([1.0000, 1.7071, 2.2845, 2.7845, 3.2317, 3.6399, 4.0179], dtype=torch.float64)
         """
-        return cumulative(self._alpha, n)
+        return cumulative(self.alpha, n)
 
     def segments(self, k: int) -> torch.Tensor:
         """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
@@ -148,7 +148,7 @@ class RankSampler(Prioritized):
         self._order.fill_(start, count, magnitude)
 
     def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = self._order.draw(self._law, uniform, stratified=self.stratified, beta=self._beta, norm=self.weight_norm)
+        drawn = self._order.draw(self._law, uniform, stratified=self.stratified, beta=self.beta, norm=self.weight_norm)
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn
@@ -158,18 +158,34 @@ class RankSampler(Prioritized):
 
     def _probability(self, flat: torch.Tensor) -> torch.Tensor:
         ranks = self._order.ranks_of(flat)
-        weight = ranks.clamp(min=1).to(torch.float64).pow(-self._alpha)
+        weight = ranks.clamp(min=1).to(torch.float64).pow(-self._law.alpha)
         return torch.where(ranks > 0, weight / mass(self._law, self._order.count().clamp(min=1)), 0.0)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {"magnitude": self._order.magnitude}
 
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._order = make_order(tensors["magnitude"], self._stale_updates)
-        self._alpha_changed()
+        if self._is_shared:
+            self._order.assign_(tensors["magnitude"])
+        else:
+            self._order: RankOrder = make_order(tensors["magnitude"], self._stale_updates)
+        self._alpha_changed(self.alpha)
 
-    def _alpha_changed(self) -> None:
-        self._law = rank_law(self._alpha, self._device)
+    def _clear(self) -> None:
+        self._order.assign_(torch.full_like(self._order.magnitude, -1.0))
+
+    def _share(self) -> None:
+        self._order.share_memory_()
+
+    def _rebuild(self) -> None:
+        self._order.assign_(self._order.magnitude.clone())
+
+    @property
+    def _weighed_alpha(self) -> float:
+        return self._law.alpha
+
+    def _alpha_changed(self, alpha: float) -> None:
+        self._law = rank_law(alpha, self._device)
 
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"

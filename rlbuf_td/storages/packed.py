@@ -7,6 +7,7 @@ from math import prod
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
+from rlbuf_td.indices import coordinates
+from rlbuf_td.sharing.journal import WRITTEN, Journal
+from rlbuf_td.sharing.rows import SharedRows
+from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes, map_bytes
@@ -21,7 +26,9 @@ from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
-_MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
+_MADE_ANEW = frozenset(
+    (*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
+)  # by a copy
 
 
 class PackedStorage(LazyTensorStorage):
@@ -37,7 +44,8 @@ class PackedStorage(LazyTensorStorage):
         ndim: number of leading dims that count as transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         scratch_dir: a folder for a memory-mapped file of the rows (CPU only). The file is kept; one that is there
             already is never overwritten.
-        shared: put the rows into shared memory (CPU only).
+        shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
+            start, see :meth:`ReplayBuffer.share`.
 
     A copy, pickled or deep, has rows of its own in RAM or shared memory, never in the file of its original. Sent to a
     spawned process, the storage keeps its rows: both processes read and write the same ones.
@@ -89,6 +97,9 @@ class PackedStorage(LazyTensorStorage):
         self._rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # those that have been written, as of the last look
         self._is_reserved = False
+        self.clock = WriteClock()
+        self.lock: Any = RLock()  # what every buffer over this storage takes
+        self._sharing: SharedRows | None = None
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -176,15 +187,18 @@ class PackedStorage(LazyTensorStorage):
         steps = self._steps(lanes)
         nbytes = steps * prod(lanes) * layout.row_bytes
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
-            memory = allocate_bytes(
-                nbytes,
-                device,
-                scratch_dir=self.scratch_dir,
-                shared=self.shared,
-                quiet=self._is_reserved,
-                what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
-                remedy=_remedy(layout, self.scratch_dir),
-            )
+            if self._sharing is not None and self.scratch_dir is None:
+                memory = self._sharing.memory(nbytes)
+            else:
+                memory = allocate_bytes(
+                    nbytes,
+                    device,
+                    scratch_dir=self.scratch_dir,
+                    shared=self.shared,
+                    quiet=self._is_reserved,
+                    what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
+                    remedy=_remedy(layout, self.scratch_dir),
+                )
             self.device = device
             return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
 
@@ -195,6 +209,8 @@ class PackedStorage(LazyTensorStorage):
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
+        if self._sharing is not None:
+            self._describe(self._sharing, rows)
         return rows
 
     def _steps(self, lanes: torch.Size) -> int:
@@ -213,14 +229,17 @@ class PackedStorage(LazyTensorStorage):
         data = _as_tensordict(single_data if single else batched_data)
         return self._steps(data.batch_size[1 - single : self.ndim - single])
 
+    def _all_rows(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
+        return self._rows
+
     def _written(self) -> Rows:
         """Return the rows that have been written."""
-        cells, rows = self._len_value.value, self._rows
-        if rows is None:
-            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
-        if self._live is None or self._live.cells != cells:
-            self._live = rows.first(cells // prod(rows.lanes))
-        return self._live
+        cells, rows, live = self._len_value.value, self._all_rows(), self._live
+        if live is None or live.cells != cells:
+            live = self._live = rows.first(cells // prod(rows.lanes))
+        return live
 
     # -- reading
 
@@ -261,6 +280,10 @@ class PackedStorage(LazyTensorStorage):
         """
         return self._written().batches_at_cells(flat, size)
 
+    def skip_rewritten(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat rows with -1 for each that was rewritten since its stamp; see :class:`WriteClock`."""
+        return self.clock.skip_rewritten(flat, stamp, self._all_rows().shape)
+
     # -- writing
 
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
@@ -280,7 +303,11 @@ class PackedStorage(LazyTensorStorage):
         if self._rows is None or self._is_reserved:
             data = data.exclude("index")
         rows, leaves, count = self._admit(data, single)
+        if self._sharing is not None:
+            lanes = rows.cells // rows.steps
+            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
         rows.copy_(start, count, leaves)
+        self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
     def write_packed(self, start: int, block: torch.Tensor) -> None:
@@ -293,7 +320,11 @@ class PackedStorage(LazyTensorStorage):
         rows = self._rows
         if rows is None or self._is_reserved:
             raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
+        if self._sharing is not None:
+            lanes = rows.cells // rows.steps
+            self._sharing.journal.begin(start * lanes, lanes, self._len_value.value)
         rows.matrix.select(0, start).copy_(block)
+        self.clock.advance(start, 1, rows.shape, rows.matrix.device)
         self._advance(rows, start + 1, start)
 
     def set(self, cursor: Any, data: TensorDictBase | Sequence[TensorDictBase], *, set_cursor: bool = True) -> None:
@@ -314,7 +345,10 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(cursor, tuple) or is_mask(cursor):
             rows = self._written()
             cells = rows.cells_of(cursor)
-            rows.replace_(cells, rows.layout.collect(data, cells.shape))
+            leaves = rows.layout.collect(data, cells.shape)
+            self._announce(cells.reshape(-1))
+            rows.replace_(cells, leaves)
+            self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
             return self._bump_mutation_revision()
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
@@ -324,14 +358,27 @@ class PackedStorage(LazyTensorStorage):
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
         rows, leaves, count = self._admit(data, single)
+        if self._sharing is not None:
+            self._announce(rows.cells_at(steps))
         if single or (np.diff(steps) == 1).all():
             rows.copy_(int(steps[0]), count, leaves)
         else:
             rows.scatter_(steps, leaves)
+        self._tell_clock(rows, steps)
         if set_cursor:
             self._advance(rows, int(steps.max()) + 1, int(steps[-1]))
         else:
             self._bump_mutation_revision()
+
+    def _tell_clock(self, rows: Rows, steps: np.ndarray) -> None:
+        device = rows.matrix.device
+        if len(steps) <= rows.steps and (np.diff(steps) % rows.steps == 1).all():
+            return self.clock.advance(int(steps[0]), len(steps), rows.shape, device)
+        self.clock.note(rows.cells_at(steps), len(steps), rows.shape)
+
+    def _announce(self, cells: torch.Tensor) -> None:
+        if self._sharing is not None:
+            self._sharing.journal.begin_at(cells)
 
     def _admit(self, data: TensorDictBase, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
         """Return the rows, the leaves of transitions that fit them, and the number of time steps.
@@ -382,7 +429,94 @@ class PackedStorage(LazyTensorStorage):
 
     def _empty(self) -> None:
         self._len_value.value = 0
+        if self._rows is not None:
+            self.clock.forget(self._rows.steps)
         self._bump_mutation_revision()
+
+    # -- processes
+
+    def share_memory_(self) -> PackedStorage:
+        """Let processes that are forked from now on, or spawned and sent this storage, use the same rows.
+
+        Rows in RAM move to shared memory; those of a mapped file stay where they are. It may be done before the first
+        write: whichever process writes first then allocates the rows. :attr:`lock` excludes the others, and a process
+        that dies in the middle of a write has written nothing.
+
+        Cost: a copy of the rows. From then on, each write to a full storage copies the rows that it overwrites.
+
+        Raises:
+            ValueError: the rows are on a CUDA device.
+        """
+        if self._sharing is not None:
+            return self
+        if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
+            raise ValueError(
+                f"rows on {self.device} cannot be shared by several processes: keep them on the CPU, and move batches "
+                "(a transform does), or let one process write"
+            )
+        with self.lock:
+            self.device = torch.device("cpu")
+            sharing = SharedRows(self.lock, self._find_rows, self._repair)
+            sharing.journal.watch(self._len_value, self._last_cursor_index_value, *self.clock.counters())
+            self._sharing, rows = sharing, self._rows
+            self._is_reserved = False  # no process may put other rows in their place
+            if rows is not None and self.scratch_dir is None:
+                memory = sharing.memory(rows.nbytes).view(*rows.shape, rows.layout.row_bytes)
+                self._adopt(Rows(rows.layout, memory)).matrix.copy_(rows.matrix)
+            elif rows is not None:
+                self._describe(sharing, rows)
+            self.shared = self.scratch_dir is None
+            self.lock = sharing.lock
+        return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes may use the rows: see :meth:`share_memory_`."""
+        return self._sharing is not None
+
+    def undo_also(self, *counters: Any) -> None:
+        """Put these counters (objects with a ``value``) back, too, where the write of a dead process is undone."""
+        if self._sharing is not None:
+            self._sharing.journal.watch(*counters)
+
+    def _describe(self, sharing: SharedRows, rows: Rows) -> None:
+        written = sharing.place(rows.flat, {"layout": rows.layout.state(), "shape": list(rows.shape)})
+        self.clock.keep_in(written)
+
+    def _find_rows(self) -> None:
+        """Map the rows that another process has made, if there are any."""
+        found = None if self._sharing is None else self._sharing.description()
+        if found is not None and self._sharing is not None:
+            layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
+            nbytes = shape.numel() * layout.row_bytes
+            folder = self.scratch_dir
+            memory = self._sharing.memory(nbytes) if folder is None else map_bytes(folder, nbytes)
+            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+
+    def _repair(self, journal: Journal) -> None:
+        """Put right what depends on the rows, after a process has died at work."""
+        for listener in self._attached_entities:
+            repair = getattr(listener, "repair", None)
+            if repair is not None:
+                repair()
+        self._bump_mutation_revision()
+        if journal.phase != WRITTEN:
+            return
+        start, count = journal.range
+        for listener in self._attached_entities:
+            if start < 0 or not hasattr(listener, "mark_range"):
+                rows = self._all_rows()
+                cells = journal.cells if start < 0 else (start + torch.arange(count)) % rows.cells
+                index = coordinates(cells, self)
+                listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
+                continue
+            head = min(count, self._all_rows().cells - start)
+            listener.mark_range(start, head)
+            if head < count:
+                listener.mark_range(0, count - head)
+
+    def _make_init_directory(self) -> None:
+        """Do nothing: TorchRL's collectors call it to let a worker write first, which shared rows see to themselves."""
 
     # -- state
 
@@ -391,13 +525,16 @@ class PackedStorage(LazyTensorStorage):
             kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
             saved = self._mutation_revision, self.state_dict()
             return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
+        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        if self._sharing is not None:
+            return state | {"_rows": None, "lock": None}
         if self._rows is None:
             raise RuntimeError(
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
-                "the processes would not share them. Write one batch first."
+                "the processes would not share them. Write one batch first, or call share_memory_()."
             )
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
-        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        state |= {"lock": None, "_is_reserved": False}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
             state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
         return state
@@ -406,16 +543,23 @@ class PackedStorage(LazyTensorStorage):
         saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
         self.__dict__.update(state)
         if saved is not None:  # a copy: rows and counters of its own
-            self._rows = self._live = self._storage = None
+            self._rows = self._live = self._storage = self._sharing = None
+            self.lock = RLock()
+            self.clock = WriteClock()
             self._make_counters()
             revision, rows = saved
             self.load_state_dict(rows)
             self._mutation_revision_value.value = revision  # what was read from the original holds for the copy
+        elif self._sharing is not None:
+            self.lock = self._sharing.lock
+            self._find_rows()
         elif mapped is not None:  # another process: the same rows
             layout, shape = mapped
             memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)
+            self.lock = RLock()
             self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
         else:
+            self.lock = RLock()
             self._adopt(state["_rows"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,6 +573,7 @@ class PackedStorage(LazyTensorStorage):
             "last_cursor": self._last_cursor_index_value.value,
             "layout": self._rows.layout.state(),
             "rows": self._written().matrix.clone(),
+            "clock": self.clock.state_dict() | {"capacity": self._rows.cells},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -458,6 +603,11 @@ class PackedStorage(LazyTensorStorage):
         rows = self._rows or self._allocate(layout, lanes, matrix.device)
         self._is_reserved = reserved
         rows.matrix[: matrix.shape[0]].copy_(matrix)
+        clock = state_dict.get("clock")
+        if clock is not None and clock["capacity"] == rows.cells:
+            self.clock.load_state_dict(clock, rows.steps, state_dict["last_cursor"])
+        else:
+            self.clock.forget(rows.steps, state_dict["last_cursor"])
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()

@@ -92,6 +92,12 @@ class Rows:
         torch._foreach_copy_(self.layout.columns(block), leaves)
         self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
 
+    def cells_at(self, steps: np.ndarray) -> torch.Tensor:
+        """Return the flat positions of all rows of these time steps, ``[n * lanes]``."""
+        lanes = self.cells // self.steps
+        first = torch.from_numpy(steps).to(self.matrix.device)[:, None] * lanes
+        return (first + torch.arange(lanes, device=first.device)).flatten()
+
     def cells_of(self, region: Any) -> torch.Tensor:
         """Return the flat positions of a region, given by a mask or by one index a dim, in the region's shape.
 

@@ -150,6 +150,9 @@ class RingWriter(RoundRobinWriter):
         A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
         are told the index, as TorchRL does.
         """
+        sharing = getattr(self._storage, "_sharing", None)
+        if sharing is not None:
+            sharing.journal.written()
         for listener in self._storage._attached_entities:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:

@@ -1,0 +1,305 @@
+"""A process is killed (SIGKILL) at a given point of its work: it has written all or nothing, and blocks nobody."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td.kernels import sum_tree
+from rlbuf_td.sharing.journal import Journal
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.trajectories import TrajectoryIndex
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+CAPACITY = 24
+SAMPLERS: dict[str, Any] = {
+    "proportional": ProportionalSampler,
+    "rank": RankSampler,
+    "uniform": lambda capacity: UniformSampler(),
+}
+
+
+def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
+    """Return rows that count: ``[count]``, or ``[lanes, count]``; each fourth ends a trajectory."""
+    number = torch.arange(first, first + count)
+    if lanes:
+        number = number + 1000 * torch.arange(lanes)[:, None]
+    shape = number.shape
+    return TensorDict({"x": number, "y": -number, "next": {"done": (number % 4 == 3)[..., None]}}, shape)
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def half_then_die(rows_: Rows, start: int, count: int, leaves: list[torch.Tensor]) -> None:
+    columns = rows_.layout.columns(rows_.matrix)
+    for step in range(count // 2):
+        columns[0][(start + step) % rows_.steps].copy_(leaves[0][step])
+    die()
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Do ``work`` in a child, which must die of it."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        work()
+
+    process = mp.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.fixture(autouse=True)
+def _not_blocked():
+    """Fail rather than hang."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError("blocked by a dead process")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+def make(sampler: str = "proportional", lanes: int = 0, written: int = 30, writer: Any = RingWriter) -> ReplayBuffer:
+    rb = ReplayBuffer(
+        storage=PackedStorage(CAPACITY, ndim=2 if lanes else 1),
+        sampler=SAMPLERS[sampler](CAPACITY),
+        writer=writer(),
+        batch_size=8,
+    )
+    trajectories = TrajectoryIndex.of(rb.storage)
+    for first in range(0, written, 5):
+        rb.extend(rows(first, 5, lanes))
+    trajectories.boundaries()
+    rb.share()
+    return rb
+
+
+def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
+    """Everything is in order: rows, counters, priorities, trajectories; and it goes on."""
+    stored = rb.chronological()
+    assert torch.equal(stored["x"], expected["x"].T if expected.ndim == 2 else expected["x"])
+    assert torch.equal(stored["y"], -stored["x"])
+    assert rb.write_count == write_count
+    fresh, cells = TrajectoryIndex(rb.storage), torch.arange(len(rb))
+    for mine, right in zip(TrajectoryIndex.of(rb.storage).reach(cells), fresh.reach(cells), strict=True):
+        assert torch.equal(mine, right)
+    sampler = rb.sampler
+    if isinstance(sampler, ProportionalSampler):
+        sum_tree.check(sampler._tree, sampler.alpha, sampler.eps)
+    if isinstance(sampler, RankSampler):
+        order: Any = sampler._order
+        order.check_valid()
+    if not isinstance(sampler, UniformSampler):
+        assert (sampler.priority(cells) > 0).all()
+    batch = rb.sample()
+    assert torch.equal(batch["y"], -batch["x"])
+    lanes = 0 if stored.ndim == 1 else stored.shape[1]
+    rb.extend(rows(5000, 3, lanes))
+    assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [5000, 5001, 5002]
+
+
+BEFORE_IT_IS_WRITTEN = {
+    "half the rows are written": (Rows, "copy_", half_then_die),
+    "the rows are written": (PackedStorage, "_advance", die),
+    "the cursor has moved": (RingWriter, "_bump_generation", die),
+}
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [10, 20, 30])
+@pytest.mark.parametrize("point", BEFORE_IT_IS_WRITTEN)
+def test_a_write_that_was_not_finished_was_not_made(point, written, lanes, monkeypatch):
+    owner, name, deadly = BEFORE_IT_IS_WRITTEN[point]
+    rb = make(lanes=lanes, written=written)
+    steps = CAPACITY // max(lanes, 1)
+    kept = min(written, steps)
+
+    def work() -> None:
+        monkeypatch.setattr(owner, name, deadly)
+        rb.extend(rows(900, 6, lanes))
+
+    killed(work)
+    check(rb, rows(written - kept, kept, lanes), written)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_write_whose_rows_and_counters_are_complete_is_finished_by_others(sampler, monkeypatch):
+    rb = make(sampler)
+    if sampler != "uniform":
+        rb.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
+
+    def work() -> None:
+        monkeypatch.setattr(ReplayBuffer, "mark_range", die)
+        rb.extend(rows(30, 6))
+
+    killed(work)
+    rb.sample()
+    if sampler != "uniform":
+        expected = torch.arange(CAPACITY) + 1.0
+        expected[6:12] = CAPACITY  # the new rows enter with the highest
+        assert torch.equal(rb.sampler.priority(torch.arange(CAPACITY)).float(), expected)
+    check(rb, rows(36 - CAPACITY, CAPACITY), 36)
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+@pytest.mark.parametrize("what", ["a write", "an update"])
+def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypatch):
+    rb = make(sampler)
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(8)
+    before = rb.sampler.priority(torch.arange(CAPACITY))
+
+    def work() -> None:
+        if sampler == "proportional":
+            monkeypatch.setattr("rlbuf_td.kernels._sum_tree_numba.update", lambda *state: spoil(state[1]))
+            monkeypatch.setattr("rlbuf_td.kernels._sum_tree_numba.fill", lambda *state: spoil(state[1]))
+        else:
+            monkeypatch.setattr("rlbuf_td.kernels._rank_update_numba.update_rows", lambda st, *_: lose(st))
+        rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
+
+    def spoil(magnitude) -> None:
+        magnitude[:3] = 77.0
+        die()
+
+    def lose(st) -> None:
+        st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
+        st.fill[st.child[st.top_group[0], 0]] -= 3
+        die()
+
+    killed(work)
+    after = rb.sampler.priority(torch.arange(CAPACITY))
+    if what == "an update":
+        assert torch.equal(after[3:], before[3:])
+        check(rb, rows(6, CAPACITY), 30)
+    else:
+        check(rb, rows(36 - CAPACITY, CAPACITY), 36)
+
+
+def test_rows_replaced_out_of_order_are_put_back(monkeypatch):
+    rb = make()
+    cells = torch.tensor([3, 17, 4])
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "_bump_mutation_revision", die)
+        with rb._replay_lock:
+            rb.storage.set(cells, rows(900, 3), set_cursor=False)
+
+    killed(work)
+    check(rb, rows(6, CAPACITY), 30)
+
+
+def test_a_writer_of_torchrls_is_undone_as_well(monkeypatch):
+    rb = make(writer=TensorDictRoundRobinWriter)
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "_advance", die)
+        rb.extend(rows(900, 6))
+
+    killed(work)
+    check(rb, rows(6, CAPACITY), 30)
+
+
+def test_emptying_is_done_or_not_done(monkeypatch):
+    rb = make()
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "_empty", die)
+        rb.empty()
+
+    killed(work)
+    check(rb, rows(6, CAPACITY), 30)
+
+
+def test_a_process_that_dies_while_it_samples_leaves_all_as_it_was(monkeypatch):
+    rb = make()
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "gather", die)
+        rb.sample()
+
+    killed(work)
+    check(rb, rows(6, CAPACITY), 30)
+
+
+@pytest.mark.parametrize("point", ["before it looks", "while it looks", "when it has looked", "when it leaves"])
+def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(point, monkeypatch):
+    rb = make()
+    rb.extend(rows(30, 6))
+
+    def work() -> None:
+        entered = Journal.entered
+
+        def look(journal: Journal) -> None:
+            if point == "while it looks":
+                monkeypatch.setattr(journal, "_counters", journal._counters[:2])
+            if point != "before it looks":
+                entered(journal)
+            die()
+
+        if point == "when it leaves":
+            monkeypatch.setattr("rlbuf_td.sharing.lock.ProcessLock._leave", die)
+            rb.extend(rows(36, 6))
+        monkeypatch.setattr(Journal, "entered", look)
+        rb.sample()
+
+    killed(work)
+    monkeypatch.undo()
+    end = 42 if point == "when it leaves" else 36
+    check(rb, rows(end - CAPACITY, CAPACITY), end)
+
+
+def test_who_dies_after_a_repair_undoes_nothing_of_it(monkeypatch):
+    rb = make()
+
+    def work() -> None:
+        monkeypatch.setattr(ReplayBuffer, "mark_range", die)
+        rb.extend(rows(30, 6))
+
+    def repair() -> None:
+        monkeypatch.setattr(Journal, "entered", die)
+        rb.sample()
+
+    killed(work)
+    killed(repair)
+    check(rb, rows(36 - CAPACITY, CAPACITY), 36)
+
+
+def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
+    rb = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedStorage, "_advance", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rb.extend(rows(900, 6))
+    check(rb, rows(6, CAPACITY), 30)
+
+
+def test_who_dies_in_a_repair_leaves_it_to_the_next(monkeypatch):
+    rb = make()
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "_advance", die)
+        rb.extend(rows(900, 6))
+
+    def repair() -> None:
+        monkeypatch.setattr(ReplayBuffer, "repair", die)
+        rb.sample()
+
+    killed(work)
+    killed(repair)
+    check(rb, rows(6, CAPACITY), 30)

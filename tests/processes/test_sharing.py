@@ -1,0 +1,386 @@
+"""What processes share, how they come by it, and what cannot be shared."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing as mp
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.kernels import sum_tree
+from rlbuf_td.sharing.lock import ProcessLock
+from rlbuf_td.sharing.memory import NamelessFile
+from rlbuf_td.sharing.numbers import SharedNumbers
+from rlbuf_td.trajectories import TrajectoryIndex
+from tests.processes import soak
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict({"x": number, "next": {"done": (number % 4 == 3)[:, None]}}, [count])
+
+
+def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") -> None:
+    """Do something in another process, which must end well."""
+    context: Any = mp.get_context(method)
+    process = context.Process(target=_alone, args=(work, *args))
+    process.start()
+    process.join(180)
+    assert process.exitcode == 0
+
+
+def _alone(work: Callable[..., object], *args: object) -> None:
+    torch.set_num_threads(1)
+    work(*args)
+
+
+def make(sampler=ProportionalSampler, capacity: int = 30, **kwargs) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=PackedStorage(capacity, **kwargs), sampler=sampler(capacity), batch_size=8, priority_key="error"
+    )
+
+
+@pytest.mark.parametrize("place", ["shared=True", "share()", "in a file"])
+@pytest.mark.parametrize("written", [0, 10])
+def test_what_one_process_writes_the_others_read(place, written, tmp_path):
+    rb = make(shared=place == "shared=True", scratch_dir=tmp_path / "rows" if place == "in a file" else None)
+    if written:
+        rb.extend(rows(0, written))
+    if place != "shared=True":
+        rb.share()
+    elsewhere(rb.extend, rows(written, 15))
+    assert (len(rb), rb.write_count) == (written + 15, written + 15)
+    elsewhere(rb.add, rows(written + 15, 1)[0])
+    rb.extend(rows(written + 16, 4))
+    elsewhere(rb.extend, rows(written + 20, 30))
+    assert rb.chronological()["x"].tolist() == list(range(written + 20, written + 50))
+    assert rb.storage["x"].shape == (30,)
+    elsewhere(rb.empty)
+    assert len(rb) == 0
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_priorities_and_settings_are_everybodys(sampler):
+    rb = make(sampler)
+    rb.share()
+    rb.extend(rows(0, 20))
+
+    def learn() -> None:
+        rb.update_priority(torch.arange(20), torch.arange(20.0) - 30.0)
+        rb.sampler.alpha, rb.sampler.beta = 1.0, 0.9
+
+    elsewhere(learn)
+    assert rb.sampler.priority(torch.arange(20)).tolist() == [30.0 - j for j in range(20)]
+    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.default_priority) == (1.0, 0.9, 30.0)
+    weights = torch.arange(30.0, 10, -1) if sampler is ProportionalSampler else 1 / torch.arange(1.0, 21)
+    expected = (weights / weights.sum()).double()
+    assert torch.allclose(rb.sampler.probability(torch.arange(20)), expected, atol=1e-6)
+    elsewhere(rb.extend, rows(20, 3))
+    assert rb.sampler.priority(torch.arange(20, 23)).tolist() == [30.0] * 3
+
+    def draw() -> None:
+        batch = rb.sample()
+        if not torch.equal(batch["x"], batch["index"]):
+            raise AssertionError(batch)
+
+    elsewhere(draw)
+    if sampler is ProportionalSampler:
+        sum_tree.check(rb.sampler._tree, 1.0, rb.sampler.eps)
+    else:
+        rb.sampler._order.check_valid()
+
+
+def test_updates_of_rows_that_another_process_has_replaced_are_left_out():
+    rb = make()
+    rb.share()
+    rb.extend(rows(0, 30))
+    batch = rb.sample()
+    elsewhere(rb.extend, rows(30, 30))
+    batch["error"] = torch.full((8,), 9.0)
+    rb.update_tensordict_priority(batch)
+    assert rb.health()["stale_updates"] == 8
+    assert (rb.sampler.priority(torch.arange(30)) == 1).all()
+
+    def update_late() -> None:
+        late = rb.sample()
+        rb.storage.set(torch.arange(30), rows(60, 30), set_cursor=False)  # out of order
+        late["error"] = torch.full((8,), 9.0)
+        rb.update_tensordict_priority(late)
+
+    elsewhere(update_late)
+    assert rb.health()["stale_updates"] == 16
+
+
+def test_trajectories_are_known_to_all_without_reading_the_rows_again(monkeypatch):
+    rb = make()
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(rows(0, 6))
+    rb.share()
+    index.boundaries()
+    elsewhere(rb.extend, rows(6, 30))
+    monkeypatch.setattr(TrajectoryIndex, "rebuild", lambda self: pytest.fail("the rows were read again"))
+    cells = torch.arange(30)
+    reach = index.reach(cells)
+    monkeypatch.undo()
+    for mine, right in zip(reach, TrajectoryIndex(rb.storage).reach(cells), strict=True):
+        assert torch.equal(mine, right)
+
+
+def test_a_wrapped_sampler_and_its_trajectories_are_shared_as_well(monkeypatch):
+    rb = ReplayBuffer(
+        storage=PackedStorage(30), sampler=SequenceSampler(ProportionalSampler(30), length=2), batch_size=8
+    )
+    rb.extend(rows(0, 4))
+    rb.share()
+    rb.sample()
+    elsewhere(rb.extend, rows(4, 26))
+    elsewhere(rb.update_priority, torch.arange(30), torch.arange(30.0))
+    assert rb.sampler.priority(torch.arange(30)).tolist() == list(range(30))
+    monkeypatch.setattr(TrajectoryIndex, "rebuild", lambda self: pytest.fail("the rows were read again"))
+    assert rb.sample()["x"].shape == (8,)
+    batch = rb.sample()
+    batch["td_error"] = torch.ones(8)
+    elsewhere(rb.extend, rows(30, 30))
+    rb.update_tensordict_priority(batch)
+    assert rb.health()["stale_updates"] == 4  # of four windows of two rows, the anchors
+
+
+@pytest.mark.slow
+def test_spawned_workers_that_begin_before_anything_is_written_by_others():
+    report, rb = soak.run(1.0, 2, method="spawn", capacity=2000)
+    assert report.is_clean
+    assert report.sampled > 0
+    assert report.written == rb.write_count > 256
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+def test_workers_that_are_killed_at_random_moments_leave_no_torn_lost_or_repeated_row(sampler):
+    report, rb = soak.run(2.5, 3, sampler=sampler, capacity=20_000, kill_every=0.15)
+    assert report.is_clean
+    assert report.kills > 3
+    assert report.overruns == 0 or report.read > 20_000
+    assert len(rb) == min(rb.write_count, 20_000)
+
+
+def test_the_soak_would_notice():
+    report = soak.Report()
+    good = soak.make_rows(0, 0, 20)
+    for spoil, what in (
+        (lambda r: r["payload"].__setitem__((3, 2), 1), "torn"),
+        (lambda r: r["next", "payload"].__setitem__((3, 11), 1), "torn"),
+    ):
+        report = soak.Report()
+        bad = good.clone()
+        spoil(bad)
+        report.take_in(bad)
+        assert getattr(report, what) == 1
+    for bad, counts in (
+        (torch.cat([good[:5], good[6:]]), (0, 1, 0)),
+        (torch.cat([good[:5], good[4:]]), (0, 0, 1)),
+        (good, (0, 0, 0)),
+    ):
+        report = soak.Report()
+        report.take_in(bad)
+        assert (report.torn, report.lost, report.duplicated) == counts
+
+
+# -- what cannot be
+
+
+def test_parts_of_a_shared_buffer_cannot_be_replaced():
+    rb = make()
+    rb.share()
+    for name, part in (("sampler", UniformSampler()), ("writer", RingWriter()), ("storage", PackedStorage(30))):
+        with pytest.raises(RuntimeError, match=f"cannot set the {name} of a shared buffer"):
+            getattr(rb, f"set_{name}")(part)
+    assert isinstance(rb.sampler, ProportionalSampler)
+
+
+def test_priorities_that_are_not_shared_cannot_be_sent():
+    process = mp.get_context("spawn").Process(target=len, args=(ProportionalSampler(10),))
+    with pytest.raises(RuntimeError, match=r"Share the buffer first: rb.share\(\)"):
+        process.start()
+
+
+def test_shared_priorities_cannot_grow():
+    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
+    rb.share()
+    data = TensorDict({"x": torch.zeros(3, 2)}, [3, 2])  # three lanes: four steps, twelve rows
+    with pytest.raises(ValueError, match="cannot grow in shared memory: make it with max_capacity=12"):
+        rb.extend(data)
+
+
+def test_a_storage_of_torchrls_is_shared_as_torchrl_does():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=UniformSampler(), batch_size=4, shared=True)
+    rb.extend(rows(0, 5))
+    assert rb.shared
+    assert rb.sample()["x"].shape == (4,)
+
+
+def test_rows_on_a_device_cannot_be_shared(device):
+    rb = ReplayBuffer(storage=PackedStorage(10, device=device), batch_size=4)
+    if device.type == "cpu":
+        assert rb.share() is rb
+    else:
+        with pytest.raises(ValueError, match="cannot be shared by several processes"):
+            rb.share()
+
+
+def test_a_copy_of_a_shared_buffer_is_its_own():
+    rb = make()
+    rb.share()
+    rb.extend(rows(0, 20))
+    for other in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
+        other.extend(rows(20, 5))
+        other.update_priority(torch.arange(5), torch.full((5,), 7.0))
+        assert (len(other), len(rb)) == (25, 20)
+        assert (rb.sampler.priority(torch.arange(5)) == 1).all()
+        elsewhere(other.extend, rows(25, 5))
+
+
+def test_sharing_twice_changes_nothing():
+    rb = make()
+    rb.extend(rows(0, 20))
+    rb.share()
+    lock, memory = rb.storage.lock, rb.storage["x"].data_ptr()
+    rb.share()
+    assert (rb.storage.lock, rb.storage["x"].data_ptr()) == (lock, memory)
+
+
+def test_a_state_is_loaded_into_what_is_shared():
+    rb, saved = make(), make()
+    saved.extend(rows(100, 12))
+    saved.update_priority(torch.arange(12), torch.arange(12.0))
+    rb.extend(rows(0, 30))
+    rb.share()
+    elsewhere(rb.load_state_dict, saved.state_dict())
+    assert rb.chronological()["x"].tolist() == list(range(100, 112))
+    assert rb.sampler.priority(torch.arange(13)).tolist() == [*range(12), -1]
+
+
+# -- the parts that it is made of
+
+
+class Note:
+    """What a lock guards, noting what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def entered(self) -> None:
+        self.told.append("entered")
+
+    def leaving(self, failed: bool) -> bool:
+        self.told.append("failed" if failed else "left")
+        return not failed
+
+    def recover(self) -> None:
+        self.told.append("recover")
+
+
+def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
+    lock = ProcessLock(note := Note())
+    with lock, lock:
+        pass
+    assert note.told == ["entered", "left"]
+    with pytest.raises(ZeroDivisionError), lock:
+        raise ZeroDivisionError
+    with lock:
+        pass
+    assert note.told[2:] == ["entered", "failed", "recover", "entered", "left"]
+
+
+def test_the_lock_lets_one_in_at_a_time():
+    lock, count = ProcessLock(Note()), SharedNumbers("q", [0])
+
+    def raise_it() -> None:
+        for _ in range(2000):
+            with lock:
+                count[0] += 1  # reads, adds and writes
+
+    def in_threads() -> None:
+        threads = [threading.Thread(target=raise_it) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    processes = [mp.get_context("fork").Process(target=in_threads) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert count[0] == 3 * 2 * 2000
+
+
+def test_a_process_forked_while_a_thread_holds_the_lock_is_not_blocked_for_good():
+    lock, entered, leave = ProcessLock(Note()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+
+    def come_in() -> None:
+        with lock:
+            pass
+
+    process = mp.get_context("fork").Process(target=come_in)
+    process.start()
+    process.join(0.3)
+    assert process.is_alive()  # it waits for the other process,
+    leave.set()
+    thread.join()
+    process.join(60)
+    assert process.exitcode == 0  # but not for a thread that it does not have
+
+
+def test_memory_may_be_sized_after_processes_have_parted():
+    file = NamelessFile()
+
+    def write() -> None:
+        file.map(1000)[999] = 7
+
+    elsewhere(write)
+    assert file.map(1000)[999] == 7
+
+
+def test_shared_numbers_copy_by_value_and_wrap_as_int64_does():
+    numbers = SharedNumbers("q", [1, 2**63 - 1])
+    other = copy.deepcopy(numbers)
+    numbers[1] += 1
+    assert (list(numbers), list(other)) == ([1, -(2**63)], [1, 2**63 - 1])
+    numbers.counters()[0].value += 4
+    assert numbers[0] == 5
+
+
+def test_torchrls_buffer_refuses_to_send_priorities_that_it_cannot_share():
+    rb = TensorDictReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    rb.extend(rows(0, 5))
+    rb.share()
+    process = mp.get_context("spawn").Process(target=len, args=(rb,))
+    with pytest.raises(RuntimeError, match="Share the buffer first"):
+        process.start()

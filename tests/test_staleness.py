@@ -1,0 +1,396 @@
+"""Priorities go only to rows that still hold what was sampled: against an oracle that looks at the rows themselves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import (
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.envs.transforms import DoubleToFloat
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
+from rlbuf_td.kernels import staleness
+from rlbuf_td.staleness import SAMPLED_AT, WriteClock
+
+CAPACITY = 30
+ERROR = 1000.0  # larger than what any row enters with
+
+
+class Numbered:
+    """A prioritized buffer in which no two rows that were ever written hold the same number."""
+
+    def __init__(self, lanes: int = 0, sampler=ProportionalSampler, writer=RingWriter, cls=ReplayBuffer, **kwargs):
+        self.lanes, self.next = lanes, 0
+        capacity = 10 * lanes if lanes else CAPACITY
+        self.rb = cls(
+            storage=PackedStorage(capacity, ndim=2 if lanes else 1),
+            sampler=sampler(capacity),
+            writer=writer(),
+            batch_size=12,
+            **kwargs,
+        )
+
+    def rows(self, count: int) -> TensorDict:
+        shape = (self.lanes, count) if self.lanes else (count,)
+        first, self.next = self.next, self.next + count * max(1, self.lanes)
+        return TensorDict({"x": torch.arange(first, self.next).view(shape)}, shape)
+
+    def write(self, count: int) -> None:
+        self.rb.extend(self.rows(count))
+
+    def check_update(self, batch: TensorDict) -> None:
+        """Update with errors unlike any priority; only rows with the number that was sampled may have changed."""
+        rb = self.rb
+        before, counted = self.priorities(), rb.health()["stale_updates"]
+        index = batch["index"].reshape(-1, 2) if self.lanes else batch["index"].reshape(-1)
+        flat = index[:, 0] * self.lanes + index[:, 1] if self.lanes else index
+        live = flat < len(rb)
+        held = torch.full_like(flat, -1)
+        if len(rb):
+            held[live] = rb.storage["x"].flatten()[flat[live]]
+        same = held == batch["x"].reshape(-1)
+        batch["td_error"] = ERROR + torch.arange(batch.numel(), dtype=torch.float64).view(batch.shape)
+        rb.update_tensordict_priority(batch)
+        expected = before.clone()
+        for row, error, applies in zip(flat, batch["td_error"].flatten(), same, strict=True):
+            if applies:
+                expected[row] = error.abs()
+        assert torch.equal(self.priorities(), expected)
+        assert rb.health()["stale_updates"] - counted == int((~same).sum())
+
+    def priorities(self) -> torch.Tensor:
+        return self.rb.sampler.priority(torch.arange(self.rb.storage.max_size))
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_only_rows_that_hold_what_was_sampled_are_updated_whatever_was_written(seed, lanes, sampler):
+    draw = torch.Generator().manual_seed(seed)
+    buffer = Numbered(lanes, sampler)
+    rb, batches = buffer.rb, []
+    buffer.write(4)
+
+    def pick(n: int) -> int:
+        return int(torch.randint(n, (), generator=draw))
+
+    for _ in range(120):
+        action = pick(12 if seed % 2 else 8)  # with and without writes out of order
+        steps = rb.storage.shape[0]
+        live = len(rb) // max(1, lanes)
+        if action < 3:
+            batches.append(rb.sample())
+        elif action == 3:
+            buffer.write(1 + pick(6))
+        elif action == 4:
+            rb.add(buffer.rows(1)[..., 0])
+        elif action == 5 and not pick(3):
+            buffer.write(steps + pick(5))
+        elif action == 6 and not pick(4):
+            rb.empty()
+            buffer.write(3)
+        elif action == 7 and not pick(3):
+            rb.load_state_dict(rb.state_dict())
+            batches.clear()  # all are stale then: the numbers would tell another story
+        elif action == 8:
+            data = buffer.rows(2)
+            where = torch.tensor([pick(live), pick(live)])
+            rb.storage.set(where, data.transpose(0, 1) if lanes else data, set_cursor=False)
+        elif action == 9:
+            where = torch.randint(live, (3,), generator=draw)
+            cells = (where, torch.randint(lanes, (3,), generator=draw)) if lanes else (where,)
+            rb.storage.set(cells, buffer.rows(3)[0] if lanes else buffer.rows(3))
+        elif action == 10 and not lanes:
+            rb.writer.write_at(torch.tensor([pick(live), pick(live)]), buffer.rows(2))
+        elif action == 11 and not pick(3):
+            rb.set_writer(RingWriter())
+            buffer.write(2)
+        if batches and pick(2):
+            buffer.check_update(batches.pop(pick(len(batches))))
+    assert rb.health()["stale_updates"] > 0
+
+
+@pytest.mark.parametrize("writer", [TensorDictMaxValueWriter, TensorDictRoundRobinWriter])
+def test_it_holds_under_torchrls_writers(writer):
+    make = writer if writer is TensorDictRoundRobinWriter else lambda: writer(rank_key="rank")
+    buffer = Numbered(writer=make)
+    draw = torch.Generator().manual_seed(0)
+
+    def write() -> None:
+        rows = buffer.rows(7)
+        rows["rank"] = torch.rand(7, generator=draw)
+        buffer.rb.extend(rows)
+
+    for _ in range(5):
+        write()
+    for _ in range(20):
+        batch = buffer.rb.sample()
+        write()
+        buffer.check_update(batch)
+    if writer is TensorDictMaxValueWriter:  # of seven rows two or so are good enough to be written
+        assert 0 < buffer.rb.health()["stale_updates"] < 20 * 12
+
+
+def test_the_stamp_survives_what_users_do_with_a_batch():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    buffer.write(CAPACITY // 2)
+    batch["td_error"] = torch.zeros(12)
+    parts = {
+        "part": batch[:5],
+        "strided": batch[::3],
+        "reshaped": batch.reshape(3, 4),
+        "of no dims": batch[7],
+        "together": torch.cat([batch, buffer.rb.sample().update({"td_error": torch.zeros(12)})]),
+        "moved": batch.to("cpu", non_blocking=True),
+        "pickled": pickle.loads(pickle.dumps(batch)),
+        "shuffled": batch[torch.randperm(12)],
+        "masked": batch[batch["index"] % 2 == 0],
+    }
+    for data in parts.values():
+        buffer.check_update(data)
+    assert buffer.rb.health()["stale_updates"] > 0
+
+
+def test_without_its_stamp_a_batch_updates_whatever_the_rows_hold():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample().exclude(SAMPLED_AT)
+    buffer.write(CAPACITY)
+    batch["td_error"] = torch.full((12,), ERROR)
+    buffer.rb.update_tensordict_priority(batch)
+    assert (buffer.priorities()[batch["index"]] == ERROR).all()
+    buffer.rb.update_priority(batch["index"], 2 * ERROR)
+    assert (buffer.priorities()[batch["index"]] == 2 * ERROR).all()
+    assert buffer.rb.health()["stale_updates"] == 0
+
+
+def test_stale_errors_do_not_raise_the_priority_that_new_rows_enter_with():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    buffer.write(CAPACITY)
+    batch["td_error"] = torch.full((12,), ERROR)
+    buffer.rb.update_tensordict_priority(batch)
+    assert buffer.rb.sampler.default_priority == 1.0
+    assert buffer.rb.health()["stale_updates"] == 12
+
+
+def test_a_refused_batch_counts_nothing():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    buffer.write(CAPACITY)
+    batch["td_error"] = torch.full((12,), torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        buffer.rb.update_tensordict_priority(batch)
+    assert buffer.rb.health()["stale_updates"] == 0
+    batch["td_error"] = torch.zeros(12)
+    batch[SAMPLED_AT] = torch.zeros(12, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="'sampled_at' for 12 rows"):
+        buffer.rb.update_tensordict_priority(batch)
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls):
+    plain = cls(storage=PackedStorage(10), batch_size=4)
+    prioritized = cls(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
+    for rb in (plain, prioritized):
+        rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
+        assert (SAMPLED_AT in rb.sample().keys()) == (rb is prioritized and cls is ReplayBuffer)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"prefetch": 3}, {"transform": DoubleToFloat()}, {"collate_fn": lambda rows: rows}],
+    ids=["prefetch", "transform", "general path"],
+)
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_it_holds_however_the_batch_came(kwargs, lanes):
+    buffer = Numbered(lanes, **kwargs)
+    buffer.write(10)
+    for _ in range(20):
+        batch = buffer.rb.sample()
+        assert batch[SAMPLED_AT].shape == (12,)
+        buffer.write(3)
+        buffer.check_update(batch)
+    assert buffer.rb.health()["stale_updates"] > 0
+
+
+def test_buffers_over_one_storage_know_of_each_others_writes():
+    buffer = Numbered()
+    other = ReplayBuffer(storage=buffer.rb.storage, sampler=ProportionalSampler(CAPACITY), batch_size=12)
+    buffer.write(CAPACITY)
+    batch = other.sample()
+    buffer.write(CAPACITY)
+    batch["td_error"] = torch.full((12,), ERROR)
+    other.update_tensordict_priority(batch)
+    assert (other.sampler.priority(torch.arange(CAPACITY)) == 1.0).all()
+    assert (other.health()["stale_updates"], buffer.rb.health()["stale_updates"]) == (12, 0)
+
+
+def test_a_copy_knows_batches_of_its_original_and_counts_for_itself():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    buffer.write(5)
+    original = buffer.rb
+    buffer.rb = copy.deepcopy(original)
+    buffer.check_update(batch)
+    assert buffer.rb.health()["stale_updates"] > 0 == original.health()["stale_updates"]
+
+
+def test_a_buffer_that_was_loaded_knows_the_batches_that_were_sampled_before_it_was_saved():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    buffer.write(7)
+    saved, after = buffer.rb.state_dict(), Numbered()
+    after.rb.load_state_dict(saved)
+    after.check_update(batch)
+    after.next = 1000
+    after.write(3)
+    after.check_update(batch)
+
+
+def test_a_buffer_that_is_loaded_amid_its_life_takes_earlier_batches_for_stale():
+    buffer = Numbered()
+    buffer.write(10)
+    saved = buffer.rb.state_dict()
+    buffer.write(5)
+    batch = buffer.rb.sample()
+    buffer.rb.load_state_dict(saved)
+    buffer.write(5)  # other rows, at the same places and counts as before
+    batch["td_error"] = torch.full((12,), ERROR)
+    buffer.rb.update_tensordict_priority(batch)
+    assert buffer.rb.health()["stale_updates"] == 12
+    buffer.check_update(buffer.rb.sample())
+    assert buffer.rb.health()["stale_updates"] == 12
+
+
+def test_a_thread_that_writes_between_sampling_and_updating():
+    buffer = Numbered()
+    buffer.write(CAPACITY)
+    batch = buffer.rb.sample()
+    thread = threading.Thread(target=buffer.write, args=(20,))
+    thread.start()
+    thread.join()
+    buffer.check_update(batch)
+
+
+# -- kernels
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    steps=st.integers(1, 9),
+    lanes=st.integers(1, 3),
+    clock=st.sampled_from([0, 5, 2**31 - 2, 2**32 - 1, 2**63 - 3]),
+    seed=st.integers(0, 10**6),
+)
+def test_kernels_and_specification_agree(steps, lanes, clock, seed):
+    draw = torch.Generator().manual_seed(seed)
+    index = torch.randint(-1, steps * lanes, (40,), generator=draw)
+    stamp = clock - torch.randint(-2, 2 * steps, (40,), generator=draw)  # may wrap at 2**63
+    last = int(torch.randint(-1, steps, (), generator=draw))
+    written = clock - torch.randint(2 * steps, (steps * lanes,), generator=draw)
+    ring = staleness.skip_ring(index, stamp, clock, last, steps, lanes)
+    newer = staleness.skip_newer(index, stamp, clock, written)
+    age = torch.stack([torch.tensor((last - int(i) // lanes) % steps) for i in index])
+    since = torch.tensor([_wrapped(clock - int(s)) for s in stamp])
+    stale = (index >= 0) & ((since < 0) | (age < since))
+    assert torch.equal(ring[0], torch.where(stale, -1, index))
+    assert ring[1] == stale.sum()
+    difference = torch.tensor([_wrapped(int(written[i]) - int(s)) for i, s in zip(index, stamp, strict=True)])
+    stale = (index >= 0) & ((since < 0) | (difference > 0))
+    assert torch.equal(newer[0], torch.where(stale, -1, index))
+    assert newer[1] == stale.sum()
+
+
+def _wrapped(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def test_the_specification_in_torch_ops_agrees_with_the_twins(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    index = torch.randint(-1, 24, (500,), generator=draw)
+    stamp = torch.randint(80, 103, (500,), generator=draw)
+    written = torch.randint(70, 101, (24,), generator=draw)
+    fast = staleness.skip_ring(index, stamp, 100, 5, 8, 3), staleness.skip_newer(index, stamp, 100, written)
+    monkeypatch.setattr(staleness, "_is_on_cpu", lambda index: False)
+    slow = staleness.skip_ring(index, stamp, 100, 5, 8, 3), staleness.skip_newer(index, stamp, 100, written)
+    for one, other in zip(fast, slow, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1] == int(other[1]) > 0
+
+
+def test_on_a_device_nothing_is_waited_for(device):
+    buffer = ReplayBuffer(
+        storage=PackedStorage(CAPACITY, device=device), sampler=ProportionalSampler(CAPACITY), batch_size=12
+    )
+    buffer.extend(TensorDict({"x": torch.arange(CAPACITY)}, [CAPACITY]).to(device))
+    batch = buffer.sample()
+    buffer.extend(TensorDict({"x": torch.arange(10)}, [10]).to(device))
+    batch["td_error"] = torch.full((12,), ERROR, device=device)
+    if device.type == "cuda":
+        buffer.update_tensordict_priority(batch.clone())
+        torch.cuda.set_sync_debug_mode("error")
+    buffer.update_tensordict_priority(batch)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    stale = int((batch["index"] < 10).sum())
+    assert buffer.health()["stale_updates"] == stale * (1 + (device.type == "cuda")) > 0
+
+
+# -- the clock
+
+
+@pytest.mark.parametrize("start", [2**31 - 5, 2**32 - 5, 2**63 - 40])
+@pytest.mark.parametrize("out_of_order", [False, True])
+def test_differences_stay_right_where_the_clock_passes_a_limit(start, out_of_order):
+    buffer = Numbered()
+    clock = buffer.rb.storage.clock
+    clock._numbers[0] = start
+    buffer.write(20)
+    if out_of_order:
+        buffer.rb[torch.tensor([3])] = buffer.rows(1)
+    for _ in range(12):
+        batch = buffer.rb.sample()
+        buffer.write(9)
+        buffer.check_update(batch)
+    assert buffer.rb.health()["stale_updates"] > 0
+    assert start == 2**63 - 40 or clock.now > start
+    assert start != 2**63 - 40 or clock.now < 0
+
+
+def test_a_ring_needs_no_memory_for_each_row_until_a_row_is_written_out_of_order():
+    buffer = Numbered()
+    for count in (20, 7, 31, 1):
+        buffer.write(count)
+    assert buffer.rb.storage.clock.state_dict()["written"] is None
+    buffer.rb[torch.tensor([3])] = buffer.rows(1)
+    assert buffer.rb.storage.clock.state_dict()["written"].shape == (CAPACITY,)
+    buffer.rb.empty()
+    assert buffer.rb.storage.clock.state_dict()["written"] is None
+
+
+def test_stamps_are_those_of_the_moment():
+    clock = WriteClock()
+    clock.advance(0, 3, torch.Size([4]))
+    stamp = clock.stamp(clock.now, 5, torch.device("cpu"))
+    assert stamp.tolist() == [3] * 5
+    assert clock.is_unchanged_since(stamp)
+    assert not clock.is_unchanged_since(stamp.clone())  # which may have been put together from other batches
+    clock.advance(3, 1, torch.Size([4]))
+    assert not clock.is_unchanged_since(stamp)
