@@ -21,7 +21,7 @@ from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
-_MADE_ANEW = frozenset((*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value"))  # by a copy
+_MADE_ANEW = frozenset((*_COUNTERS, "_rows", "journal", "_live", "_storage", "_total_shape_value"))  # by a copy
 
 
 class PackedStorage(LazyTensorStorage):
@@ -89,6 +89,7 @@ class PackedStorage(LazyTensorStorage):
         self._rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # those that have been written, as of the last look
         self._is_reserved = False
+        self.journal: Any = None  # keeps what a dump in ``scratch_dir`` needs of rows that are about to change
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -169,6 +170,10 @@ class PackedStorage(LazyTensorStorage):
         self._is_reserved = True
 
     def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        return self._adopt(self._make_rows(layout, lanes, device))
+
+    def _make_rows(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        """Return rows of this capacity, which the storage does not use before :meth:`_adopt`."""
         if self.device != "auto":
             device = self.device
         elif device is None:
@@ -185,17 +190,30 @@ class PackedStorage(LazyTensorStorage):
                 what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
                 remedy=_remedy(layout, self.scratch_dir),
             )
-            self.device = device
-            return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
+            return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
 
     def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
         self._rows, self._live = rows, None
+        self.device = rows.matrix.device
         self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
         return rows
+
+    def map_rows(self, layout: RowLayout, lanes: torch.Size) -> Rows:
+        """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
+        if self.scratch_dir is None:
+            raise ValueError("a PackedStorage without scratch_dir has no file")
+        steps = self._steps(lanes)
+        memory = map_bytes(self.scratch_dir, steps * prod(lanes) * layout.row_bytes)
+        return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+
+    def keep_for_dump(self, start: int, count: int) -> None:
+        """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
+        if self.journal is not None and self._rows is not None:
+            self.journal.keep(start, count, self._rows.steps)
 
     def _steps(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""
@@ -280,6 +298,7 @@ class PackedStorage(LazyTensorStorage):
         if self._rows is None or self._is_reserved:
             data = data.exclude("index")
         rows, leaves, count = self._admit(data, single)
+        self.keep_for_dump(start, count)
         rows.copy_(start, count, leaves)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
@@ -314,7 +333,9 @@ class PackedStorage(LazyTensorStorage):
         if isinstance(cursor, tuple) or is_mask(cursor):
             rows = self._written()
             cells = rows.cells_of(cursor)
-            rows.replace_(cells, rows.layout.collect(data, cells.shape))
+            leaves = rows.layout.collect(data, cells.shape)
+            self.keep_for_dump(0, rows.steps)
+            rows.replace_(cells, leaves)
             return self._bump_mutation_revision()
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
@@ -324,6 +345,7 @@ class PackedStorage(LazyTensorStorage):
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
         rows, leaves, count = self._admit(data, single)
+        self.keep_for_dump(int(steps.min()), int(steps.max() - steps.min()) + 1)
         if single or (np.diff(steps) == 1).all():
             rows.copy_(int(steps[0]), count, leaves)
         else:
@@ -397,7 +419,7 @@ class PackedStorage(LazyTensorStorage):
                 "the processes would not share them. Write one batch first."
             )
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
-        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None, "journal": None}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
             state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
         return state
@@ -406,7 +428,7 @@ class PackedStorage(LazyTensorStorage):
         saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
         self.__dict__.update(state)
         if saved is not None:  # a copy: rows and counters of its own
-            self._rows = self._live = self._storage = None
+            self._rows = self._live = self._storage = self.journal = None
             self._make_counters()
             revision, rows = saved
             self.load_state_dict(rows)
@@ -420,6 +442,11 @@ class PackedStorage(LazyTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
+        state = self.snapshot()
+        return state | {"rows": state["rows"].clone()} if "rows" in state else state
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the rows themselves rather than a copy."""
         if self._rows is None:
             return {"_len": 0}
         return {
@@ -428,7 +455,7 @@ class PackedStorage(LazyTensorStorage):
             "reserved": self._is_reserved,
             "last_cursor": self._last_cursor_index_value.value,
             "layout": self._rows.layout.state(),
-            "rows": self._written().matrix.clone(),
+            "rows": self._written().matrix,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -441,23 +468,39 @@ class PackedStorage(LazyTensorStorage):
         reserved = state_dict.get("reserved", False)
         if "layout" not in state_dict or (reserved and self._rows is not None):  # saved before the first write
             return self._empty()
-        layout, matrix = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
-        lanes = matrix.shape[1:-1]
+        matrix = state_dict["rows"]
+        layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
+        if self._rows is not None and self._rows.layout != layout:
+            self._release()
+        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        self.keep_for_dump(0, rows.steps)
+        rows.matrix[: matrix.shape[0]].copy_(matrix)
+        self.restore_counters(state_dict)
+
+    def admit_state(self, state_dict: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
+        """Return the layout and the lanes of saved rows that this storage can take in; changes nothing.
+
+        Raises:
+            SchemaError: the saved rows differ in keys, dtypes or shapes.
+            ValueError: the capacity or the lanes do not fit the saved rows.
+        """
+        layout = RowLayout.from_state(state_dict["layout"])
         if self._rows is not None and not self._takes(layout):
             raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
-        if self._rows is not None and lanes != self._rows.lanes:
-            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
+        if len(lanes) != self.ndim - 1 or (self._rows is not None and lanes != self._rows.lanes):
+            own = tuple(self._rows.lanes) if self._rows is not None else f"of a storage with ndim={self.ndim}"
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")
         capacity = self._steps(lanes) * prod(lanes)
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
-        if self._rows is not None and self._rows.layout != layout:
-            self._release()
-        rows = self._rows or self._allocate(layout, lanes, matrix.device)
-        self._is_reserved = reserved
-        rows.matrix[: matrix.shape[0]].copy_(matrix)
+        return layout, lanes
+
+    def restore_counters(self, state_dict: dict[str, Any]) -> None:
+        """Count the rows that a loader has put in place as :meth:`state_dict` did."""
+        self._is_reserved = state_dict.get("reserved", False)
         self._len_value.value = state_dict["_len"]
         self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
         self._bump_mutation_revision()
