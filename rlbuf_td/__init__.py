@@ -2,6 +2,7 @@
 
 from rlbuf_td._room import MemoryWarning
 from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.checkpoint import CheckpointError
 from rlbuf_td.doctor import check
 from rlbuf_td.planning import plan
 from rlbuf_td.recorder import GymnasiumRecorder
@@ -25,6 +26,7 @@ from rlbuf_td.transitions import make_transition
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [
+    "CheckpointError",
     "EpisodeStats",
     "GymnasiumRecorder",
     "HindsightSampler",

@@ -191,7 +191,7 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Run all epochs over the rollout, from the start.
+        """Run all epochs over the rollout, from the start; after a load of what was saved within a run, the rest of it.
 
         Raises:
             RuntimeError: the rollout is not complete, or there is no batch size.
@@ -202,12 +202,18 @@ class RolloutBuffer(ReplayBuffer):
         if not isinstance(self._sampler, MinibatchSampler):
             yield from super().__iter__()
             return
-        self._sampler.restart()
+        sampler = self._sampler
+        more = sampler.begin_pass()
         plain_rows = self._is_direct and not self._storage.layout.root.batch_size
-        if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
-            yield from self._in_blocks(self._batch_size)
-        else:
-            yield from super().__iter__()
+        try:
+            if not more:
+                return
+            if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
+                yield from self._in_blocks(self._batch_size)
+            else:
+                yield from super().__iter__()
+        finally:
+            sampler.end_pass()
 
     def _in_blocks(self, size: int) -> Iterator[TensorDictBase]:
         """Iterate as ``sample`` would, gathering several batches at a time."""

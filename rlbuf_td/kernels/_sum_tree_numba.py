@@ -140,6 +140,21 @@ def fill(starts, magnitude, weight, sums, before, minima, start, count, value, a
 
 
 @_kernel
+def rebuild(starts, magnitude, weight, sums, before, minima):
+    """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
+    blocks = weight.shape[0] // BLOCK
+    for block in range(blocks):
+        _set_block(weight, sums, minima, uint64(block))
+    groups = blocks
+    for k in range(starts.shape[0] - 1):
+        groups = (groups + BLOCK - 1) // BLOCK
+        for g in range(groups):
+            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
+            _set_group(sums, before, members, above)
+            minima[above] = _smallest_of(minima, members)
+
+
+@_kernel
 def _descend(starts, before, mass, node):
     """Go from the root to the blocks: in each group, to the last member that begins within the mass."""
     for k in range(starts.shape[0] - 2, -1, -1):

@@ -54,10 +54,19 @@ class SumTree:
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
         """Return a tree for ``capacity`` rows, none of which has a priority yet. Takes less than 20 bytes a row."""
-        rows = -(-capacity // BLOCK) * BLOCK
+        rows = padded(capacity)
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
         clear_(tree)
+        return tree
+
+    @classmethod
+    def over(cls, magnitude: torch.Tensor, weight: torch.Tensor) -> SumTree:
+        """Return the tree over these magnitudes and weights, bit for bit as updates would have made it. O(N)."""
+        tree = cls.empty(weight.shape[0], weight.device)
+        tree.magnitude.copy_(magnitude)
+        tree.weight.copy_(weight)
+        rebuild_(tree)
         return tree
 
     @property
@@ -91,6 +100,11 @@ def clear_(tree: SumTree) -> None:
     tree.before.fill_(torch.inf)
     tree.before[::BLOCK] = 0.0
     tree.minima.fill_(torch.inf)
+
+
+def padded(capacity: int) -> int:
+    """Return the number of rows that a tree for ``capacity`` rows has: whole blocks."""
+    return -(-capacity // BLOCK) * BLOCK
 
 
 def update_(
@@ -127,10 +141,18 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: torch.Tensor | float
         cpu_twin().fill(*arrays(tree), start, count, float(magnitude), alpha, eps)
 
 
+def rebuild_(tree: SumTree) -> None:
+    """Compute everything above the weights anew. O(N)."""
+    if tree.weight.is_cuda:
+        _rebuild(tree)
+    else:
+        cpu_twin().rebuild(*arrays(tree))
+
+
 def reweigh_(tree: SumTree, alpha: float, eps: float) -> None:
     """Compute every weight anew from its magnitude (after a change of alpha). O(N)."""
     tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
-    _rebuild(tree)
+    rebuild_(tree)
 
 
 def draw(

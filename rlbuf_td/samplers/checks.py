@@ -72,3 +72,20 @@ def refuse_priorities(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> 
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low
     raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")
+
+
+def refuse_state(tensors: Any, blank: dict[str, torch.Tensor]) -> None:
+    """Refuse saved priorities that are not of the kind, dtype and shape of ``blank``, or hold NaN or infinite ones.
+
+    Raises:
+        ValueError: see above.
+    """
+    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
+        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
+    for name, expected in blank.items():
+        tensor = tensors[name]
+        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"the saved {name} holds NaN or infinite values")

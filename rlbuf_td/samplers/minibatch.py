@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
+from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of
-
-_FILE = "minibatch_sampler.pt"
 
 
 class MinibatchSampler(SamplerWithoutReplacement):
@@ -47,6 +46,8 @@ class MinibatchSampler(SamplerWithoutReplacement):
         self._epoch = 0
         self._order: torch.Tensor | None = None  # the rows in the order of this epoch; None between epochs
         self._position = 0
+        self._in_pass = False  # within a `for` over a buffer
+        self._resumes = False  # a state was loaded that was saved within one
 
     @property
     def epochs(self) -> int:
@@ -76,6 +77,7 @@ class MinibatchSampler(SamplerWithoutReplacement):
         self._order = None
         self._position = 0
         self._epoch = 0
+        self._resumes = False
         self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
@@ -140,39 +142,79 @@ class MinibatchSampler(SamplerWithoutReplacement):
         super()._empty()
         self.restart()
 
+    def begin_pass(self) -> bool:
+        """Begin a run through all epochs; after a state was loaded that was saved within one, go on with that one.
+
+        Returns whether there is something to draw: a run may have been saved within the work on its last batch.
+        """
+        resumes, self._resumes, self._in_pass = self._resumes, False, True
+        if not resumes:
+            self.restart()
+        return not self.ran_out
+
+    def end_pass(self) -> None:
+        """End a run through all epochs, finished or given up."""
+        self._in_pass = False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the place in the epoch."""
+        state = self.snapshot()
+        return state | {"order": None if state["order"] is None else state["order"].clone()}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the order itself rather than a copy."""
         return {
             "epochs": self._epochs,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
             "epoch": self._epoch,
-            "order": None if self._order is None else self._order.clone(),
+            "order": self._order,
             "position": self._position,
             "len_storage": self.len_storage,
             "ran_out": self.ran_out,
+            "in_pass": self._in_pass,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called."""
-        order = state_dict["order"]
-        self.epochs = int(state_dict["epochs"])
+        """Continue where :meth:`state_dict` was called.
+
+        Raises:
+            ValueError: the order is not one of all rows, or the place not within it; this sampler stays as it was.
+        """
+        order, rows = state_dict["order"], int(state_dict["len_storage"])
+        epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
+        if order is not None and not _is_order(order, rows):
+            raise ValueError(f"the saved order does not name each of {rows} rows once")
+        if not (0 <= epoch < epochs and 0 <= position <= max(0, rows)):
+            raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is no place in an epoch")
+        self.epochs = epochs
         self.shuffle, self.drop_last = bool(state_dict["shuffle"]), bool(state_dict["drop_last"])
-        self._epoch, self._position = int(state_dict["epoch"]), int(state_dict["position"])
+        self._epoch, self._position = epoch, position
         self._order = None if order is None else order.clone()
-        self.len_storage, self.ran_out = int(state_dict["len_storage"]), bool(state_dict["ran_out"])
+        self.len_storage, self.ran_out = rows, bool(state_dict["ran_out"])
+        self._resumes = bool(state_dict.get("in_pass", False))
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state into the folder ``path``."""
-        Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), Path(path) / _FILE)
+        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
+        save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from the folder ``path``."""
-        self.load_state_dict(torch.load(Path(path) / _FILE, weights_only=True))
+        """Continue from what :meth:`dumps` saved; nothing is executed.
+
+        Raises:
+            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
+        """
+        self.load_state_dict(load_state(path, type(self).__name__))
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(epochs={self._epochs}, shuffle={self.shuffle}, drop_last={self.drop_last}, "
             f"epoch={self._epoch})"
         )
+
+
+def _is_order(order: torch.Tensor, rows: int) -> bool:
+    """Return whether ``order`` names each of ``rows`` rows once."""
+    if order.dtype is not torch.int64 or order.shape != (rows,):
+        return False
+    return bool((order.sort().values == torch.arange(rows, device=order.device)).all())

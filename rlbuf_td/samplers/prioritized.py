@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -12,9 +11,10 @@ import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td._room import require_room
+from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities
+from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_state
 from rlbuf_td.sharing.numbers import SharedNumbers
 
 _ALPHA, _BETA, _LARGEST, _WEIGHED = range(4)
@@ -102,11 +102,15 @@ class Prioritized(PrioritizedSampler):
 
     @abstractmethod
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state's tensors by name; :meth:`_restore` is given the same back."""
+        """Return the tensors from which all else follows, by name; :meth:`_restore` is given the same back."""
 
     @abstractmethod
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Adopt tensors that :meth:`_tensors` returned."""
+        """Take over copies of tensors that :meth:`_tensors` returned."""
+
+    @abstractmethod
+    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Return what :meth:`_tensors` does for ``capacity`` rows without a priority."""
 
     @property
     @abstractmethod
@@ -342,44 +346,68 @@ class Prioritized(PrioritizedSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that behaviour depends on."""
+        state = self.snapshot()
+        return state | {"priorities": {name: tensor.clone() for name, tensor in state["priorities"].items()}}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
         self._settle()
         return {
             "alpha": self.alpha,
             "beta": self.beta,
+            "stratified": self.stratified,
+            "weight_norm": self.weight_norm,
+            "reduction": self.reduction,
             "max_capacity": self._max_capacity,
             "largest": float(self._largest),
-            "priorities": {name: tensor.clone() for name, tensor in self._tensors().items()},
+            "priorities": self._tensors(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of a sampler of a smaller capacity; this one stays as it was.
+            ValueError: the state is of a sampler of a smaller capacity, or of no such sampler; this one stays as it
+                was.
         """
-        if state_dict["max_capacity"] < self._max_capacity:
-            raise ValueError(
-                f"the saved sampler has max_capacity={state_dict['max_capacity']}, this one {self._max_capacity}"
-            )
-        self._max_capacity = state_dict["max_capacity"]  # a storage of several lanes may have rounded it up
-        self.alpha, self.beta = state_dict["alpha"], state_dict["beta"]
-        self._largest = state_dict["largest"]
-        self._restore({name: tensor.to(self._device, copy=True) for name, tensor in state_dict["priorities"].items()})
+        capacity = int(state_dict["max_capacity"])
+        if capacity < self._max_capacity:
+            raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self._max_capacity}")
+        tensors = state_dict["priorities"]
+        refuse_state(tensors, self._blank(capacity, "meta"))
+        alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
+        self._max_capacity = capacity  # a storage of several lanes may have rounded it up
+        self.alpha, self.beta = alpha, beta
+        for name in ("stratified", "weight_norm", "reduction"):
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
+        self._largest = float(state_dict["largest"])
+        self._restore({name: tensor.to(self._device) for name, tensor in tensors.items()})
+
+    def resized_state(self, state_dict: dict[str, Any], rows: torch.Tensor, capacity: int) -> dict[str, Any]:
+        """Return a state of another capacity, whose row ``j`` has the priority that ``rows[j]`` has in this one.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+            rows: ``[n]`` int64, on the CPU.
+            capacity: number of rows of the new state, at least ``n``.
+        """
+        blank, saved = self._blank(capacity, "cpu"), state_dict["priorities"]
+        refuse_state(saved, self._blank(int(state_dict["max_capacity"]), "meta"))
+        for name, tensor in blank.items():
+            tensor[: len(rows)] = saved[name].cpu()[rows]
+        return state_dict | {"max_capacity": capacity, "priorities": blank}
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``: numbers as JSON, tensors with ``torch.save``."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        state = self.state_dict()
-        torch.save(state.pop("priorities"), path / "priorities.pt")
-        (path / "sampler.json").write_text(json.dumps(state))
+        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
+        save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved; tensors are read without executing anything."""
-        path = Path(path)
-        state = json.loads((path / "sampler.json").read_text())
-        state["priorities"] = torch.load(path / "priorities.pt", weights_only=True, map_location="cpu")
-        self.load_state_dict(state)
+        """Continue from what :meth:`dumps` saved; nothing is executed.
+
+        Raises:
+            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
+        """
+        self.load_state_dict(load_state(path, type(self).__name__))
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
 
 
@@ -142,24 +143,37 @@ class ProportionalSampler(Prioritized):
         self._rebuild()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return self._tree.tensors()
+        return {"magnitude": self._tree.magnitude, "weight": self._tree.weight}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on."""
-        return super().state_dict() | {"eps": self._eps}
+    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+        shape = (sum_tree.padded(capacity),)
+        return {
+            "magnitude": torch.full(shape, -1.0, dtype=torch.float64, device=device),
+            "weight": torch.zeros(shape, dtype=torch.float64, device=device),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
+        own = {"eps": self._eps, "max_priority_within_buffer": self._max_priority_within_buffer}
+        return super().snapshot() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of a sampler of a smaller capacity; this one stays as it was.
+            ValueError: the state is of a sampler of a smaller capacity, or of no such sampler; this one stays as it
+                was.
         """
+        eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
-        self._eps, self._numbers[_WEIGHED] = state_dict["eps"], self.alpha
+        self._eps, self._numbers[_WEIGHED] = eps, self.alpha
+        within = state_dict.get("max_priority_within_buffer", self._max_priority_within_buffer)
+        self._max_priority_within_buffer, self._largest_row = within, 0
 
     def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
         if not self._is_shared:
-            self._tree = sum_tree.SumTree(**tensors)
+            self._tree = sum_tree.SumTree.over(**tensors)
             return
         for name, mine in self._tensors().items():
             mine.copy_(tensors[name])
+        sum_tree.rebuild_(self._tree)

@@ -138,7 +138,10 @@ class RankSampler(Prioritized):
         return order_bytes(capacity, torch.device(device))
 
     def _allocate(self, capacity: int) -> None:
-        self._restore({"magnitude": torch.full((capacity,), -1.0, device=self._device)})
+        self._restore(self._blank(capacity, self._device))
+
+    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+        return {"magnitude": torch.full((capacity,), -1.0, device=device)}
 
     def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
         largest = self._order.update_(flat, td_error, rows)
@@ -168,7 +171,7 @@ class RankSampler(Prioritized):
         if self._is_shared:
             self._order.assign_(tensors["magnitude"])
         else:
-            self._order: RankOrder = make_order(tensors["magnitude"], self._stale_updates)
+            self._order: RankOrder = make_order(tensors["magnitude"].clone(), self._stale_updates)
         self._alpha_changed(self.alpha)
 
     def _clear(self) -> None:

@@ -75,17 +75,18 @@ class UniformSampler(Sampler):
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a uniform sampler has no state but the generator, which the buffer saves."""
-        return {}
+        """Return the setting: there is no other state but the generator, which the buffer saves."""
+        return {"unique": self.unique}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: see :meth:`state_dict`."""
+        """Take over the setting."""
+        self.unique = bool(state_dict.get("unique", self.unique))
 
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: see :meth:`state_dict`."""
+        """Write nothing: the setting is given to the constructor."""
 
     def loads(self, path: str | Path) -> None:
-        """Read nothing: see :meth:`state_dict`."""
+        """Read nothing: see :meth:`dumps`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(unique={self.unique})"

@@ -142,11 +142,29 @@ class SamplerWrapper(Sampler):
         """Return the state of the wrapped sampler, and the settings."""
         return {"sampler": self.sampler.state_dict(), "settings": self._settings()}
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the wrapped sampler's tensors themselves, where it gives them, not copies."""
+        inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
+        return {"sampler": inner(), "settings": self._settings()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        self.sampler.load_state_dict(state_dict["sampler"])
-        for name, value in state_dict["settings"].items():
-            setattr(self, name, value)
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: a setting is unknown or out of range, or the wrapped sampler refuses its state; this sampler
+                stays as it was.
+        """
+        before, settings = self._settings(), state_dict["settings"]
+        if settings.keys() != before.keys():
+            raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
+        try:
+            for name, value in settings.items():
+                setattr(self, name, value)
+            self.sampler.load_state_dict(state_dict["sampler"])
+        except Exception:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
 
     def _settings(self) -> dict[str, Any]:
         """Return what a user may change between draws, as numbers, by the names of the attributes."""

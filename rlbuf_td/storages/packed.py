@@ -27,7 +27,7 @@ from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _MADE_ANEW = frozenset(
-    (*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
+    (*_COUNTERS, "_rows", "journal", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
 )  # by a copy
 
 
@@ -100,6 +100,7 @@ class PackedStorage(LazyTensorStorage):
         self.clock = WriteClock()
         self.lock: Any = RLock()  # what every buffer over this storage takes
         self._sharing: SharedRows | None = None
+        self.journal: Any = None  # keeps what a dump in ``scratch_dir`` needs of rows that are about to change
         self._make_counters()
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
@@ -180,6 +181,10 @@ class PackedStorage(LazyTensorStorage):
         self._is_reserved = True
 
     def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        return self._adopt(self._make_rows(layout, lanes, device))
+
+    def _make_rows(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        """Return rows of this capacity, which the storage does not use before :meth:`_adopt`."""
         if self.device != "auto":
             device = self.device
         elif device is None:
@@ -199,12 +204,12 @@ class PackedStorage(LazyTensorStorage):
                     what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
                     remedy=_remedy(layout, self.scratch_dir),
                 )
-            self.device = device
-            return self._adopt(Rows(layout, memory.view(steps, *lanes, layout.row_bytes)))
+            return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
 
     def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
         self._rows, self._live = rows, None
+        self.device = rows.matrix.device
         self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
@@ -212,6 +217,19 @@ class PackedStorage(LazyTensorStorage):
         if self._sharing is not None:
             self._describe(self._sharing, rows)
         return rows
+
+    def map_rows(self, layout: RowLayout, lanes: torch.Size) -> Rows:
+        """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
+        if self.scratch_dir is None:
+            raise ValueError("a PackedStorage without scratch_dir has no file")
+        steps = self._steps(lanes)
+        memory = map_bytes(self.scratch_dir, steps * prod(lanes) * layout.row_bytes)
+        return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+
+    def keep_for_dump(self, start: int, count: int) -> None:
+        """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
+        if self.journal is not None and self._rows is not None:
+            self.journal.keep(start, count, self._rows.steps)
 
     def _steps(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""
@@ -303,12 +321,17 @@ class PackedStorage(LazyTensorStorage):
         if self._rows is None or self._is_reserved:
             data = data.exclude("index")
         rows, leaves, count = self._admit(data, single)
-        if self._sharing is not None:
-            lanes = rows.cells // rows.steps
-            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
+        self._about_to_write(rows, start, count)
         rows.copy_(start, count, leaves)
         self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
+
+    def _about_to_write(self, rows: Rows, start: int, count: int) -> None:
+        """Let what must survive a killed process be noted, before time steps from ``start`` on are overwritten."""
+        if self._sharing is not None:
+            lanes = rows.cells // rows.steps
+            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
+        self.keep_for_dump(start, count)
 
     def write_packed(self, start: int, block: torch.Tensor) -> None:
         """Write one time step whose rows are packed as those of this storage are: one copy, and nothing is checked.
@@ -320,9 +343,7 @@ class PackedStorage(LazyTensorStorage):
         rows = self._rows
         if rows is None or self._is_reserved:
             raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
-        if self._sharing is not None:
-            lanes = rows.cells // rows.steps
-            self._sharing.journal.begin(start * lanes, lanes, self._len_value.value)
+        self._about_to_write(rows, start, 1)
         rows.matrix.select(0, start).copy_(block)
         self.clock.advance(start, 1, rows.shape, rows.matrix.device)
         self._advance(rows, start + 1, start)
@@ -346,6 +367,7 @@ class PackedStorage(LazyTensorStorage):
             rows = self._written()
             cells = rows.cells_of(cursor)
             leaves = rows.layout.collect(data, cells.shape)
+            self.keep_for_dump(0, rows.steps)
             self._announce(cells.reshape(-1))
             rows.replace_(cells, leaves)
             self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
@@ -360,6 +382,7 @@ class PackedStorage(LazyTensorStorage):
         rows, leaves, count = self._admit(data, single)
         if self._sharing is not None:
             self._announce(rows.cells_at(steps))
+        self.keep_for_dump(int(steps.min()), int(steps.max() - steps.min()) + 1)
         if single or (np.diff(steps) == 1).all():
             rows.copy_(int(steps[0]), count, leaves)
         else:
@@ -534,7 +557,7 @@ class PackedStorage(LazyTensorStorage):
                 "the processes would not share them. Write one batch first, or call share_memory_()."
             )
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
-        state |= {"lock": None, "_is_reserved": False}
+        state |= {"lock": None, "_is_reserved": False, "journal": None}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
             state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
         return state
@@ -543,7 +566,7 @@ class PackedStorage(LazyTensorStorage):
         saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
         self.__dict__.update(state)
         if saved is not None:  # a copy: rows and counters of its own
-            self._rows = self._live = self._storage = self._sharing = None
+            self._rows = self._live = self._storage = self._sharing = self.journal = None
             self.lock = RLock()
             self.clock = WriteClock()
             self._make_counters()
@@ -564,6 +587,11 @@ class PackedStorage(LazyTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
+        state = self.snapshot()
+        return state | {"rows": state["rows"].clone()} if "rows" in state else state
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the rows themselves rather than a copy."""
         if self._rows is None:
             return {"_len": 0}
         return {
@@ -572,7 +600,7 @@ class PackedStorage(LazyTensorStorage):
             "reserved": self._is_reserved,
             "last_cursor": self._last_cursor_index_value.value,
             "layout": self._rows.layout.state(),
-            "rows": self._written().matrix.clone(),
+            "rows": self._written().matrix,
             "clock": self.clock.state_dict() | {"capacity": self._rows.cells},
         }
 
@@ -586,24 +614,40 @@ class PackedStorage(LazyTensorStorage):
         reserved = state_dict.get("reserved", False)
         if "layout" not in state_dict or (reserved and self._rows is not None):  # saved before the first write
             return self._empty()
-        layout, matrix = RowLayout.from_state(state_dict["layout"]), state_dict["rows"]
-        lanes = matrix.shape[1:-1]
+        matrix = state_dict["rows"]
+        layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
+        if self._rows is not None and self._rows.layout != layout:
+            self._release()
+        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        self.keep_for_dump(0, rows.steps)
+        rows.matrix[: matrix.shape[0]].copy_(matrix)
+        self.restore_counters(state_dict)
+
+    def admit_state(self, state_dict: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
+        """Return the layout and the lanes of saved rows that this storage can take in; changes nothing.
+
+        Raises:
+            SchemaError: the saved rows differ in keys, dtypes or shapes.
+            ValueError: the capacity or the lanes do not fit the saved rows.
+        """
+        layout = RowLayout.from_state(state_dict["layout"])
         if self._rows is not None and not self._takes(layout):
             raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
-        if self._rows is not None and lanes != self._rows.lanes:
-            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {tuple(self._rows.lanes)}")
+        if len(lanes) != self.ndim - 1 or (self._rows is not None and lanes != self._rows.lanes):
+            own = tuple(self._rows.lanes) if self._rows is not None else f"of a storage with ndim={self.ndim}"
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")
         capacity = self._steps(lanes) * prod(lanes)
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
                 f"a capacity of {capacity}"
             )
-        if self._rows is not None and self._rows.layout != layout:
-            self._release()
-        rows = self._rows or self._allocate(layout, lanes, matrix.device)
-        self._is_reserved = reserved
-        rows.matrix[: matrix.shape[0]].copy_(matrix)
-        clock = state_dict.get("clock")
+        return layout, lanes
+
+    def restore_counters(self, state_dict: dict[str, Any]) -> None:
+        """Count the rows that a loader has put in place as :meth:`state_dict` did."""
+        self._is_reserved = state_dict.get("reserved", False)
+        clock, rows = state_dict.get("clock"), self._all_rows()
         if clock is not None and clock["capacity"] == rows.cells:
             self.clock.load_state_dict(clock, rows.steps, state_dict["last_cursor"])
         else:

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
 from rlbuf_td.writers.ring import RingWriter
 
@@ -232,6 +232,8 @@ class RolloutWriter(RingWriter):
     def _estimate_stored(self, steps: int) -> None:
         rows = self._storage.get(slice(0, steps))  # views: what is set below is set in the storage
         estimates = self.estimator.estimate(rows, self._storage.ndim, has_values=self._has_values)
+        if isinstance(self._storage, PackedStorage):
+            self._storage.keep_for_dump(0, steps)
         for key, x in self._columns(estimates).items():
             rows.get(key).copy_(x)
         self._storage._bump_mutation_revision()
@@ -255,8 +257,9 @@ class RolloutWriter(RingWriter):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called."""
+        progress = [int(state_dict[name]) for name in ("estimated_steps", "has_values", "value_rows")]
         super().load_state_dict(state_dict)
-        self._load_progress(state_dict)
+        self._estimated_steps, self._has_values, self.value_rows = progress[0], bool(progress[1]), progress[2]
 
     def dumps(self, path: str | Path) -> None:
         """Write the state into the folder ``path``."""
@@ -266,7 +269,8 @@ class RolloutWriter(RingWriter):
     def loads(self, path: str | Path) -> None:
         """Read the state from the folder ``path``."""
         super().loads(path)
-        self._load_progress(json.loads((Path(path) / _FILE).read_text()))
+        progress = json.loads((Path(path) / _FILE).read_text())
+        self.load_state_dict(super().state_dict() | progress)
 
     def _progress(self) -> dict[str, Any]:
         return {
@@ -274,11 +278,6 @@ class RolloutWriter(RingWriter):
             "has_values": self._has_values,
             "value_rows": self.value_rows,
         }
-
-    def _load_progress(self, state: dict[str, Any]) -> None:
-        self._estimated_steps = int(state["estimated_steps"])
-        self._has_values = bool(state["has_values"])
-        self.value_rows = int(state["value_rows"])
 
     def __repr__(self) -> str:
         return (

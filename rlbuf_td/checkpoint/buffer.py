@@ -1,0 +1,316 @@
+"""Whole buffers: dump and load. Everything is checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import RoundRobinWriter
+
+from rlbuf_td.checkpoint import parts
+from rlbuf_td.checkpoint.errors import CheckpointError
+from rlbuf_td.checkpoint.folder import DATA, DumpReader, Source, flat_bytes, sync_file
+from rlbuf_td.checkpoint.journal import Journal, read_journal, undo_
+from rlbuf_td.checkpoint.manifest import Stored
+from rlbuf_td.checkpoint.resize import Fit, fit, resized_state, warn_dropped
+from rlbuf_td.checkpoint.saving import bar, reading, write_state, writing
+from rlbuf_td.checkpoint.state import decode
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.writers.rollout import RolloutWriter
+
+KIND = "buffer"
+#: What a manifest with a right checksum and a wrong content can make the code below raise.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
+
+
+@contextmanager
+def _at_rest(rb: Any) -> Iterator[tuple[Any, ...]]:
+    """Hold all locks of a buffer, and give the batches that it has fetched ahead."""
+    with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._write_lock:
+        yield tuple(prefetched["queue"])
+
+
+def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None:
+    """See :meth:`rlbuf_td.ReplayBuffer.dumps`."""
+    with writing(path, KIND) as writer, _at_rest(rb) as prefetched:
+        state, tensors, sources = parts.capture(rb, prefetched), [], []
+        storage, journal = rb._storage, None
+        if isinstance(storage, PackedStorage) and "rows" in state["storage"]["state"]:
+            if _is_own_folder(storage, writer.path):
+                sync_file(writer.path / ROWS_FILE)
+                journal = _journal_of(storage._written(), writer.path / DATA / writer.new_name("undo"))
+            tensors.append(state["storage"]["state"].pop("rows"))
+            sources.append(Source(storage.nbytes, None if journal is None else journal.file.name))
+            state["storage"]["rows"] = 0  # the first tensor
+        write_state(writer, state, tensors, sources, progress)
+        if isinstance(storage, PackedStorage) and journal is not None:
+            storage.journal = journal
+
+
+def _is_own_folder(storage: Any, path: Path) -> bool:
+    return storage.scratch_dir is not None and storage.scratch_dir.resolve() == path.resolve()
+
+
+def _journal_of(rows: Rows, file: Path, kept: Sequence[int] = ()) -> Journal:
+    return Journal(file, flat_bytes(rows.matrix).numpy(), rows.nbytes // max(1, rows.steps), kept)
+
+
+def load_buffer(
+    rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
+) -> None:
+    """See :meth:`rlbuf_td.ReplayBuffer.loads`."""
+    with reading(path, KIND) as reader:
+        try:
+            load = _Load(rb, reader, rows_only)
+        except _MALFORMED as error:
+            raise _told(reader, error) from error
+        with bar("load", load.nbytes, progress) as report:
+            load.verify(report)
+            rb.synchronize()
+            with rb._futures_lock:
+                rb._clear_prefetch_queue_locked()
+                with rb._replay_lock, rb._write_lock:
+                    load.apply(report)
+        if default_generator:
+            parts.restore_default_generator(load.saved["default_generator"])
+    warn_dropped(load.fit.dropped, load.fit.steps)
+
+
+def _told(reader: DumpReader, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return CheckpointError(f"cannot load {reader.path}: {words}")
+
+
+class _Load:
+    """One load: the constructor compares the dump with the buffer; :meth:`apply` changes it.
+
+    Raises:
+        CheckpointError: the dump does not fit the buffer, or is damaged.
+    """
+
+    def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
+        self.rb, self.reader, self.rows_only = rb, reader, rows_only
+        state = reader.manifest.state
+        names = ("sampler", "transform", "trajectories", "generator", "default_generator", "buffer", "writer")
+        self.saved: dict[str, Any] = {name: decode(state[name], reader.read) for name in names}
+        self.saved["storage"] = decode(state["storage"], reader.read)
+        self.rows: Stored | None = None
+        self.fit = Fit((), 0, True, 0)
+        self.journal: Journal | None = None
+        self.is_fresh = False  # whether rows are to be made
+        self._refuse_other_parts()
+        if isinstance(rb._storage, PackedStorage):
+            self._fit_rows(rb._storage)
+        else:
+            self._fit_content(rb._storage)
+        rb._validate_prefetch_state(
+            {"version": 1, "capacity": rb._prefetch_cap, "queue": self.saved["buffer"]["prefetched"]}
+        )
+        parts.refuse_malformed(self.saved)
+
+    @property
+    def _stored(self) -> Stored:
+        if self.rows is None:
+            raise CheckpointError(f"{self.reader.path} holds no rows")
+        return self.rows
+
+    @property
+    def nbytes(self) -> int:
+        """How much there is to read."""
+        return 0 if self.rows is None else (2 - self._checks_later) * self.rows.nbytes
+
+    @property
+    def _checks_later(self) -> bool:
+        """Whether all rows go into memory that can be thrown away if one is damaged."""
+        return self.fit.is_same and self.is_fresh and not self._is_in_place
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the rows are to be used where they lie."""
+        return self._stored.journal is not None and _is_own_folder(self.rb._storage, self.reader.path)
+
+    def _refuse_other_parts(self) -> None:
+        rb, saved = self.rb, self.saved
+        pairs = [("storage", type(rb._storage).__name__), ("writer", parts.name_of(rb._writer))]
+        if not self.rows_only:
+            pairs.append(("sampler", parts.name_of(rb._sampler)))
+        elif not isinstance(rb._writer, RoundRobinWriter):
+            raise CheckpointError(f"rows_only needs a ring, this buffer has a {type(rb._writer).__name__}")
+        for part, own in pairs:
+            if saved[part]["class"] != own and not (part == "writer" and self.rows_only):
+                hint = "; rows_only=True takes the rows alone" if part != "storage" else ""
+                raise CheckpointError(f"the dump has a {saved[part]['class']} as {part}, this buffer a {own}{hint}")
+        if saved["storage"]["ndim"] != rb._storage.ndim:
+            raise CheckpointError(f"the dump has ndim={saved['storage']['ndim']}, this buffer {rb._storage.ndim}")
+
+    # -- what fits
+
+    def _fit_rows(self, storage: PackedStorage) -> None:
+        saved = self.saved["storage"]
+        state = saved["state"]
+        # dumped before the first write: nothing, or the keys alone, which count only where there are none
+        if "layout" not in state or (state.get("reserved") and storage._rows is not None):
+            return
+        self.rows = rows = self.reader.tensor(saved["rows"])
+        lead, steps = rows.shape[:-1], int(saved["shape"][0])
+        lanes = lead[1:]
+        cursor = self.saved["writer"]["state"].get("_cursor")
+        if not (rows.dtype.is_floating_point or rows.dtype is torch.uint8) or not 0 <= lead[0] <= steps:
+            raise CheckpointError(f"rows of {rows.dtype} and shape {tuple(rows.shape)} are not those of a storage")
+        if state["_len"] != prod(lead) or (cursor is not None and not 0 <= cursor < max(1, steps)):
+            raise CheckpointError(
+                f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
+            )
+        layout, _ = storage.admit_state(state | {"_len": 0, "full": False}, lanes)
+        self.is_fresh = storage._rows is None or storage._rows.layout != layout
+        if rows.shape[-1] * rows.dtype.itemsize != layout.row_bytes:
+            raise CheckpointError("the layout of the rows does not fit their size")
+        capacity = storage._steps(lanes) if storage._rows is None else storage._rows.steps
+        self.layout, self.lanes, self.capacity = layout, lanes, capacity
+        self.fit = fit(steps, capacity, lead[0], cursor)
+        if not self.fit.is_same:
+            self._move(self.fit, lanes)
+        elif not self.rows_only:
+            state = self.saved["sampler"]["state"]
+            self.saved["sampler"]["state"] = resized_state(self.rb._sampler, state, None, capacity * prod(lanes), False)
+        storage.admit_state(self.saved["storage"]["state"], lanes)
+
+    def _move(self, fit: Fit, lanes: torch.Size) -> None:
+        """Change what was saved to what it is in a storage of another capacity."""
+        saved, writer = self.saved, self.saved["writer"]["state"]
+        if isinstance(self.rb._writer, RolloutWriter) or "_generation" in writer:
+            raise CheckpointError(
+                f"the dump is of {saved['storage']['shape'][0]} time steps, this buffer of {self.capacity}: "
+                "rollouts and tracked generations can be loaded into the same capacity only"
+            )
+        state = saved["storage"]["state"]
+        kept, moved = fit.steps, fit.ranges != ((0, fit.steps),) or fit.dropped > 0
+        last = kept - 1 if moved else state["last_cursor"]
+        saved["storage"]["state"] = {name: state[name] for name in ("layout",)} | {
+            "_len": kept * prod(lanes),
+            "full": kept == self.capacity,
+            "last_cursor": last,
+            "reserved": state.get("reserved", False),
+        }
+        saved["writer"]["state"] = writer | {"_cursor": kept % self.capacity}
+        saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
+        saved["buffer"]["prefetched"] = () if moved else saved["buffer"]["prefetched"]
+        if not self.rows_only:
+            cells = self.capacity * prod(lanes)
+            state = saved["sampler"]["state"]
+            rows = fit.rows(prod(lanes))
+            saved["sampler"]["state"] = resized_state(self.rb._sampler, state, rows, cells, moved)
+
+    def _fit_content(self, storage: Any) -> None:
+        saved = self.saved["storage"]
+        if saved["max_size"] != storage.max_size:
+            raise CheckpointError(
+                f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
+                "only a PackedStorage can be loaded into another capacity"
+            )
+        if len(storage) or getattr(storage, "initialized", False):
+            parts.refuse_other_content(storage.state_dict(), saved["state"])
+
+    # -- reading and changing
+
+    def verify(self, report: Any) -> None:
+        """Compare the files of the rows with their checksums, unless that is done while new rows are read."""
+        if self.rows is not None and not self._checks_later:
+            self.reader.verify([self.rows], report)
+
+    def apply(self, report: Any) -> None:
+        """Change the buffer, or (if a part refuses its state) nothing."""
+        rb, saved, rollback = self.rb, self.saved, parts.Rollback()
+        fresh = self._fresh_rows(report) if self.rows is not None and self.is_fresh else None
+        try:
+            if not self.rows_only:
+                rollback.load(rb._writer, saved["writer"]["state"])
+                rollback.load(rb._transform, saved["transform"])
+            if not isinstance(rb._storage, PackedStorage):
+                rollback.load_storage(rb._storage, saved["storage"]["state"])
+                rb._storage._set_last_cursor(saved["storage"]["last_cursor"])
+            if not self.rows_only:
+                rollback.load(rb._sampler, saved["sampler"]["state"])
+            if isinstance(rb._storage, PackedStorage):
+                self._put_rows(rb._storage, fresh, report)
+        except BaseException as error:
+            rollback.undo()
+            if isinstance(error, _MALFORMED):
+                raise _told(self.reader, error) from error
+            raise
+        self._finish()
+
+    def _finish(self) -> None:
+        """Restore what cannot fail any more."""
+        rb, saved = self.rb, self.saved
+        if self.rows_only:
+            rb._writer._cursor = saved["writer"]["state"].get("_cursor", 0)
+            rb._writer._write_count = saved["writer"]["state"].get("_write_count", 0)
+        else:
+            rb._batch_size = saved["buffer"]["batch_size"]
+            rb._consume_after_n_samples = saved["buffer"]["consume_after_n_samples"]
+            parts.restore_generator(rb, saved["generator"])
+            queue = {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["buffer"]["prefetched"]}
+            rb._restore_prefetch_queue_locked(queue, clone_queue=False)
+        parts.load_trajectories(rb._storage, saved["trajectories"])
+        rb._choose_path()
+        if self.rows_only:
+            rb._sampler._empty()
+            rb._let_rows_in()
+
+    def _fresh_rows(self, report: Any) -> Rows:
+        """Return new rows with the content of the dump; in the dump's own folder, the file that is there."""
+        storage, rows = self.rb._storage, self._stored
+        if rows.journal is not None and self._is_in_place:
+            return self._open_in_place(storage, rows, rows.journal)
+        if storage.scratch_dir is not None and storage.is_reserved:
+            storage._release()
+        made = storage._make_rows(self.layout, self.lanes, None)
+        try:
+            self._read_rows(made, report)
+        except BaseException:
+            if storage.scratch_dir is not None:
+                (storage.scratch_dir / ROWS_FILE).unlink()
+            raise
+        return made
+
+    def _open_in_place(self, storage: PackedStorage, rows: Stored, journal: str) -> Rows:
+        if not self.fit.is_same:
+            raise CheckpointError(
+                f"{self.reader.path} is the storage's own folder, and its rows can only be used where they lie with "
+                f"the capacity that they were dumped with, {self.saved['storage']['shape'][0]} time steps"
+            )
+        opened = storage.map_rows(self.layout, self.lanes)
+        live = opened.first(rows.shape[0])
+        file = self.reader.path / DATA / journal
+        blocks, _ = read_journal(file)
+        undo_(flat_bytes(live.matrix).numpy(), 0, blocks)
+        self.journal = _journal_of(live, file, sorted(blocks))
+        return opened
+
+    def _put_rows(self, storage: PackedStorage, fresh: Rows | None, report: Any) -> None:
+        if self.rows is None:
+            return storage._empty()
+        if fresh is not None:
+            storage._adopt(fresh)
+            storage.journal = self.journal
+        elif storage._rows is not None:
+            storage.keep_for_dump(0, storage._rows.steps)
+            self._read_rows(storage._rows, report)
+        storage.restore_counters(self.saved["storage"]["state"])
+
+    def _read_rows(self, rows: Rows, report: Any) -> None:
+        data, at = flat_bytes(rows.matrix), 0
+        step = rows.nbytes // rows.steps
+        for first, count in self.fit.ranges:
+            target = data[at * step : (at + count) * step]
+            self.reader.read_into(self._stored, first * step, target, report, check=True)
+            at += count

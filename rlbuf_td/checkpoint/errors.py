@@ -1,0 +1,7 @@
+"""The one error of this package's checkpoints."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A dump that cannot be written or read: says which file it is and what is wrong. Nothing has been changed."""

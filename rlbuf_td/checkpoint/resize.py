@@ -1,0 +1,112 @@
+"""Saved rows into a storage of another capacity: which rows, in which order, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import RandomSampler, Sampler
+
+from rlbuf_td.checkpoint.errors import CheckpointError
+from rlbuf_td.samplers.minibatch import MinibatchSampler
+from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.uniform import UniformSampler
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where the rows of a dump go.
+
+    Attributes:
+        ranges: (first, count) of the saved time steps that fill this storage from step 0 on, one after the other.
+        steps: how many they are.
+        is_same: nothing moves: the two capacities are the same.
+        dropped: the oldest time steps, for which there is no room.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    steps: int
+    is_same: bool
+    dropped: int
+
+    def rows(self, lanes: int) -> torch.Tensor:
+        """Return the saved flat row of each of this storage's, ``[steps * lanes]`` int64."""
+        parts = [torch.arange(first * lanes, (first + count) * lanes) for first, count in self.ranges]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
+    """Fit ``live`` written steps of a ring of ``saved`` steps into one of ``capacity``: the newest, oldest first.
+
+    Args:
+        saved: time steps of the saved storage, ``live <= saved``.
+        capacity: time steps of this one.
+        live: time steps that had been written.
+        cursor: where the ring would have gone on; ``None`` if the writer keeps no order of age.
+
+    Raises:
+        CheckpointError: the order of age is needed, and there is none.
+    """
+    if saved == capacity:
+        return Fit(((0, live),) if live else (), live, True, 0)
+    if live < saved and live <= capacity:
+        return Fit(((0, live),) if live else (), live, False, 0)
+    if cursor is None:
+        raise CheckpointError(
+            f"a dump of {live} time steps does not fit a capacity of {capacity}, and its writer keeps no order of age "
+            "that would say which to drop: load it into the same capacity"
+        )
+    oldest = cursor if live == saved else 0
+    kept = min(live, capacity)
+    start = oldest + live - kept
+    parts = ((start, min(kept, max(0, live - start))), (max(0, start - live), kept - min(kept, max(0, live - start))))
+    return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
+
+
+def warn_dropped(dropped: int, capacity: int) -> None:
+    """Say how many of the oldest time steps have no room."""
+    if dropped:
+        warnings.warn(
+            f"the {dropped} oldest time steps of the dump were dropped: the buffer has room for {capacity}",
+            stacklevel=4,
+        )
+
+
+def resized_state(
+    sampler: Sampler, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+) -> Any:
+    """Return a sampler's saved state for rows that have moved.
+
+    Args:
+        sampler: the one that will be given the state; a wrapper is asked for the sampler that it wraps.
+        state: what it had saved.
+        rows: ``[n]`` int64, the saved row of each of the new ones; ``None`` if the capacity is the same.
+        capacity: number of rows that the new storage has room for.
+        moved: whether a row has another number now, or is gone.
+
+    Raises:
+        CheckpointError: the sampler keeps a state by row that cannot be moved.
+    """
+    if isinstance(sampler, SamplerWrapper):
+        return state | {"sampler": resized_state(sampler.sampler, state["sampler"], rows, capacity, moved)}
+    if isinstance(sampler, Prioritized):
+        capacity = max(capacity, sampler._max_capacity)
+        if rows is None and state["max_capacity"] >= capacity:
+            return state
+        same = torch.arange(state["max_capacity"]) if rows is None else rows
+        return sampler.resized_state(state, same, capacity)
+    if rows is None:
+        return state
+    if isinstance(sampler, MinibatchSampler):
+        if moved:  # another set of rows, or other numbers: the epochs start anew
+            place = {"order": None, "position": 0, "epoch": 0, "ran_out": False, "in_pass": False}
+            return state | place | {"len_storage": len(rows)}
+        return state
+    if isinstance(sampler, UniformSampler | RandomSampler):
+        return state
+    raise CheckpointError(
+        f"a {type(sampler).__name__} can be loaded into the same capacity only; rows_only=True leaves its state out"
+    )

@@ -1,0 +1,129 @@
+"""Plain state (numbers, strings, lists, dicts, tensors) as JSON and a list of tensors, and back; no pickle.
+
+What JSON does not have is written as an object with one key that begins with ``$``: ``{"$tensor": 3}`` is the third
+tensor, ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``,
+``{"$device": "cpu"}``, ``{"$tensordict": ...}``; ``{"$dict": [[key, value], ...]}`` has keys that are no plain strings,
+and ``{"$ordered": ...}`` is a state dict with the ``_metadata`` that torch hangs on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td.checkpoint.errors import CheckpointError
+
+
+def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    """Return ``value`` as JSON can hold it; its tensors, not copied, are appended to ``tensors``.
+
+    Args:
+        value: what is to be saved.
+        tensors: see above.
+        where: how an error names the place.
+
+    Raises:
+        CheckpointError: something in it is neither plain nor a tensor.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, np.ndarray | np.bool_):
+        value = torch.as_tensor(value)
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")
+        tensors.append(value.detach())
+        return {"$tensor": len(tensors) - 1}
+    if isinstance(value, torch.Size):
+        return {"$size": list(value)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if type(value) is TensorDict:
+        entries = {name: value.get(name) for name in value.keys()}
+        parts = [list(value.batch_size), None if value.device is None else str(value.device)]
+        return {"$tensordict": [*parts, encode(entries, tensors, where)]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        return {"$ordered": [encode(dict(value), tensors, where), encode(value._metadata or {}, tensors, where)]}
+    if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+        encoded = [(key, encode(item, tensors, f"{where}.{key}")) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key, _ in encoded):
+            return dict(encoded)
+        return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds numbers, strings, lists, dicts and "
+        "tensors, and nothing that would have to be executed when it is read"
+    )
+
+
+def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
+    """Return what :func:`encode` was given, with ``tensor(j)`` for the j-th tensor.
+
+    Raises:
+        CheckpointError: the JSON is not as :func:`encode` writes it.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (tag, content), *_ = value.items()
+        if tag.startswith("$"):
+            try:
+                return _KINDS[tag](content, tensor)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"the manifest holds an entry {tag!r} that cannot be read: {error}") from error
+    return {key: decode(item, tensor) for key, item in value.items()}
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    """Return the dtype of a name such as ``"float32"``.
+
+    Raises:
+        CheckpointError: there is none such.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the manifest names an unknown dtype {name!r}")
+    return dtype
+
+
+def _tensordict(content: Any, tensor: Callable[[int], Any]) -> TensorDict:
+    batch_size, device, entries = content
+    return TensorDict(decode(entries, tensor), batch_size=batch_size, device=device)
+
+
+def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any]:
+    entries, metadata = content
+    state = OrderedDict(decode(entries, tensor))
+    state._metadata = OrderedDict(decode(metadata, tensor))  # type: ignore[attr-defined]
+    return state
+
+
+_KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
+    "$tensor": lambda content, tensor: tensor(content),
+    "$float": lambda content, tensor: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
+    "$tuple": lambda content, tensor: tuple(decode(content, tensor)),
+    "$size": lambda content, tensor: torch.Size(content),
+    "$dtype": lambda content, tensor: dtype_of(content),
+    "$device": lambda content, tensor: torch.device(content),
+    "$tensordict": _tensordict,
+    "$ordered": _ordered,
+    "$dict": lambda content, tensor: {decode(key, tensor): decode(item, tensor) for key, item in content},
+}

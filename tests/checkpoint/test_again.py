@@ -1,0 +1,211 @@
+"""Repeated dumps: what has not changed is not written again, and what is there is always a full dump."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import CheckpointError, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.checkpoint import folder as folders
+from rlbuf_td.checkpoint.journal import BLOCK, read_journal
+from tests.catalogue import assert_same
+
+ROWS = 4_000  # of 256 bytes: 1 MB
+
+
+def make(scratch_dir=None, sampler="proportional", seed=0):
+    return ReplayBuffer(
+        storage=PackedStorage(ROWS, scratch_dir=scratch_dir),
+        sampler=ProportionalSampler(ROWS) if sampler == "proportional" else UniformSampler(),
+        batch_size=16,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def extend(rb, n, value):
+    rb.extend(TensorDict({"x": torch.full((n, 32), float(value), dtype=torch.float64), "k": torch.rand(n)}, [n]))
+
+
+def sizes(path: Path) -> dict[str, tuple[int, int]]:
+    """Return what is in a dump: for each file its number on the disk and its length."""
+    return {file.name: (file.stat().st_ino, file.stat().st_size) for file in path.glob("data/*.bin")}
+
+
+def written(before, after):
+    return sum(size for name, (number, size) in after.items() if before.get(name, (0, 0))[0] != number)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Let files be of 16 KiB, so that a megabyte has many."""
+    monkeypatch.setattr(folders, "_SMALLEST_CHUNK", 1 << 14)
+    monkeypatch.setattr(folders, "_LARGEST_CHUNK", 1 << 14)
+
+
+def test_only_what_has_changed_is_written(small_chunks, tmp_path):
+    rb = make(sampler="uniform")
+    extend(rb, ROWS, 0)
+    rb.dumps(tmp_path)
+    before = sizes(tmp_path)
+    assert sum(size for _, size in before.values()) > ROWS * 256
+    rb.dumps(tmp_path)
+    after = sizes(tmp_path)
+    assert written(before, after) == 0
+    extend(rb, 100, 1)  # 26 kB: two or three chunks
+    rb.dumps(tmp_path)
+    assert 0 < written(after, sizes(tmp_path)) <= 3 * (1 << 14)
+    assert len(sizes(tmp_path)) == len(after)
+
+
+def test_changes_that_no_writer_made_are_noticed(small_chunks, tmp_path):
+    rb = make(sampler="uniform")
+    extend(rb, ROWS, 0)
+    rb.dumps(tmp_path)
+    rb.storage["x"][1234, 5] = 7.0  # a view
+    rb.dumps(tmp_path)
+    again = make(sampler="uniform")
+    again.loads(tmp_path)
+    assert again.storage["x"][1234, 5] == 7.0
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(mapped, small_chunks, tmp_path):
+    chance = random.Random(0)
+    place = tmp_path / "rows"
+    rb = make(place if mapped else None)
+    for number in range(25):
+        for _ in range(chance.randint(0, 3)):
+            what = chance.choice(("extend", "extend", "long", "set", "priority", "empty"))
+            if what == "empty":
+                rb.empty()
+            if what in ("extend", "long", "empty"):
+                extend(rb, chance.randint(1, 300 if what == "extend" else 6_000), number)
+            elif len(rb) and what == "set":
+                rows = torch.randint(len(rb), (5,))
+                rb.storage.set(rows, rb.storage.get(rows).clone().zero_(), set_cursor=False)
+            elif len(rb):
+                rb.update_priority(torch.randint(len(rb), (50,)), torch.rand(50))
+        if not rb.storage.initialized:
+            continue
+        rb.dumps(place)
+        rb.dumps(tmp_path / f"full {number}")
+        state = rb._rng.get_state()
+        if chance.random() < 0.5:  # what follows a dump does not change it
+            extend(rb, chance.randint(1, 2_000), -1)
+        repeated, full = make(seed=1), make(seed=2)
+        repeated.loads(place)
+        full.loads(tmp_path / f"full {number}")
+        assert torch.equal(repeated._rng.get_state(), state)
+        assert (len(repeated), repeated.write_count) == (len(full), full.write_count)
+        if len(full):
+            assert_same(repeated.storage[:], full.storage[:])
+            assert_same(repeated.sample(), full.sample())
+
+
+def test_a_damaged_file_of_the_previous_dump_is_not_relied_on_if_its_length_shows_it(tmp_path):
+    rb = make()
+    extend(rb, ROWS, 3)
+    rb.dumps(tmp_path)
+    for file in (tmp_path / "data").glob("*.bin"):
+        os.truncate(file, 5)
+    rb.dumps(tmp_path)
+    again = make()
+    again.loads(tmp_path)
+    assert_same(again.storage[:], rb.storage[:])
+
+
+# -- in place
+
+
+def test_a_mapped_buffer_in_its_own_folder_copies_nothing(tmp_path):
+    rb = make(tmp_path, sampler="uniform")
+    extend(rb, ROWS, 0)
+    for _ in range(3):
+        rb.dumps(tmp_path)
+        extend(rb, 10, 1)
+    kept = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
+    assert kept < 4 * BLOCK
+    assert (tmp_path / "rows.bin").stat().st_size == rb.storage.nbytes
+
+
+def test_a_dump_in_place_stays_what_it_was_while_the_ring_goes_on(tmp_path):
+    rb = make(tmp_path)
+    extend(rb, 3_000, 0)
+    extend(rb, 1_500, 1)  # wraps
+    rb.update_priority(torch.arange(ROWS), torch.rand(ROWS))
+    rb.dumps(tmp_path)
+    rows, state, count = rb.storage[:].clone(), rb._rng.get_state(), rb.write_count
+    for number in range(60):
+        extend(rb, 100, number)  # overwrites everything
+        copy = make(seed=4)
+        if number % 15 == 0:
+            copy.loads(tmp_path)
+            assert_same(copy.storage[:], rows)
+            assert (copy.write_count, torch.equal(copy._rng.get_state(), state)) == (count, True)
+    rb.loads(tmp_path)  # back to the dump, over itself
+    assert_same(rb.storage[:], rows)
+    assert rb.write_count == count
+    extend(rb, 10, 5)
+    rb.loads(tmp_path)
+    assert_same(rb.storage[:], rows)
+
+
+def test_a_killed_run_goes_on_in_its_own_folder(tmp_path):
+    code = f"""
+        import os, signal, torch
+        from tests.checkpoint.test_again import extend, make
+        rb = make({str(tmp_path)!r})
+        extend(rb, 4_500, 1)
+        rb.dumps({str(tmp_path)!r})
+        rb.dumps({str(tmp_path / "whole")!r})
+        extend(rb, 1_000, 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    journal = next((tmp_path / "data").glob("*.undo"))
+    with open(journal, "ab") as file:
+        file.write(b"a record that was begun")
+    rb, whole = make(tmp_path), make()
+    whole.loads(tmp_path / "whole")
+    rb.loads(tmp_path)
+    assert rb.storage.scratch_dir == tmp_path
+    for number in range(3):
+        assert_same(rb.storage[:], whole.storage[:])
+        assert_same(rb.sample(), whole.sample())
+        for each in (rb, whole):
+            torch.manual_seed(number)
+            extend(each, 700, number)
+    again = make()
+    again.loads(tmp_path)  # the dump is still what it was
+    again_whole = make()
+    again_whole.loads(tmp_path / "whole")
+    assert_same(again.storage[:], again_whole.storage[:])
+    assert len(read_journal(journal)[0]) > 1
+
+
+def test_a_change_behind_the_storages_back_is_noticed_at_the_load(tmp_path):
+    rb = make(tmp_path)
+    extend(rb, ROWS, 0)
+    rb.dumps(tmp_path)
+    rb.storage["x"][3] = 9.0
+    with pytest.raises(CheckpointError, match=r"rows.bin is damaged: its checksum does not match"):
+        make().loads(tmp_path)
+
+
+def test_rows_in_place_need_the_same_capacity(tmp_path):
+    rb = make(tmp_path)
+    extend(rb, ROWS, 0)
+    rb.dumps(tmp_path)
+    other = ReplayBuffer(storage=PackedStorage(10, scratch_dir=tmp_path), sampler=ProportionalSampler(10), batch_size=2)
+    with pytest.raises(CheckpointError, match="is the storage's own folder, and its rows can only be used where they"):
+        other.loads(tmp_path)

@@ -1,0 +1,124 @@
+"""Dumps into buffers of another capacity: the newest rows that fit, in the order of age, with what belongs to them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RolloutBuffer, TrajectoryIndex
+from rlbuf_td.checkpoint.resize import fit
+from tests.catalogue import assert_same
+from tests.checkpoint.worlds import make, step, transitions
+
+
+@pytest.mark.parametrize("capacity", range(1, 12))
+@pytest.mark.parametrize("saved", [1, 4, 7])
+def test_the_newest_steps_are_kept_oldest_first(saved, capacity):
+    for written in range(2 * saved + 2):
+        live, cursor = min(written, saved), written % saved
+        ring = [written - 1 - (cursor - 1 - slot) % saved for slot in range(live)]
+        found = fit(saved, capacity, live, cursor)
+        taken = [ring[slot] for first, count in found.ranges for slot in range(first, first + count)]
+        if saved == capacity:
+            assert taken == ring
+        else:
+            assert taken == list(range(written))[-live:][-min(live, capacity) :] if live else taken == []
+        assert found.steps == len(taken)
+        assert found.dropped == live - len(taken)
+
+
+@pytest.mark.parametrize("capacity", [5, 12, 19, 21, 50])
+@pytest.mark.parametrize("written", [1, 3, 4, 11])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("sampler", ["uniform", "proportional", "rank"])
+def test_rows_and_priorities_move_together(sampler, lanes, written, capacity, tmp_path):
+    rb = make(sampler, lanes=lanes)
+    TrajectoryIndex.of(rb.storage)
+    for number in range(written):
+        step(rb, number, lanes)
+    rb.dumps(tmp_path)
+    again = make(sampler, steps=capacity, lanes=lanes)
+    live = len(rb) // max(1, lanes)
+    if live > capacity:
+        with pytest.warns(UserWarning, match=f"the {live - capacity} oldest time steps of the dump were dropped"):
+            again.loads(tmp_path)
+    else:
+        again.loads(tmp_path)
+    kept = min(live, capacity)
+    assert_same(again.chronological(), rb.last(kept))
+    assert again.write_count == rb.write_count
+    if sampler != "uniform":
+        priorities = [
+            each.sampler.priority(torch.arange(len(each))).view(len(each) // max(1, lanes), -1) for each in (rb, again)
+        ]
+        start = rb.writer._cursor if rb.full else 0
+        assert torch.equal(priorities[1], priorities[0].roll(-start, 0)[-kept:])
+        assert (again.sampler.priority(torch.arange(len(again), again.storage.max_size)) == -1).all()
+    index, fresh = TrajectoryIndex.of(again.storage), TrajectoryIndex(again.storage)
+    rows = torch.arange(len(again))
+    for left, right in zip(index.reach(rows), fresh.reach(rows), strict=True):
+        assert torch.equal(left, right)
+    for number in range(20, 30):
+        step(again, number, lanes)
+    assert again.chronological()["number"].flatten()[-1] == 29 * 3 + 2
+
+
+def test_a_sampler_with_room_to_spare_takes_priorities_of_a_smaller_one(tmp_path):
+    rb = make("proportional")
+    step(rb, 0)
+    rb.dumps(tmp_path)
+    again = make("proportional", steps=50, storage=PackedStorage(20))
+    again.loads(tmp_path)
+    assert again.sampler._max_capacity == 50
+    rows = torch.arange(8)
+    assert torch.equal(again.sampler.priority(rows), rb.sampler.priority(rows))
+    step(again, 1)
+
+
+def test_epochs_start_anew_when_rows_move(tmp_path):
+    def buffer(capacity):
+        return ReplayBuffer(storage=PackedStorage(capacity), sampler=MinibatchSampler(2), batch_size=2)
+
+    rb = buffer(6)
+    rb.extend(transitions(8))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again = buffer(10)
+    again.loads(tmp_path)
+    drawn = [again.sample()["number"] for _ in range(6)]
+    assert sorted(torch.cat(drawn).tolist()) == sorted(2 * list(range(2, 8)))
+
+
+def test_what_has_no_order_of_age_or_is_a_rollout_needs_the_same_capacity(tmp_path):
+    rollout = RolloutBuffer(4, batch_size=2)
+    step = {"reward": torch.ones(2, 1), "done": torch.zeros(2, 1).bool(), "terminated": torch.zeros(2, 1).bool()}
+    rollout.extend(TensorDict({"state_value": torch.zeros(2, 1), "next": step}, [2]))
+    rollout.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match="the dump is of 4 time steps, this buffer of 6: rollouts"):
+        RolloutBuffer(6, batch_size=2).loads(tmp_path)
+    with pytest.raises(CheckpointError, match="its writer keeps no order of age"):
+        fit(7, 5, 7, None)
+
+
+def test_other_lanes_are_refused(tmp_path):
+    rb = make("uniform", lanes=2)
+    rb.extend(transitions(4, 2))
+    rb.dumps(tmp_path)
+    other = make("uniform", lanes=3)
+    other.extend(transitions(4, 3))
+    with pytest.raises(CheckpointError, match=r"saved rows of lanes \(2,\) do not fit lanes \(3,\)"):
+        other.loads(tmp_path)
+
+
+def test_nothing_is_warned_of_where_nothing_is_dropped(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(30))
+    rb.dumps(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = make("uniform", steps=40)
+        again.loads(tmp_path)
+    assert_same(again.chronological(), rb.chronological())

@@ -1,0 +1,329 @@
+"""What is damaged, foreign, newer or forged is refused by name, and the live buffer stays as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RingWriter, RolloutBuffer
+from rlbuf_td.checkpoint import load_state, open_checkpoint, save_state
+from rlbuf_td.kernels.checksum import xxh64
+from tests.catalogue import assert_same
+from tests.checkpoint import damage_dumps, kill_dumps
+from tests.checkpoint.worlds import make, step, transitions
+
+
+def test_random_damage_is_noticed_named_and_changes_nothing():
+    assert damage_dumps.run(60) == []
+
+
+def test_kills_in_the_middle_of_dumps_lose_nothing():
+    outcome = kill_dumps.run(12, megabytes=10)
+    assert (outcome.unreadable, outcome.lost, outcome.torn) == (0, 0, 0)
+
+
+def dumped(path, **kwargs):
+    rb = make(**kwargs)
+    for number in range(3):
+        step(rb, number)
+    rb.dumps(path)
+    return rb
+
+
+def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
+    rb = dumped(tmp_path)
+    token = "000001-0123456789abcdef"
+    left = [tmp_path / "data" / f"{token}-0.bin", tmp_path / f"manifest.json.{token}"]
+    mine = [tmp_path / "data" / "notes.txt", tmp_path / "manifest.json.backup"]
+    for file in (*left, *mine):
+        file.write_text("?")
+    make().loads(tmp_path)
+    rb.dumps(tmp_path)
+    assert not any(file.exists() for file in left)
+    assert all(file.exists() for file in mine)
+    make().loads(tmp_path)
+
+
+def test_a_failing_dump_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch):
+    rb = dumped(tmp_path)
+    before, files = rb.storage[:].clone(), sorted(tmp_path.rglob("*"))
+    step(rb, 4)
+    real = os.fsync
+
+    def full(descriptor):
+        if any("manifest" in os.readlink(f"/proc/self/fd/{descriptor}") for _ in (0,)):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        rb.dumps(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == files
+    again = make()
+    again.loads(tmp_path)
+    assert_same(again.storage[:], before)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "match"),
+    [
+        (lambda path: None, "holds no dump: there is no such folder"),
+        (lambda path: path.write_text("x"), "holds no dump: it is a file; a dump is a folder"),
+        (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
+        (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
+        (
+            lambda path: save_state(path, "RankSampler", {"x": 1}),
+            "holds a dump of a RankSampler, expected one of a buf",
+        ),
+    ],
+)
+def test_what_is_no_dump_is_told_so(prepare, match, tmp_path):
+    prepare(tmp_path / "it")
+    with pytest.raises(CheckpointError, match=match):
+        make().loads(tmp_path / "it")
+    with pytest.raises(CheckpointError, match=match):
+        open_checkpoint(tmp_path / "it")
+
+
+def test_a_dump_of_torchrls_is_told_so(tmp_path):
+    theirs = TensorDictReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
+    theirs.extend(transitions(3))
+    theirs.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match="it was written by TorchRL's buffer"):
+        make().loads(tmp_path)
+
+
+def test_a_newer_version_is_told_so_and_not_overwritten(tmp_path):
+    rb = dumped(tmp_path)
+    resign(tmp_path, lambda document: document | {"version": 2})
+    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads up to version 1: install a newer"):
+        rb.loads(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has version 2.* It is not overwritten"):
+        rb.dumps(tmp_path)
+
+
+def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
+    rb = make()
+    (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
+    with pytest.raises(CheckpointError, match="It is not overwritten: choose another folder, or remove it"):
+        rb.dumps(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    rb.dumps(tmp_path)
+    file = tmp_path / "manifest.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    rb.dumps(tmp_path)
+    make().loads(tmp_path)
+    with pytest.raises(CheckpointError, match="there is a file; a dump is a folder"):
+        rb.dumps(file)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (lambda: make("rank"), "the dump has a ProportionalSampler as sampler, this buffer a RankSampler; rows_only"),
+        (lambda: make(lanes=2), "the dump has ndim=1, this buffer 2"),
+        (lambda: RolloutBuffer(20), "the dump has a RingWriter as writer, this buffer a RolloutWriter"),
+        (lambda: ReplayBuffer(storage=PackedStorage(20), sampler=MinibatchSampler(), batch_size=2), "as sampler, this"),
+    ],
+)
+def test_other_parts_are_refused(other, match, tmp_path):
+    dumped(tmp_path)
+    rb = other()
+    with pytest.raises(CheckpointError, match=match):
+        rb.loads(tmp_path)
+    assert len(rb) == 0
+
+
+def test_other_keys_are_refused_and_change_nothing(tmp_path):
+    dumped(tmp_path)
+    rb = make()
+    rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
+    state = rb._rng.get_state()
+    with pytest.raises(CheckpointError, match="the saved rows hold other keys, dtypes or shapes"):
+        rb.loads(tmp_path)
+    assert rb.storage["x"].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(rb._rng.get_state(), state)
+
+
+def test_a_part_that_refuses_its_state_leaves_the_others_as_they_were(tmp_path, monkeypatch):
+    dumped(tmp_path)
+    rb = make(seed=5)
+    step(rb, 1)
+    before = rb.state_dict()
+
+    def refuse(state):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(rb.sampler, "load_state_dict", refuse)
+    with pytest.raises(CheckpointError, match="not this one"):
+        rb.loads(tmp_path)
+    monkeypatch.undo()
+    after = rb.state_dict()
+    assert after["_writer"] == before["_writer"]
+    assert torch.equal(after["_storage"]["rows"], before["_storage"]["rows"])
+
+
+def test_odd_files_in_a_dump_are_refused(tmp_path):
+    dumped(tmp_path / "dump")
+    for kind in ("link", "pipe", "folder"):
+        shutil.copytree(tmp_path / "dump", tmp_path / kind)
+        file = next((tmp_path / kind / "data").glob("*.bin"))
+        moved = file.rename(tmp_path / f"{kind}.moved")
+        if kind == "link":
+            file.symlink_to(moved)
+        elif kind == "pipe":
+            os.mkfifo(file)
+        else:
+            file.mkdir()
+        with pytest.raises(CheckpointError, match=r"bin (cannot be read|is not a plain file)"):
+            make().loads(tmp_path / kind)
+
+
+# -- forged: the checksum is right, the content is not
+
+
+def resign(path, change) -> None:
+    """Change the manifest's document, and give it a right checksum."""
+    file = path / "manifest.json"
+    document = json.loads(file.read_text())
+    del document["xxh64"]
+    text = json.dumps(change(document), indent=1).removesuffix("\n}").encode()
+    file.write_bytes(text + f',\n"xxh64": "{xxh64(text)}"\n}}\n'.encode())
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.bin", "/etc/passwd", "000000-0123456789abcdef-0.bin/../../x", "", None, 7]
+)
+def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
+    dumped(tmp_path)
+
+    def change(document):
+        document["tensors"][0]["chunks"][0][0] = name
+        return document
+
+    resign(tmp_path, change)
+    with pytest.raises(CheckpointError, match="which is not a file of a dump"):
+        make().loads(tmp_path)
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every entry of a JSON document."""
+    if isinstance(node, dict):
+        return [place for key in node for place in [(*path, key), *_places(node[key], (*path, key))]]
+    if isinstance(node, list):
+        return [place for j in range(len(node)) for place in [(*path, j), *_places(node[j], (*path, j))]]
+    return []
+
+
+VALUES = st.one_of(
+    st.sampled_from(
+        [None, True, -1, 0, 1, 3, 2**31, 2**63, -(2**70), 1e300, "", "x", "float64", [], {}, [[]], "rows.bin"]
+    ),
+    st.sampled_from([{"$tensor": 0}, {"$tensor": 99}, {"$tensor": "x"}, {"$float": "nan"}, {"$size": [-1]}, {"$x": 1}]),
+    st.sampled_from([{"$tensordict": [[3], None, {}]}, {"$dict": [[[], 1]]}, {"$device": "cuda:77"}, {"$ordered": 1}]),
+)
+
+
+FUZZ = settings(
+    max_examples=150,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # a forged dump is no easier to read when it is shorter
+    suppress_health_check=list(HealthCheck),
+)
+#: What a buffer says that was given nonsense with a right checksum; anything else is a crash.
+REFUSALS = (IndexError, RuntimeError, ValueError, TypeError)
+
+
+@FUZZ
+@given(data=st.data(), sampler=st.sampled_from(["proportional", "rank"]))
+def test_forged_manifests_neither_crash_nor_hang_nor_execute(data, sampler, tmp_path_factory):
+    path = tmp_path_factory.mktemp("forged")
+    rb = dumped(path, sampler=sampler)
+
+    def change(document):
+        for _ in range(data.draw(st.integers(1, 2))):
+            *parents, last = data.draw(st.sampled_from(_places(document)))
+            node = document
+            for key in parents:
+                node = node[key]
+            if data.draw(st.booleans()):
+                node[last] = data.draw(VALUES)
+            else:
+                del node[last]
+        return document
+
+    resign(path, change)
+    for target in (rb, make(sampler)):
+        rows = rb.storage._rows.matrix.view(torch.uint8)
+        before = rows.clone()
+        try:
+            target.loads(path)
+        except CheckpointError:
+            assert torch.equal(rows, before)
+            continue
+        if len(target):  # what was accepted can be used, or refuses to be
+            with suppress(*REFUSALS):
+                target.sample()
+                target.extend(transitions(2))
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+@settings(FUZZ, max_examples=60)
+@given(data=st.data())
+def test_forged_tensors_are_refused_or_harmless(sampler, data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("forged")
+    dumped(path, sampler=sampler)
+    document = json.loads((path / "manifest.json").read_text())
+    number = data.draw(st.integers(0, len(document["tensors"]) - 1))
+    (name, nbytes, _), *_ = document["tensors"][number]["chunks"]
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    content = np.random.default_rng(seed).integers(0, 256, nbytes).astype(np.uint8)
+    content[seed % nbytes :] = data.draw(st.sampled_from([0, 1, 63, 127, 255]))
+    (path / "data" / name).write_bytes(content.tobytes())
+
+    def change(document):
+        document["tensors"][number]["chunks"][0][2] = xxh64(content)
+        return document
+
+    resign(path, change)
+    rb = make(sampler)
+    try:
+        rb.loads(path)
+    except CheckpointError:
+        assert len(rb) == 0
+        return
+    with suppress(*REFUSALS):
+        assert rb.sample().batch_size == (8,)
+
+
+def test_parts_refuse_what_is_not_theirs(tmp_path):
+    sampler = make("rank").sampler
+    sampler.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match="holds a dump of a RankSampler, expected one of a ProportionalSampler"):
+        make("proportional").sampler.loads(tmp_path)
+    assert load_state(tmp_path, "RankSampler")["max_capacity"] == 20
+    rb = make("proportional")
+    state = rb.sampler.state_dict()
+    state["priorities"]["magnitude"][3] = torch.nan
+    with pytest.raises(ValueError, match="the saved magnitude holds NaN or infinite values"):
+        rb.sampler.load_state_dict(state)
+    del state["priorities"]["magnitude"]
+    with pytest.raises(ValueError, match="the saved state is of another sampler: it must hold magnitude, weight"):
+        rb.sampler.load_state_dict(state)
+    order = MinibatchSampler()
+    broken = order.state_dict() | {"order": torch.tensor([0, 0]), "len_storage": 2}
+    with pytest.raises(ValueError, match="the saved order does not name each of 2 rows once"):
+        order.load_state_dict(broken)
+    with pytest.raises(ValueError, match="epoch 5 of 1, position 0 of 0 is no place in an epoch"):
+        order.load_state_dict(order.state_dict() | {"epoch": 5})

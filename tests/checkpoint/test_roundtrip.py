@@ -1,0 +1,418 @@
+"""What is dumped comes back: rows, counters, priorities, trajectories, generators; and so does what follows."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.envs.transforms import Compose, ObservationNorm, RewardScaling
+
+from rlbuf_td import (
+    CheckpointError,
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    RolloutBuffer,
+    TrajectoryIndex,
+    UniformSampler,
+)
+from rlbuf_td.checkpoint import open_checkpoint
+from tests.catalogue import SCHEMAS, assert_same
+from tests.catalogue import transitions as catalogue_transitions
+from tests.checkpoint.worlds import SAMPLERS, make, step, transitions
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_rows_of_every_kind_come_back_byte_for_byte(schema, lanes, tmp_path):
+    def buffer():
+        return ReplayBuffer(storage=PackedStorage(6 * max(1, lanes), ndim=1 + bool(lanes)), dim_extend=0)
+
+    rb = buffer()
+    shape = (lanes,) if lanes else ()
+    for n, seed in ((4, 0), (4, 1)):  # wraps
+        rb.extend(catalogue_transitions(schema, n, shape, seed=seed))
+    rb.dumps(tmp_path)
+    again = buffer()
+    again.loads(tmp_path)
+    assert_same(again.storage[:], rb.storage[:])
+    assert_same(open_checkpoint(tmp_path).rows, rb.storage[:])
+    again.extend(catalogue_transitions(schema, 1, shape, seed=2))
+    rb.extend(catalogue_transitions(schema, 1, shape, seed=2))
+    assert_same(again.storage[:], rb.storage[:])
+
+
+@pytest.mark.parametrize("into", ["new", "used"])
+@pytest.mark.parametrize("written", [2, 9])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_loaded_buffer_goes_on_bit_for_bit(sampler, lanes, written, into, tmp_path):
+    rb = make(sampler, lanes=lanes)
+    index = TrajectoryIndex.of(rb.storage)
+    for number in range(written):
+        step(rb, number, lanes)
+    rb.dumps(tmp_path / "dump")
+    again = make(sampler, lanes=lanes, seed=99)
+    if into == "used":
+        for number in range(11):
+            step(again, number, lanes)
+    again.loads(tmp_path / "dump")
+    assert (again.write_count, again.writer._cursor) == (rb.write_count, rb.writer._cursor)
+    for number in range(written, written + 6):
+        torch.manual_seed(number)
+        expected = step(rb, number, lanes)
+        torch.manual_seed(number)
+        assert_same(step(again, number, lanes), expected)
+    rows = torch.arange(len(rb))
+    for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("sampler", ["proportional", "within buffer"])
+def test_the_tree_of_sums_is_rebuilt_to_the_last_bit(sampler, tmp_path):
+    rb = make(sampler, steps=700)
+    rb.extend(transitions(700))
+    for number in range(30):
+        step(rb, number)
+    rb.sampler.alpha = 0.9  # re-weighs what is stored
+    step(rb, 31)
+    rb.dumps(tmp_path)
+    again = make(sampler, steps=700)
+    again.loads(tmp_path)
+    for name, tensor in rb.sampler._tree.tensors().items():
+        assert torch.equal(tensor, again.sampler._tree.tensors()[name]), name
+
+
+def test_an_index_of_rows_that_were_written_out_of_order_comes_back(tmp_path):
+    rb = make("uniform")
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(transitions(10))
+    rb.writer.write_at(torch.tensor([2, 7]), transitions(2, first=70))
+    rb.dumps(tmp_path)
+    again = make("uniform")
+    again.loads(tmp_path)
+    rows = torch.arange(10)
+    for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_settings_that_schedulers_change_come_back(tmp_path):
+    rb = make("rank")
+    rb.extend(transitions(5))
+    rb.sampler.alpha, rb.sampler.beta, rb.sampler.stratified = 0.3, 0.9, False
+    rb.save(tmp_path)
+    again = make("rank")
+    again.load(tmp_path)
+    assert (again.sampler.alpha, again.sampler.beta, again.sampler.stratified) == (0.3, 0.9, False)
+
+
+def test_counters_beyond_32_bits_come_back(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(4))
+    rb.writer._write_count = 2**62
+    rb.dumps(tmp_path)
+    again = make("uniform")
+    again.loads(tmp_path)
+    assert again.write_count == 2**62
+
+
+@pytest.mark.parametrize("after", ["nothing", "empty"])
+def test_an_empty_buffer_can_be_dumped(after, tmp_path):
+    rb = make()
+    if after == "empty":
+        rb.extend(transitions(5))
+        rb.empty()
+    rb.dumps(tmp_path)
+    again = make()
+    again.extend(transitions(3))
+    again.loads(tmp_path)
+    assert len(again) == again.write_count == 0
+    assert_same(step(again, 1).select("number"), step(rb, 1).select("number"))
+    assert open_checkpoint(tmp_path).classes["writer"] == "RingWriter"
+
+
+def test_the_default_generator_goes_on_if_asked(tmp_path):
+    rb = make("uniform", seed=None)
+    rb.extend(transitions(9))
+    torch.manual_seed(3)
+    rb.dumps(tmp_path)
+    expected = rb.sample()
+    again = make("uniform", seed=None)
+    torch.manual_seed(4)
+    again.loads(tmp_path)
+    assert not torch.equal(again.sample()["index"], expected["index"])
+    again.loads(tmp_path, default_generator=True)
+    assert_same(again.sample(), expected)
+
+
+def test_the_generator_stays_the_same_object(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(9))
+    rb.dumps(tmp_path)
+    generator = rb._rng
+    rb.sample()
+    rb.loads(tmp_path)
+    assert rb._rng is generator
+
+
+def test_transforms_and_the_batch_size_come_back(tmp_path):
+    def buffer(loc):
+        norm = ObservationNorm(loc=loc, scale=2.0, in_keys=["observation"])
+        return make("uniform", transform=Compose(norm, RewardScaling(0.0, 1.0, in_keys=["number"])))
+
+    rb = buffer(5.0)
+    rb.extend(transitions(9))
+    rb.dumps(tmp_path)
+    again = buffer(0.0)
+    again.loads(tmp_path)
+    assert_same(again.sample(), rb.sample())
+
+
+def test_batches_that_were_fetched_ahead_come_back(tmp_path):
+    def buffer(seed):
+        return make("proportional", seed=seed, prefetch=2)
+
+    rb = buffer(0)
+    rb.extend(transitions(20))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again = buffer(5)
+    again.loads(tmp_path)
+    for _ in range(4):
+        assert_same(again.sample(), rb.sample())
+    rb.shutdown()
+    again.shutdown()
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 3, 4, 5, 6])
+def test_a_rollout_goes_on_in_mid_epoch(drawn, tmp_path):
+    def rollout(seed):
+        return RolloutBuffer(6, 2, batch_size=5, epochs=2, generator=torch.Generator().manual_seed(seed))
+
+    rb = rollout(0)
+    done = torch.zeros(2, 6, 1, dtype=torch.bool)
+    done[:, -1] = True
+    step = {"reward": torch.rand(2, 6, 1), "done": done, "terminated": done}
+    rb.extend(TensorDict({"state_value": torch.rand(2, 6, 1), "next": step}, [2, 6]))
+    running = iter(rb)
+    for _ in range(drawn):
+        next(running)
+    rb.dumps(tmp_path)
+    again = rollout(1)
+    again.loads(tmp_path)
+    for run in (running, iter(rb)):  # the rest of this run, and a whole new one
+        resumed = list(again)
+        expected = list(run)
+        assert len(resumed) == len(expected)
+        for left, right in zip(resumed, expected, strict=True):
+            assert_same(left, right)
+    assert again.summary() == rb.summary()
+
+
+def test_a_run_that_was_given_up_is_not_resumed(tmp_path):
+    rb = ReplayBuffer(storage=PackedStorage(6), sampler=MinibatchSampler(2), batch_size=2)
+    rb.extend(transitions(6))
+    rollout = RolloutBuffer(4, batch_size=2, epochs=2)
+    done = torch.tensor([[False], [False], [False], [True]])
+    step = {"reward": torch.ones(4, 1), "done": done, "terminated": done}
+    rollout.extend(TensorDict({"state_value": torch.zeros(4, 1), "next": step}, [4]))
+    for _ in rollout:
+        break
+    rollout.dumps(tmp_path)
+    again = RolloutBuffer(4, batch_size=2, epochs=2)
+    again.loads(tmp_path)
+    assert len(list(again)) == 4
+
+
+# -- with TorchRL's parts
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, lambda: SliceSampler(num_slices=2)])
+def test_torchrls_own_parts_come_back_too(storage, sampler, tmp_path):
+    def buffer(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return ReplayBuffer(
+            storage=storage(20),
+            sampler=sampler(),
+            writer=TensorDictRoundRobinWriter(),
+            batch_size=4,
+            generator=generator,
+        )
+
+    rb = buffer(0)
+    rb.extend(transitions(26))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again = buffer(1)
+    again.loads(tmp_path)
+    for number in range(3):
+        data = transitions(4, first=number)
+        left, right = (each.sample() for each in (rb, again) if each.extend(data.clone()) is not None)
+        assert_same(right, left)
+    rb.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert found.storage is None
+    assert found.rows is not None
+    assert_same(found.rows["observation"], rb.storage[:]["observation"])
+
+
+def test_a_used_storage_of_torchrls_refuses_other_content_and_stays_as_it_was(tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    rb.extend(transitions(5))
+    rb.dumps(tmp_path)
+    other = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    other.extend(TensorDict({"x": torch.arange(3)}, [3]))
+    with pytest.raises(CheckpointError, match=r"the storage._storage holds the keys .*'x'.* the dump .*'number'"):
+        other.loads(tmp_path)
+    assert other.storage[:]["x"].tolist() == [0, 1, 2]
+    small = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    with pytest.raises(CheckpointError, match="the dump has max_size=20, this LazyTensorStorage 10"):
+        small.loads(tmp_path)
+
+
+def test_what_needs_pickle_is_refused(tmp_path):
+    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=lambda items: items)
+    rb.add(TensorDict({"x": torch.zeros(2)}, []))
+    rb.dumps(tmp_path / "before")
+    rb.storage._storage.append(object())
+    with pytest.raises(CheckpointError, match=r"state.storage.state._storage\[1\] is a object, which a dump cannot"):
+        rb.dumps(tmp_path / "after")
+    assert not list((tmp_path / "after").glob("data/*"))
+
+
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_our_parts_save_themselves_in_torchrls_buffers(sampler, tmp_path):
+    def buffer(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return TensorDictReplayBuffer(
+            storage=PackedStorage(20), sampler=sampler(20), writer=RingWriter(), batch_size=4, generator=generator
+        )
+
+    rb = buffer(0)
+    rb.extend(transitions(26))
+    rb.update_priority(torch.arange(20), torch.rand(20))
+    rb.dumps(tmp_path / "dump")
+    again = buffer(1)
+    again.loads(tmp_path / "dump")
+    assert_same(again.sample(), rb.sample())
+    assert not list((tmp_path / "dump" / "sampler").rglob("*.pt"))
+
+
+# -- the rest of what dumps and loads promise
+
+
+def test_the_dump_says_what_it_holds(tmp_path):
+    rb = make("rank", lanes=2)
+    rb.extend(transitions(5, 2))
+    rb.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert found.classes == {
+        "buffer": "ReplayBuffer",
+        "storage": "PackedStorage",
+        "sampler": "RankSampler",
+        "writer": "RingWriter",
+    }
+    assert (found.shape, found.writer["_cursor"], found.sampler["alpha"]) == ((20, 2), 5, 0.7)
+    assert found.about["versions"]["torch"] in str(torch.__version__)
+    assert found.storage is not None
+    assert_same(found.storage[:], rb.storage[:])
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 1)
+
+
+def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):
+    rb = make("uniform")
+    rb.extend(transitions(5))
+    rb.dumps(tmp_path)
+    assert "dump" not in capsys.readouterr().err
+    rb.dumps(tmp_path, progress=True)
+    assert "dump: 100%" in capsys.readouterr().err
+    make("uniform").loads(tmp_path, progress=True)
+    assert "load: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    rb.dumps(tmp_path)
+    with pytest.raises(ImportError, match="progress=True needs tqdm"):
+        rb.dumps(tmp_path, progress=True)
+
+
+def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path):
+    rb = make("proportional", steps=500)
+    rb.extend(transitions(500))
+    rb.dumps(tmp_path)
+    errors: list[BaseException] = []
+
+    def work(what):
+        try:
+            for number in range(6):
+                if what == "dump":
+                    rb.dumps(tmp_path)
+                elif what == "load":
+                    found = open_checkpoint(tmp_path).rows
+                    assert found is not None
+                    oldest = int(found["number"].argmin())
+                    assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
+                else:
+                    for each in range(10):
+                        rb.extend(transitions(7, first=500 + 7 * (10 * number + each)))
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(what,)) for what in ("dump", "dump", "load", "write")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_state_dicts_hold_trajectories_too():
+    rb = make("uniform")
+    index = TrajectoryIndex.of(rb.storage)
+    rb.extend(transitions(10))
+    rb.writer.write_at(torch.tensor([2, 7]), transitions(2, first=70))
+    again = make("uniform")
+    again.load_state_dict(rb.state_dict())
+    rows = torch.arange(10)
+    for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_rows_only_takes_any_sampler_and_lets_the_rows_in(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(26))
+    rb.dumps(tmp_path)
+    again = make("proportional")
+    again.loads(tmp_path, rows_only=True)
+    assert_same(again.storage[:], rb.storage[:])
+    assert again.write_count == 26
+    assert again.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+    assert_same(again.chronological(), rb.chronological())
+
+
+def test_a_path_may_be_a_string_and_its_parents_need_not_exist(tmp_path):
+    rb = make("uniform")
+    rb.extend(transitions(3))
+    rb.dumps(str(tmp_path / "a" / "b"))
+    again = make("uniform")
+    again.loads(str(Path(tmp_path) / "a" / "b"))
+    assert len(again) == 3
+    assert UniformSampler().state_dict() == {"unique": False}
