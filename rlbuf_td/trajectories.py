@@ -318,7 +318,8 @@ class TrajectoryIndex:
         """Return a copy of what cannot be read from the rows: where the writer has put rows out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
-        return {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
+        state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
+        return state | {"size": torch.tensor(self._end.shape)}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
@@ -330,8 +331,9 @@ class TrajectoryIndex:
             self._boundaries = None
             return
         boundaries = self._bind()
-        shapes = {name: tensor.shape for name, tensor in boundaries.tensors().items()}
-        if shapes != {name: tensor.shape for name, tensor in state_dict.items()}:
+        size = torch.tensor(self._end.shape)
+        shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
+        if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
             raise ValueError("the saved trajectory index is of a storage of another size, or of another device")
         boundaries.restore(state_dict)
         self._seen[0] = int(self.storage._mutation_revision)

@@ -291,11 +291,13 @@ def test_a_state_of_another_size_is_refused_and_changes_nothing():
     rb.extend(steps([0, 1, 0, 0]))
     index = TrajectoryIndex.of(rb.storage)
     expected = reach(index, 4)
-    other = ReplayBuffer(storage=PackedStorage(200))
-    there = TrajectoryIndex.of(other.storage)
-    other.extend(steps([0]))
-    wrong = there.state_dict()
-    for state in (wrong, {"cut": torch.zeros(4, 1)}):
+    states = []
+    for capacity in (200, 5):  # more words, and as many
+        other = ReplayBuffer(storage=PackedStorage(capacity))
+        there = TrajectoryIndex.of(other.storage)
+        other.extend(steps([0]))
+        states.append(there.state_dict())
+    for state in (*states, {"cut": torch.zeros(4, 1)}):
         with pytest.raises(ValueError, match="of a storage of another size"):
             index.load_state_dict(state)
         assert reach(index, 4) == expected

@@ -1,0 +1,201 @@
+"""What every wrapper shares: it stands in for the sampler that it wraps, in either library's buffer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.envs.transforms import Transform
+
+from rlbuf_td import (
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from tests.worlds import World, reward_fn
+
+WRAPPERS = {
+    "hindsight": lambda inner: HindsightSampler(inner, reward_fn),
+    "n-step": lambda inner: NStepSampler(inner, 3, 0.9),
+    "sequence": lambda inner: SequenceSampler(inner, 3, burn_in=1),
+    "all": lambda inner: SequenceSampler(NStepSampler(HindsightSampler(inner, reward_fn), 3, 0.9), 3, burn_in=1),
+}
+BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
+
+
+def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any) -> World:
+    rb = cls(storage=PackedStorage(40, ndim=2), sampler=sampler, batch_size=batch_size, **kwargs)
+    made = World(rb, 20, 2, seed=0)
+    made.fill(30)
+    return made
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_over_a_prioritized_sampler_a_wrapper_is_one_for_torchrl_and_over_others_it_is_not(wrap):
+    for inner in (ProportionalSampler(40, 0.7, 0.4), RankSampler(40, 0.7, 0.4)):
+        wrapper = wrap(inner)
+        assert isinstance(wrapper, PrioritizedSampler)
+        assert isinstance(wrapper, SamplerWrapper)
+        assert type(wrapper).__name__ in ("HindsightSampler", "NStepSampler", "SequenceSampler")
+        assert isinstance(
+            wrapper, {c.__name__: c for c in (HindsightSampler, NStepSampler, SequenceSampler)}[type(wrapper).__name__]
+        )
+        wrapper.alpha, wrapper.beta = 0.5, 0.9  # as TorchRL's schedulers do
+        assert (inner.alpha, inner.beta) == (wrapper.alpha, wrapper.beta) == (0.5, 0.9)
+        assert wrapper.innermost is inner
+    assert not isinstance(wrap(UniformSampler()), PrioritizedSampler)
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_new_rows_enter_at_the_highest_priority_and_empty_forgets(wrap, cls):
+    inner = ProportionalSampler(40)
+    made = world(wrap(inner), cls)
+    inner.update_priority(torch.arange(40), torch.linspace(0.1, 5, 40), storage=made.rb.storage)
+    made.write(3)
+    written = torch.tensor([made.flat((slot, lane)) for slot in (10, 11, 12) for lane in range(2)])
+    assert (inner.priority(written) == 5).all()
+    assert (inner.priority(torch.tensor([0, 39])) < 5.1).all()
+    made.rb.empty()
+    assert (inner.priority(torch.arange(40)) == -1).all()
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_td_errors_that_come_with_the_data_count(wrap, cls):
+    inner = ProportionalSampler(40)
+    made = world(wrap(inner), cls)
+    data = made.rb.storage[:5].clone()
+    data["td_error"] = torch.arange(10.0).view(5, 2)
+    rb = cls(storage=PackedStorage(40, ndim=2), sampler=(sampler := ProportionalSampler(40)), dim_extend=0)
+    rb.set_sampler(wrap(sampler)) if cls is ReplayBuffer else None
+    rb.extend(data)
+    assert sampler.priority(torch.arange(10)).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_generator_of_the_buffer_decides_everything(wrap, cls):
+    made = world(wrap(ProportionalSampler(40)), cls)
+    batches: list[Any] = []
+    for seed in (3, 3, 4):
+        made.rb.set_rng(torch.Generator().manual_seed(seed))
+        torch.manual_seed(len(batches))
+        batches.append(made.rb.sample())
+    assert (batches[0] == batches[1]).all()
+    assert not torch.equal(batches[0]["index"], batches[2]["index"])
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_both_buffers_give_the_same_batches(wrap):
+    ours, theirs = (world(wrap(ProportionalSampler(40)), cls) for cls in BUFFERS)
+    for seed in range(4):
+        batches = []
+        for made in (ours, theirs):
+            torch.manual_seed(seed)
+            batches.append(made.rb.sample())
+        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+        assert (batches[0] == batches[1]).all()
+
+
+class Scaled(Transform):
+    """Ten times the reward, and the goals doubled, of what a sample holds."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["seen"] = tensordict["next", "reward"] * 10
+        return tensordict
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_transforms_see_what_was_revised(wrap):
+    made = world(wrap(UniformSampler()), transform=Scaled())
+    batch = made.rb.sample()
+    assert torch.equal(batch["seen"], batch["next", "reward"] * 10)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_batches_are_fresh_memory_and_the_buffer_stays_as_it_is(cls, wrap):
+    made = world(wrap(UniformSampler()), cls)
+    before = made.rb.storage[:].clone()
+    for _ in range(3):
+        batch = made.rb.sample()
+        for leaf in batch.values(True, True):
+            leaf.zero_()
+    assert (made.rb.storage[:] == before).all()
+
+
+@pytest.mark.parametrize(
+    "inner", [lambda: MinibatchSampler(2, drop_last=True), lambda: SamplerWithoutReplacement(drop_last=True)]
+)
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_epochs_of_wrapped_rows(cls, inner):
+    """Over a sampler that runs out, every row comes once an epoch."""
+    made = world(NStepSampler(inner(), 3, 0.9), cls, batch_size=8)
+    seen = [made.rb.sample()["index"] for _ in range(5)]
+    flat = torch.cat(seen) @ torch.tensor([2, 1])
+    assert sorted(flat.tolist()) == list(range(40))
+
+
+# -- state
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("cls", BUFFERS)
+@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
+def test_settings_and_priorities_come_back(kind, cls, how):
+    def build() -> World:
+        hindsight = HindsightSampler(kind(40), reward_fn, her_ratio=0.5)
+        return world(SequenceSampler(NStepSampler(hindsight, 2, 0.5), 3, burn_in=1, priority="mix"), cls)
+
+    made = build()
+    made.rb.sampler.eta = 0.25
+    n_step = made.rb.sampler.sampler
+    n_step.n_steps, n_step.gamma = 5, 0.75
+    n_step.sampler.her_ratio, n_step.sampler.only_finished = 0.9, True
+    n_step.sampler.sampler.update_priority(torch.arange(40), torch.rand(40) + 0.5, storage=made.rb.storage)
+    if how == "state_dict":
+        rb = build().rb
+        rb.load_state_dict(made.rb.state_dict())
+    else:
+        rb = copy.deepcopy(made.rb) if how == "deepcopy" else pickle.loads(pickle.dumps(made.rb))
+    sampler = rb.sampler
+    assert sampler is not made.rb.sampler
+    assert type(sampler) is type(made.rb.sampler)
+    assert sampler.eta == 0.25
+    assert (sampler.sampler.n_steps, sampler.sampler.gamma) == (5, 0.75)
+    assert (sampler.sampler.sampler.her_ratio, sampler.sampler.sampler.only_finished) == (0.9, True)
+    batches = []
+    for each in (made.rb, rb):
+        torch.manual_seed(1)
+        batches.append(each.sample())
+    assert (batches[0] == batches[1]).all()
+
+
+def test_words_name_everything():
+    sampler = WRAPPERS["all"](ProportionalSampler(40))
+    assert repr(sampler).startswith("SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6")
+    assert "her_ratio=0.8" in repr(sampler)
+
+
+def test_unknown_names_are_refused_and_known_ones_are_those_of_the_wrapped_sampler():
+    inner = ProportionalSampler(40, weight_norm="batch")
+    sampler = WRAPPERS["all"](inner)
+    assert sampler.weight_norm == "batch"
+    assert sampler.priority(torch.arange(3)).tolist() == [-1, -1, -1]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = sampler.no_such_thing
+    with pytest.raises(AttributeError, match="_private"):
+        _ = sampler._private
