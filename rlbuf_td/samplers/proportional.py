@@ -111,7 +111,7 @@ class ProportionalSampler(Prioritized):
         sum_tree.clear_(self._tree)
 
     def _share(self) -> None:
-        self._tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self._tensors().items()})
+        self._tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self._tree.tensors().items()})
 
     def _rebuild(self) -> None:
         sum_tree.reweigh_(self._tree, self._weighed_alpha, self._eps)
