@@ -220,7 +220,7 @@ def test_state_keeps_what_the_rows_do_not_say():
     rb.writer.write_at(1, steps([0]).squeeze(0))
     expected = [(0, 0, False), (0, 0, False), (0, 1, False), (1, 0, False)]
     assert reach(index, 4) == expected
-    other.load_state_dict(rb.state_dict())
+    other.storage.load_state_dict(rb.storage.state_dict())  # a buffer brings its trajectories along
     theirs = TrajectoryIndex.of(other.storage)
     assert reach(theirs, 4) != expected
     theirs.load_state_dict(index.state_dict())
