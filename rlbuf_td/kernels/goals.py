@@ -82,7 +82,7 @@ def relabel_(
         return mask
     count, first, second = cells.shape[0], goals[0], goals[-1]
     size = first.element_size()
-    mask = torch.empty(count, dtype=torch.bool)
+    mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
     twin().relabel(
         *boundaries.arrays,
         boundaries.steps,

@@ -65,9 +65,9 @@ class Parts(NamedTuple):
 
 
 def n_step_(
-    boundaries: BitBoundaries, source: int, batch: int, parts: Parts, rows: Tensor, n: int, gamma: float
+    boundaries: BitBoundaries, source: int, batch: int, parts: Parts, rows: Tensor, n: int, gamma: float, dims: int
 ) -> Tensor:
-    """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B]`` int64.
+    """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B, 1, ...]`` int64.
 
     Args:
         boundaries: where trajectories are cut.
@@ -77,8 +77,9 @@ def n_step_(
         rows: flat rows, ``[B]`` int64, contiguous.
         n: at most so many steps.
         gamma: the discount factor.
+        dims: of what is returned.
     """
-    steps = torch.empty_like(rows)
+    steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
     twin().n_step(
         *boundaries.arrays,
         boundaries.steps,

@@ -145,12 +145,11 @@ class NStepSampler(SamplerWrapper):
         """Make n-step transitions of a batch that nobody has revised."""
         boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
         if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
-            start = reward.data_ptr() - bound.parts.reward
-            steps = n_step_(boundaries, bound.address, start, bound.parts, flat, self._n_steps, self._gamma)
+            start, given = reward.data_ptr() - bound.parts.reward, (flat, self._n_steps, self._gamma, reward.ndim)
+            steps = n_step_(boundaries, bound.address, start, bound.parts, *given)
         else:
             steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
-        for _ in range(reward.ndim - 1):
-            steps = steps.unsqueeze(-1)
+            steps = steps.view(-1, *[1] * (reward.ndim - 1))
         set_entries_(batch, {"steps_to_next_obs": steps})
 
     def _by_windows_(
