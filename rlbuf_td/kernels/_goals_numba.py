@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from rlbuf_td.kernels._boundaries_numba import inlined, is_over, split, steps_ahead, steps_back
-from rlbuf_td.kernels._memory_numba import copy_bytes, load_float64, load_int64, prefetch, store_bool
+from rlbuf_td.kernels._memory_numba import copy_bytes, load_float64, load_int64, prefetch, prefetch_row, store_bool
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 _AHEAD = 16  # goals that begin to come before the first one is copied
@@ -45,20 +45,32 @@ def choose_goals(bits, starts, steps, thresholds, only_finished, live, cells, un
 @_kernel
 def relabel(
     bits, starts, steps, thresholds, only_finished, live,
-    outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask,
+    outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask, base, block,
 ):  # fmt: skip
-    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses."""
+    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
+
+    If there is a ``base``, from where all rows of ``stride`` bytes lie, the rows are copied to ``block`` first. Return
+    whether these were among the ``live`` ones.
+    """
     rows = np.empty(count, np.int64)
     for begun in range(count + _AHEAD):
         if begun < count:
             cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
+            if cell < 0 or cell >= live:
+                return False
             row = _choose(bits, starts, steps, thresholds, only_finished, live, cell, pick)
             rows[begun] = row
             store_bool(mask + begun, row >= 0)
+            if base:
+                prefetch_row(base + cell * stride, stride)
             if row >= 0:
                 prefetch(outcomes + row * stride)
         i = begun - _AHEAD
+        if i >= 0 and base:
+            cell = load_int64(cells + 8 * i)
+            copy_bytes(block + i * stride, base + cell * stride, stride)
         if i >= 0 and rows[i] >= 0:
             copy_bytes(first + i * first_stride, outcomes + rows[i] * stride, width)
             if second != first:
                 copy_bytes(second + i * second_stride, outcomes + rows[i] * stride, width)
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -37,6 +37,14 @@ def prefetch(typing_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def prefetch_row(address, width):
+    """Start loading ``width`` bytes at an address."""
+    for line in range(0, width, 64):
+        prefetch(address + line)
+    prefetch(address + width - 1)
 
 
 def _loader(kind: types.Type) -> Any:

@@ -12,6 +12,7 @@ from rlbuf_td.kernels._memory_numba import (
     load_float64,
     load_int64,
     prefetch,
+    prefetch_row,
     store_float32,
     store_float64,
     store_int64,
@@ -22,16 +23,16 @@ _AHEAD = 12  # rows whose memory is asked for before it is needed: fewer leave i
 
 
 @inlined
-def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n):
+def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n, reads):
     """Start loading what an n-step transition of ``cell`` reads, if its trajectory goes on so far."""
     at = source + cell * row_bytes
+    if reads:
+        prefetch_row(at, row_bytes)
     for _ in range(1, n):
         at += lanes * row_bytes
         prefetch(at + reward)
     if len(offsets):
-        for line in range(offsets[0], offsets[-1] + widths[-1], 64):
-            prefetch(at + line)
-        prefetch(at + offsets[-1] + widths[-1] - 1)
+        prefetch_row(at + offsets[0], offsets[-1] + widths[-1] - offsets[0])
 
 
 @inlined
@@ -54,17 +55,24 @@ def _walk(bits, steps, cell, n):
 @_kernel
 def n_step(
     bits, starts, steps, reward, features, double, row_bytes, offsets, widths,
-    source, batch, count, rows, taken, n, gamma,
+    source, batch, count, rows, taken, n, gamma, live,
 ):  # fmt: skip
-    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.n_step.n_step_`."""
-    lanes, width = len(bits), 8 if double else 4
+    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.n_step.n_step_`.
+
+    Return whether all rows were among the ``live`` ones, which is asked only if there are any.
+    """
+    lanes, width, reads = len(bits), 8 if double else 4, live > 0
     for begun in range(count + _AHEAD):
         if begun < count:
-            _expect(source, lanes, row_bytes, reward, offsets, widths, load_int64(rows + 8 * begun), n)
+            _expect(source, lanes, row_bytes, reward, offsets, widths, load_int64(rows + 8 * begun), n, reads)
         i = begun - _AHEAD
         if i < 0:
             continue
         cell, to = load_int64(rows + 8 * i), batch + i * row_bytes
+        if reads:
+            if cell < 0 or cell >= live:
+                return False
+            copy_bytes(to, source + cell * row_bytes, row_bytes)
         k, last = _walk(bits, steps, cell, n)
         store_int64(taken + 8 * i, k)
         if k == 1:
@@ -83,3 +91,4 @@ def n_step(
                 store_float32(to + at, np.float32(total))
         for part in range(len(offsets)):
             copy_bytes(to + offsets[part], source + last * row_bytes + offsets[part], widths[part])
+    return True

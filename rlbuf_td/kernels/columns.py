@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -74,6 +75,16 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
             return int(bad[0, 0])
     target.copy_(torch.where(where, values, target))
     return -1
+
+
+def refuse_rows(rows: Tensor, live: int) -> NoReturn:
+    """Say which row that a sampler drew has not been written.
+
+    Raises:
+        IndexError: always.
+    """
+    low, high = int(rows.min()), int(rows.max())
+    raise IndexError(f"row {high if high >= live else low} was drawn, but rows 0 to {live - 1} have been written")
 
 
 def is_dense(column: Tensor) -> bool:

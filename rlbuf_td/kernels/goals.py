@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
-from rlbuf_td.kernels.columns import copy_rows_
+from rlbuf_td.kernels.columns import copy_rows_, refuse_rows
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -63,6 +63,8 @@ def relabel_(
     live: int,
     outcomes: Outcomes,
     goals: Sequence[Tensor],
+    base: int = 0,
+    block: int = 0,
 ) -> Tensor:
     """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
 
@@ -74,6 +76,11 @@ def relabel_(
         live: how many rows are written.
         outcomes: what to read.
         goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
+        base: address of all rows, if the batch, at the address ``block``, is still to be read from them; else 0.
+        block: see ``base``.
+
+    Raises:
+        IndexError: a row has not been written (on the CPU).
     """
     if not isinstance(boundaries, BitBoundaries):
         rows, mask = choose_goals(boundaries, cells, uniform, law, live)
@@ -83,7 +90,7 @@ def relabel_(
     count, first, second = cells.shape[0], goals[0], goals[-1]
     size = first.element_size()
     mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
-    twin().relabel(
+    are_live = twin().relabel(
         *boundaries.arrays,
         boundaries.steps,
         *law,
@@ -97,7 +104,11 @@ def relabel_(
         cells.data_ptr(),
         uniform.data_ptr(),
         mask.data_ptr(),
+        base,
+        block,
     )
+    if not are_live:
+        refuse_rows(cells, live)
     return mask
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
+from rlbuf_td.kernels.columns import refuse_rows
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -65,33 +66,36 @@ class Parts(NamedTuple):
 
 
 def n_step_(
-    boundaries: BitBoundaries, source: int, batch: int, parts: Parts, rows: Tensor, n: int, gamma: float, dims: int
+    boundaries: BitBoundaries,
+    source: int,
+    batch: int,
+    parts: Parts,
+    rows: Tensor,
+    n: int,
+    gamma: float,
+    dims: int,
+    live: int = 0,
 ) -> Tensor:
     """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B, 1, ...]`` int64.
 
     Args:
         boundaries: where trajectories are cut.
         source: address of all rows of a storage, one after the other.
-        batch: address of ``[B]`` such rows, read from ``rows``, which are changed in place.
+        batch: address of ``[B]`` such rows, which are changed in place.
         parts: what to take from the last row.
-        rows: flat rows, ``[B]`` int64, contiguous.
+        rows: which ones they are, flat, ``[B]`` int64, contiguous.
         n: at most so many steps.
         gamma: the discount factor.
         dims: of what is returned.
+        live: how many rows are written, if ``batch`` is still to be read; 0 if it has been.
+
+    Raises:
+        IndexError: a row that is to be read has not been written.
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
-    twin().n_step(
-        *boundaries.arrays,
-        boundaries.steps,
-        *parts,
-        source,
-        batch,
-        rows.shape[0],
-        rows.data_ptr(),
-        steps.data_ptr(),
-        n,
-        gamma,
-    )
+    given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
+    if not twin().n_step(*boundaries.arrays, boundaries.steps, *parts, *given):
+        refuse_rows(rows, live)
     return steps
 
 

@@ -14,9 +14,11 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of, set_entries_
+from rlbuf_td.kernels.boundaries import BitBoundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
 from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, relabel_
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
@@ -33,6 +35,8 @@ class _Bound:
     outcomes: Outcomes
     device: torch.device
     goal_keys: list[tuple[str, ...]]
+    base: int  # address of all rows, if they are rows of bytes on the CPU, else 0
+    goal_offset: int  # of the goal in such a row
 
 
 class HindsightSampler(SamplerWrapper):
@@ -156,12 +160,14 @@ class HindsightSampler(SamplerWrapper):
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
+        is_blank: bool = False,
     ) -> None:
         """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, ``live`` being written."""
         boundaries, law = bound.trajectories.boundaries(), Law(self._thresholds, self.only_finished)
         goals = [leaf_of(batch, key) for key in bound.goal_keys]
         if owner is None:
-            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals)
+            source = (bound.base, goals[0].data_ptr() - bound.goal_offset) if is_blank else (0, 0)
+            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals, *source)
         else:
             rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law, live))
             for goal in goals:
@@ -175,6 +181,9 @@ class HindsightSampler(SamplerWrapper):
             self._end_(batch, mask)
         set_entries_(batch, {"relabeled": mask})
 
+    def _reads(self, storage: Storage) -> bool:
+        return self._bound is not None and self._bound.base != 0
+
     def _bind(self, storage: Storage) -> _Bound:
         """Look at a storage's columns.
 
@@ -183,7 +192,7 @@ class HindsightSampler(SamplerWrapper):
             ValueError: goals differ from outcomes.
         """
         trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
-        trajectories.boundaries()
+        boundaries = trajectories.boundaries()
         outcome_key = "next", *self.achieved_goal_key
         outcomes = _needed(storage, outcome_key, "say where outcomes are with achieved_goal_key")
         _needed(storage, self.reward_key, "say where the reward is with reward_key")
@@ -199,7 +208,11 @@ class HindsightSampler(SamplerWrapper):
                     f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
-        return _Bound(storage._storage, trajectories, Outcomes.of(outcomes), outcomes.device, list(goals))
+        rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
+        base = 0 if rows is None else rows.matrix.data_ptr()
+        goal_offset = goals[self.goal_key].data_ptr() - base
+        device = outcomes.device
+        return _Bound(storage._storage, trajectories, Outcomes.of(outcomes), device, list(goals), base, goal_offset)
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         """Set the flags of relabelled rows anew."""

@@ -141,16 +141,21 @@ class NStepSampler(SamplerWrapper):
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
+        is_blank: bool = False,
     ) -> None:
-        """Make n-step transitions of a batch that nobody has revised."""
+        """Make n-step transitions of a batch that nobody has revised, or of blank memory."""
         boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
-        if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
+        if revise is None and bound.parts is not None:
             start, given = reward.data_ptr() - bound.parts.reward, (flat, self._n_steps, self._gamma, reward.ndim)
-            steps = n_step_(boundaries, bound.address, start, bound.parts, *given)
+            live = len(storage) if is_blank else 0
+            steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
         else:
             steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
             steps = steps.view(-1, *[1] * (reward.ndim - 1))
         set_entries_(batch, {"steps_to_next_obs": steps})
+
+    def _reads(self, storage: Storage) -> bool:
+        return self._bound is not None and self._bound.parts is not None
 
     def _by_windows_(
         self,
@@ -188,7 +193,7 @@ class NStepSampler(SamplerWrapper):
             TypeError: it is of no floating dtype.
         """
         trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
-        trajectories.boundaries()
+        boundaries = trajectories.boundaries()
         reward = column_of(storage, self.reward_key)
         if reward is None:
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
@@ -196,9 +201,9 @@ class NStepSampler(SamplerWrapper):
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
         columns = storage._storage
         lanes = columns.batch_size[1 : storage.ndim].numel()
-        rows = storage._rows if isinstance(storage, PackedStorage) else None
+        rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         parts, address = None, 0
-        if rows is not None and reward.dtype in _REWARDS and not reward.is_cuda:
+        if rows is not None and reward.dtype in _REWARDS:
             parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
         cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
         return _Bound(columns, trajectories, ends, lanes, cells, parts, address)

@@ -14,8 +14,11 @@ from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages import PackedStorage
 
-Revise: TypeAlias = Callable[[TensorDictBase, torch.Tensor, torch.Tensor | None], None]
-"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
+Revise: TypeAlias = Callable[..., None]
+"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).
+
+A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the batch is blank memory, to be read first.
+"""
 
 
 class SamplerWrapper(Sampler):
@@ -62,10 +65,18 @@ class SamplerWrapper(Sampler):
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
         flat, info = draw_from(self.innermost, storage, batch_size)
         revise = self._reviser(storage, flat)
-        batch = rows_at(storage, flat)
-        if revise is not None:
-            revise(batch, flat, None)
+        if revise is not None and self._inner is None and self._reads(storage):
+            batch = storage.blank(flat.shape[0])
+            revise(batch, flat, None, True)
+        else:
+            batch = rows_at(storage, flat)
+            if revise is not None:
+                revise(batch, flat, None)
         return flat, info, batch
+
+    def _reads(self, storage: Storage) -> bool:
+        """Return whether the reviser that was made last reads the rows itself: one pass through memory for both."""
+        return False
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows, and return their index with the revised entries: ``{key: [B, ...]}``, nested keys included."""

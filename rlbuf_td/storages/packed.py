@@ -291,6 +291,10 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
         return self._written().at_cells(flat)
 
+    def blank(self, count: int) -> TensorDict:
+        """Return memory for ``count`` transitions, packed as the rows are, for a kernel to fill."""
+        return self._all_rows().blank(count)
+
     def gather_batches(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return what :meth:`gather` would for each ``size`` of ``flat``, with one gather for all.
 

@@ -48,6 +48,12 @@ class Rows:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
         return self.layout.unpack(self.flat.index_select(0, flat))
 
+    def blank(self, count: int) -> TensorDict:
+        """Return memory for ``count`` rows, not initialised."""
+        return self.layout.unpack(
+            torch.empty((count, self.flat.shape[1]), dtype=self.flat.dtype, device=self.flat.device)
+        )
+
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
         return self.layout.unpack_batches(self.flat.index_select(0, flat), size)
