@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of
+from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages import PackedStorage
 
@@ -182,12 +183,20 @@ class SamplerWrapper(Sampler):
         return {}
 
     def dumps(self, path: str | Path) -> None:
-        """Save the wrapped sampler in the folder ``path``."""
+        """Save the settings and the wrapped sampler in the folder ``path``."""
+        save_state(Path(path) / "settings", type(self).__name__, self._settings())
         self.sampler.dumps(Path(path) / "sampler")
 
     def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved."""
+        """Continue from what :meth:`dumps` saved.
+
+        Raises:
+            CheckpointError: the settings are missing, damaged or those of another wrapper.
+        """
+        settings = load_state(Path(path) / "settings", type(self).__name__)
         self.sampler.loads(Path(path) / "sampler")
+        for name, value in settings.items():
+            setattr(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -110,7 +110,8 @@ def law(kind: str, rows: int) -> np.ndarray:
 
 
 def assert_rows(batch: TensorDictBase, rows: list[Fields]) -> None:
-    """Compare keys and values of a batch with the rows that it must hold."""
+    """Compare keys and values of a batch with the rows that it must hold, but for when they were sampled."""
+    batch = batch.exclude("sampled_at")
     keys = [key if isinstance(key, tuple) else (key,) for key in batch.keys(True, True)]
     assert set(keys) == set(rows[0])
     assert batch.batch_size == (len(rows),)

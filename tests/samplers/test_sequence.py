@@ -250,6 +250,23 @@ def test_in_torchrls_buffer_too(boundary, lanes):
     torch.testing.assert_close(sampler.priority(torch.arange(40)), wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_anchors_that_have_been_overwritten_since_keep_the_priority_of_their_new_rows():
+    sampler = ProportionalSampler(40)
+    made = world(SequenceSampler(sampler, 4, burn_in=2), often=(0.02, 0.0, 0.0))
+    batch = made.rb.sample(6 * 50)
+    made.write(8)  # the eight oldest steps of both lanes
+    before = sampler.priority(torch.arange(40))
+    batch["td_error"] = torch.full((300, 1), 9.0)
+    made.rb.update_tensordict_priority(batch)
+    after = sampler.priority(torch.arange(40))
+    newest = {(made.time - 1 - age) % 20 for age in range(8)}
+    anchors = {made.cell(place) for place in batch["anchor_index"].tolist()}
+    assert any(slot in newest for slot, _ in anchors)
+    for cell in made.history.written():
+        changes = cell in anchors and cell[0] not in newest
+        assert after[made.flat(cell)] == (9.0 if changes else before[made.flat(cell)])
+
+
 def test_part_of_a_batch_cannot_set_priorities():
     sampler = ProportionalSampler(40)
     made = world(SequenceSampler(sampler, 4, burn_in=2))

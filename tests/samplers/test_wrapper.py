@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.envs.transforms import Transform
 
@@ -21,6 +21,7 @@ from rlbuf_td import (
     RankSampler,
     ReplayBuffer,
     SequenceSampler,
+    TrajectoryIndex,
     UniformSampler,
 )
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -105,7 +106,7 @@ def test_both_buffers_give_the_same_batches(wrap):
         batches = []
         for made in (ours, theirs):
             torch.manual_seed(seed)
-            batches.append(made.rb.sample())
+            batches.append(made.rb.sample().exclude("sampled_at"))  # which ours adds
         assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
         assert (batches[0] == batches[1]).all()
 
@@ -152,10 +153,10 @@ def test_epochs_of_wrapped_rows(cls, inner):
 # -- state
 
 
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "deepcopy", "pickle"])
 @pytest.mark.parametrize("cls", BUFFERS)
 @pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
-def test_settings_and_priorities_come_back(kind, cls, how):
+def test_settings_and_priorities_come_back(kind, cls, how, tmp_path):
     def build() -> World:
         hindsight = HindsightSampler(kind(40), reward_fn, her_ratio=0.5)
         return world(SequenceSampler(NStepSampler(hindsight, 2, 0.5), 3, burn_in=1, priority="mix"), cls)
@@ -169,6 +170,10 @@ def test_settings_and_priorities_come_back(kind, cls, how):
     if how == "state_dict":
         rb = build().rb
         rb.load_state_dict(made.rb.state_dict())
+    elif how == "dumps":
+        rb = build().rb
+        made.rb.dumps(tmp_path / "saved")
+        rb.loads(tmp_path / "saved")
     else:
         rb = copy.deepcopy(made.rb) if how == "deepcopy" else pickle.loads(pickle.dumps(made.rb))
     sampler = rb.sampler
@@ -180,8 +185,29 @@ def test_settings_and_priorities_come_back(kind, cls, how):
     batches = []
     for each in (made.rb, rb):
         torch.manual_seed(1)
-        batches.append(each.sample())
+        batches.append(each.sample().exclude("sampled_at"))
     assert (batches[0] == batches[1]).all()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps"])
+def test_cuts_that_rows_do_not_show_come_back_with_a_checkpoint(how, tmp_path):
+    """A row that was replaced in the middle of a trajectory parts it; nothing in the rows says so."""
+    buffers = []
+    for _ in range(2):
+        sampler = NStepSampler(UniformSampler(), 5, 0.9)
+        buffers.append(ReplayBuffer(storage=PackedStorage(40), sampler=sampler, batch_size=24))
+    rb, other = buffers
+    done = torch.zeros(30, 1, dtype=torch.bool)
+    rb.extend(TensorDict({"next": {"reward": torch.rand(30, 1), "done": done}}, [30]))
+    rb.sample()
+    rb.writer.write_at(20, rb.storage[20].clone())
+    if how == "state_dict":
+        other.load_state_dict(rb.state_dict())
+    else:
+        rb.dumps(tmp_path / "saved")
+        other.loads(tmp_path / "saved")
+    for each in buffers:
+        assert TrajectoryIndex.of(each.storage).length(torch.arange(30)).tolist() == [20] * 20 + [1] + [9] * 9
 
 
 def test_words_name_everything():
@@ -199,3 +225,19 @@ def test_unknown_names_are_refused_and_known_ones_are_those_of_the_wrapped_sampl
         _ = sampler.no_such_thing
     with pytest.raises(AttributeError, match="_private"):
         _ = sampler._private
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("cls", BUFFERS)
+def test_a_wrapper_that_moves_to_another_buffer_reads_the_rows_of_that_one(cls, wrap):
+    sampler = wrap(UniformSampler())
+    made, other = world(sampler, cls), world(UniformSampler(), cls)
+    made.rb.sample()
+    other.write(7)
+    moved, fresh = other.rb.storage, wrap(UniformSampler())
+    torch.manual_seed(0)
+    _, report = sampler.sample(moved, 24)
+    torch.manual_seed(0)
+    _, wanted = fresh.sample(moved, 24)
+    assert report.keys() == wanted.keys()
+    assert all(torch.equal(report[key], wanted[key]) for key in wanted)
