@@ -121,8 +121,8 @@ class HindsightSampler(SamplerWrapper):
         self.terminated_fn = terminated_fn
         self.strategy = strategy
         self._shares = np.array(_cumulative(strategy))
+        self._only_finished = bool(only_finished)
         self.her_ratio = her_ratio
-        self.only_finished = only_finished
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
         self._bound: _Bound | None = None
@@ -138,7 +138,17 @@ class HindsightSampler(SamplerWrapper):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
         self._her_ratio = float(value)
-        self._thresholds = self._her_ratio * self._shares
+        self._law = Law(self._her_ratio * self._shares, self._only_finished)
+
+    @property
+    def only_finished(self) -> bool:
+        """Whether rows of unfinished trajectories are left alone."""
+        return self._only_finished
+
+    @only_finished.setter
+    def only_finished(self, value: bool) -> None:
+        self._only_finished = bool(value)
+        self._law = self._law._replace(only_finished=self._only_finished)
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound
@@ -163,7 +173,7 @@ class HindsightSampler(SamplerWrapper):
         is_blank: bool = False,
     ) -> None:
         """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, ``live`` being written."""
-        boundaries, law = bound.trajectories.boundaries(), Law(self._thresholds, self.only_finished)
+        boundaries, law = bound.trajectories.boundaries(), self._law
         goals = [leaf_of(batch, key) for key in bound.goal_keys]
         if owner is None:
             source = (bound.base, goals[0].data_ptr() - bound.goal_offset) if is_blank else (0, 0)
@@ -276,6 +286,8 @@ def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Te
     Raises:
         ValueError: it does not have one value a row.
     """
+    if type(values) is torch.Tensor and values.shape == like.shape and values.dtype is like.dtype:
+        return values
     if not isinstance(values, torch.Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:

@@ -145,7 +145,7 @@ class NStepSampler(SamplerWrapper):
     ) -> None:
         """Make n-step transitions of a batch that nobody has revised, or of blank memory."""
         boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
-        if revise is None and bound.parts is not None:
+        if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
             start, given = reward.data_ptr() - bound.parts.reward, (flat, self._n_steps, self._gamma, reward.ndim)
             live = len(storage) if is_blank else 0
             steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)

@@ -50,9 +50,7 @@ class Rows:
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
-        return self.layout.unpack(
-            torch.empty((count, self.flat.shape[1]), dtype=self.flat.dtype, device=self.flat.device)
-        )
+        return self.layout.unpack(self.flat.new_empty((count, self.flat.shape[1])))
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
