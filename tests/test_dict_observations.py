@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.collectors import Collector
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 
-from rlbuf_td import GymnasiumRecorder, ProportionalSampler, ReplayBuffer, RolloutBuffer
+from rlbuf_td import (
+    GymnasiumRecorder,
+    HindsightSampler,
+    ProportionalSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    gymnasium_reward_fn,
+)
 from rlbuf_td.__main__ import main
 from tests.catalogue import assert_same
 from tests.environments import Nested, OneKey
@@ -125,3 +133,47 @@ def test_batches_of_a_nested_dict_are_numpy_arrays_on_demand(lanes):
         assert np.array_equal(arrays["body"]["mask"], batch["body", "mask"].numpy())
         assert arrays["camera"]["image"].dtype == np.uint8
     assert_same(rb.last(4, flat=True), rb.last(4).reshape(-1))
+
+
+class Goals(gymnasium.ObservationWrapper):
+    """The nested observation with goals: where the cart is, and where it should be."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        place = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        parts = dict(env.observation_space.spaces)
+        self.observation_space = gymnasium.spaces.Dict(parts | {"desired_goal": place, "achieved_goal": place})
+
+    def observation(self, observation: Any) -> Any:
+        goals = {"desired_goal": np.ones(1, np.float32), "achieved_goal": observation["observation"][:1]}
+        return observation | goals
+
+    def compute_reward(self, achieved: Any, desired: Any, info: Any) -> Any:
+        return -np.abs(achieved - desired)[:, 0]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_hindsight_relabels_goals_within_a_nested_dict_and_touches_nothing_else(lanes):
+    def make() -> EnvBase:
+        return GymWrapper(Goals(Nested(gymnasium.make("CartPole-v1"))), categorical_action_encoding=True)
+
+    env = SerialEnv(lanes, make) if lanes > 1 else make()
+    reward_fn = gymnasium_reward_fn(Goals(Nested(gymnasium.make("CartPole-v1"))))
+    sampler = HindsightSampler(ProportionalSampler(600), reward_fn, her_ratio=0.5)
+    rb = ReplayBuffer.from_env(env, 600, sampler=sampler, batch_size=64, dim_extend=int(lanes > 1))
+    for data in Collector(env, frames_per_batch=60, total_frames=300):
+        rb.extend(data)
+    batch = rb.sample()
+    stored = rb.storage.get(tuple(batch["index"].T) if lanes > 1 else batch["index"])
+    new = batch["relabeled"]
+    assert new.any()
+    assert not new.all()
+    assert (batch["desired_goal"][~new] == 1).all()
+    reached = rb.chronological(flat=True)["next", "achieved_goal"]
+    assert torch.isin(batch["desired_goal"][new], reached).all()
+    distance = (batch["next", "achieved_goal"] - batch["desired_goal"]).abs()
+    assert torch.equal(batch["next", "reward"][new], -distance[new])
+    untouched = ["observation", "camera", "body", ("next", "observation"), ("next", "camera"), ("next", "body")]
+    assert_same(batch.select(*untouched), stored.select(*untouched))
+    for key, dtype in PARTS.items():
+        assert batch[key].dtype == batch["next"][key].dtype == dtype, key

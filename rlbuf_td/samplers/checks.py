@@ -19,6 +19,20 @@ def exponent(name: str, value: float) -> float:
     return number
 
 
+def refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
+    """Refuse what is no way to draw, to weigh or to reduce.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if not isinstance(stratified, bool):
+        raise ValueError(f"stratified must be True or False, got {stratified!r}")
+    if weight_norm not in ("buffer", "batch", None):
+        raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
+    if reduction not in ("max", "min", "mean", "median"):
+        raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
+
+
 def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
     """Return TD errors in any form as ``[rows]`` float32 or float64, contiguous, on ``device``.
 

@@ -14,7 +14,7 @@ from rlbuf_td._room import require_room
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_state
+from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_settings, refuse_state
 from rlbuf_td.sharing.numbers import SharedNumbers
 
 _ALPHA, _BETA, _LARGEST, _WEIGHED = range(4)
@@ -46,10 +46,7 @@ class Prioritized(PrioritizedSampler):
     ) -> None:
         if max_capacity < 1 or max_capacity != int(max_capacity):
             raise ValueError(f"max_capacity must be a whole number, at least 1, got {max_capacity}")
-        if weight_norm not in ("buffer", "batch", None):
-            raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
-        if reduction not in ("max", "min", "mean", "median"):
-            raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
+        refuse_settings(stratified, weight_norm, reduction)
         self._max_capacity = int(max_capacity)
         self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0, float(alpha)])
         self._is_shared = False
@@ -376,11 +373,17 @@ class Prioritized(PrioritizedSampler):
         tensors = state_dict["priorities"]
         refuse_state(tensors, self._blank(capacity, "meta"))
         alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
+        names = ("stratified", "weight_norm", "reduction")
+        settings = {name: state_dict.get(name, getattr(self, name)) for name in names}
+        refuse_settings(**settings)
+        largest = float(state_dict["largest"])
+        if not largest < float("inf"):
+            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is no number")
         self._max_capacity = capacity  # a storage of several lanes may have rounded it up
         self.alpha, self.beta = alpha, beta
-        for name in ("stratified", "weight_norm", "reduction"):
-            setattr(self, name, state_dict.get(name, getattr(self, name)))
-        self._largest = float(state_dict["largest"])
+        for name, value in settings.items():
+            setattr(self, name, value)
+        self._largest = largest
         self._restore({name: tensor.to(self._device) for name, tensor in tensors.items()})
 
     def resized_state(self, state_dict: dict[str, Any], rows: torch.Tensor, capacity: int) -> dict[str, Any]:
