@@ -40,7 +40,7 @@ def held(rows: TensorDict, holder: str) -> Any:
     size = steps * rows.shape[1:].numel()
     buffer = ReplayBuffer if "packed" in holder else TensorDictReplayBuffer
     rb = buffer(storage=storage(size, ndim=rows.ndim), dim_extend=0)
-    for part in rows.split(97):
+    for part in rows.split(min(97, steps)):  # of a longer write TorchRL keeps rows at random, each key for itself
         rb.extend(part)
     return rb
 
