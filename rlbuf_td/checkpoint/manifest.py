@@ -20,7 +20,7 @@ from rlbuf_td.checkpoint.state import dtype_of
 from rlbuf_td.kernels.checksum import xxh64
 from rlbuf_td.storages.memory import ROWS_FILE
 
-FORMAT, VERSION = "rlbuf_td checkpoint", 1
+FORMAT, VERSION = "rlbuf_td checkpoint", 2
 MANIFEST = "manifest.json"
 CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
 JOURNAL_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.undo")

@@ -75,6 +75,8 @@ def _storer(kind: types.Type) -> Any:
 
 
 load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
+load_int32, store_int32 = _loader(types.int32), _storer(types.int32)
 load_int64, store_int64 = _loader(types.int64), _storer(types.int64)
+load_uint64 = _loader(types.uint64)
 load_float32, store_float32 = _loader(types.float32), _storer(types.float32)
 load_float64, store_float64 = _loader(types.float64), _storer(types.float64)

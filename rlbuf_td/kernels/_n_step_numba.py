@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlbuf_td.kernels._boundaries_numba import inlined, is_cut, split
 from rlbuf_td.kernels._memory_numba import (
     copy_bytes,
     load_float32,
@@ -17,22 +16,37 @@ from rlbuf_td.kernels._memory_numba import (
     store_float64,
     store_int64,
 )
+from rlbuf_td.kernels._reach_numba import inlined, is_cut, split
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 _AHEAD = 12  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
 
 
 @inlined
-def _expect(source, lanes, row_bytes, reward, offsets, widths, cell, n, reads):
-    """Start loading what an n-step transition of ``cell`` reads, if its trajectory goes on so far."""
+def _expect(source, lanes, row_bytes, reward, taken, kept, end, cell, last, k, reads):
+    """Start loading what an n-step transition of ``cell`` reads: few lines, for memory is what it waits for."""
     at = source + cell * row_bytes
+    if k == 1:
+        if reads:
+            prefetch_row(at, row_bytes)
+        return
     if reads:
-        prefetch_row(at, row_bytes)
-    for _ in range(1, n):
-        at += lanes * row_bytes
+        for part in range(kept, end, 16):
+            prefetch_row(at + load_int64(part), load_int64(part + 8))
+    for _ in range(k):
         prefetch(at + reward)
-    if len(offsets):
-        prefetch_row(at + offsets[0], offsets[-1] + widths[-1] - offsets[0])
+        at += lanes * row_bytes
+    at = source + last * row_bytes
+    for part in range(taken, kept, 16):
+        prefetch_row(at + load_int64(part), load_int64(part + 8))
+
+
+@inlined
+def _copy_parts(to, since, first, end):
+    """Copy the byte ranges that the numbers from ``first`` to ``end`` name."""
+    for part in range(first, end, 16):
+        offset = load_int64(part)
+        copy_bytes(to + offset, since + offset, load_int64(part + 8))
 
 
 @inlined
@@ -41,12 +55,12 @@ def _reward_at(address, double):
 
 
 @inlined
-def _walk(bits, steps, cell, n):
+def _walk(bitmap, cell, n):
     """Return how many steps, at most n, a trajectory goes on from ``cell``, itself included, and the last row."""
-    lanes = len(bits)
+    steps, lanes = bitmap[4], bitmap[5]
     t, lane = split(cell, lanes)
     k = 1
-    while k < n and not is_cut(bits, lane, t):
+    while k < n and not is_cut(bitmap, lane, t):
         t = t + 1 if t + 1 < steps else 0
         k += 1
     return k, t * lanes + lane
@@ -54,29 +68,34 @@ def _walk(bits, steps, cell, n):
 
 @_kernel
 def n_step(
-    bits, starts, steps, reward, features, double, row_bytes, offsets, widths,
+    bitmap, reward, features, double, row_bytes, ranges, taken_parts, parts,
     source, batch, count, rows, taken, n, gamma, live,
 ):  # fmt: skip
     """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.n_step.n_step_`.
 
     Return whether all rows were among the ``live`` ones, which is asked only if there are any.
     """
-    lanes, width, reads = len(bits), 8 if double else 4, live > 0
+    steps, lanes, width, reads = bitmap[4], bitmap[5], 8 if double else 4, live > 0
+    kept, end = ranges + 16 * taken_parts, ranges + 16 * parts
+    lasts = np.empty(count, np.int64)
     for begun in range(count + _AHEAD):
         if begun < count:
-            _expect(source, lanes, row_bytes, reward, offsets, widths, load_int64(rows + 8 * begun), n, reads)
+            cell = load_int64(rows + 8 * begun)
+            if reads and (cell < 0 or cell >= live):
+                return False
+            k, lasts[begun] = _walk(bitmap, cell, n)
+            store_int64(taken + 8 * begun, k)
+            _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k, reads)
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, to = load_int64(rows + 8 * i), batch + i * row_bytes
-        if reads:
-            if cell < 0 or cell >= live:
-                return False
-            copy_bytes(to, source + cell * row_bytes, row_bytes)
-        k, last = _walk(bits, steps, cell, n)
-        store_int64(taken + 8 * i, k)
+        cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), batch + i * row_bytes
         if k == 1:
+            if reads:
+                copy_bytes(to, source + cell * row_bytes, row_bytes)
             continue
+        if reads:
+            _copy_parts(to, source + cell * row_bytes, kept, end)
         for feature in range(features):
             at, here = reward + feature * width, cell
             total = _reward_at(source + here * row_bytes + at, double)
@@ -89,6 +108,5 @@ def n_step(
                 store_float64(to + at, total)
             else:
                 store_float32(to + at, np.float32(total))
-        for part in range(len(offsets)):
-            copy_bytes(to + offsets[part], source + last * row_bytes + offsets[part], widths[part])
+        _copy_parts(to, source + lasts[i] * row_bytes, ranges, kept)
     return True

@@ -128,23 +128,25 @@ class BitBoundaries:
         self.head = torch.full((1,), -1)
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the twin's loops take: the bits, unsigned, and where the levels begin."""
-        views = self.__dict__.get("_arrays")
-        if views is None:
-            views = self.__dict__["_arrays"] = self.bits.numpy().view(np.uint64), self.starts
-        return views
+    def bitmap(self) -> tuple[int, int, int, int, int, int]:
+        """What the loops of ``_reach_numba`` take; right as long as this object lives and is not shared anew."""
+        numbers = self.__dict__.get("_bitmap")
+        if numbers is None:
+            addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
+            numbers = self.__dict__["_bitmap"] = *addresses, len(self.starts) - 1, self.steps, self.lanes
+        return numbers
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
         names = _NO_NAMES if name is None else name.numpy()
-        twin().write(*self.arrays, self.head.numpy(), end.numpy(), names, name is not None, start, count)
+        bits = self.bits.numpy().view(np.uint64)
+        twin().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
 
     def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        twin().reach(*self.arrays, self.steps, cells.numpy(), back, ahead, over)
+        reach_twin().reach(self.bitmap, cells.numpy(), back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def clear(self) -> None:
@@ -165,10 +167,10 @@ class BitBoundaries:
         """Move the state into shared memory: a process that is given this object reads and writes the same bits."""
         for tensor in self.tensors().values():
             tensor.share_memory_()
-        self.__dict__.pop("_arrays", None)
+        self.__dict__.pop("_bitmap", None)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_arrays"}
+        return {name: value for name, value in self.__dict__.items() if name != "_bitmap"}
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
@@ -186,6 +188,14 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels import _boundaries_numba
 
     return _boundaries_numba
+
+
+@cache
+def reach_twin() -> ModuleType:
+    """Return the numba twin that reads."""
+    from rlbuf_td.kernels import _reach_numba
+
+    return _reach_numba
 
 
 def flags(bits: BitBoundaries) -> FlagBoundaries:

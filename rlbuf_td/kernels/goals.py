@@ -91,8 +91,7 @@ def relabel_(
     size = first.element_size()
     mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
     are_live = twin().relabel(
-        *boundaries.arrays,
-        boundaries.steps,
+        boundaries.bitmap,
         *law,
         live,
         *outcomes[1:],
@@ -120,9 +119,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        twin().choose_goals(
-            *boundaries.arrays, boundaries.steps, *law, live, cells.numpy(), uniform.numpy(), rows, mask
-        )
+        twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)

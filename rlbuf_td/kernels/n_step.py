@@ -47,22 +47,24 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tup
 
 
 class Parts(NamedTuple):
-    """Which bytes of a row an n-step transition takes from its last row, and where its reward lies.
+    """Which bytes of a row an n-step transition takes from its last row, which it keeps, and where its reward lies.
 
     Attributes:
         reward: offset of the reward in bytes.
         features: how many numbers a reward is.
         double: whether they are float64 rather than float32.
         row_bytes: bytes a row.
-        offsets, widths: byte ranges, ``[K]`` int64 each.
+        ranges: offsets and widths of bytes, ``[K, 2]`` int64, contiguous: those to take from the last row, then those
+            that stay. The reward is among neither.
+        taken: how many of them to take.
     """
 
     reward: int
     features: int
     double: bool
     row_bytes: int
-    offsets: np.ndarray
-    widths: np.ndarray
+    ranges: np.ndarray
+    taken: int
 
 
 def n_step_(
@@ -93,8 +95,9 @@ def n_step_(
         IndexError: a row that is to be read has not been written.
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
+    ranges = parts.ranges.ctypes.data, parts.taken, len(parts.ranges)
     given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
-    if not twin().n_step(*boundaries.arrays, boundaries.steps, *parts, *given):
+    if not twin().n_step(boundaries.bitmap, *parts[:4], *ranges, *given):
         refuse_rows(rows, live)
     return steps
 

@@ -223,23 +223,30 @@ class NStepSampler(SamplerWrapper):
 
 
 def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
-    """Return what an n-step transition takes from its last row of bytes."""
-    columns, base = rows.view(), rows.matrix.data_ptr()
-    ranges: list[tuple[int, int]] = []
-    for key, column in walk(columns.get("next"), ("next",)):
+    """Return what an n-step transition takes from its last row of bytes, and what it keeps."""
+    base = rows.matrix.data_ptr()
+    taken: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
+    for key, column in walk(rows.view()):
         start, width = column.data_ptr() - base, column.shape[ndim:].numel() * column.element_size()
         if key == reward_key:
             reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
         elif width:
-            ranges.append((start, width))
-    joined: list[list[int]] = []
+            (taken if key[0] == "next" else kept).append((start, width))
+    taken, kept = _joined(taken), _joined(kept)
+    ranges = np.array(taken + kept, np.int64).reshape(-1, 2)
+    return Parts(*reward, rows.layout.row_bytes, ranges, len(taken))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return byte ranges in order, neighbours as one."""
+    joined: list[tuple[int, int]] = []
     for start, width in sorted(ranges):
         if joined and sum(joined[-1]) == start:
-            joined[-1][1] += width
+            joined[-1] = joined[-1][0], joined[-1][1] + width
         else:
-            joined.append([start, width])
-    offsets, widths = np.array(joined, np.int64).reshape(-1, 2).T.copy()
-    return Parts(*reward, rows.layout.row_bytes, offsets, widths)
+            joined.append((start, width))
+    return joined
 
 
 _REWARDS = torch.float32, torch.float64

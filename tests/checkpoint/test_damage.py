@@ -106,10 +106,10 @@ def test_a_dump_of_torchrls_is_told_so(tmp_path):
 
 def test_a_newer_version_is_told_so_and_not_overwritten(tmp_path):
     rb = dumped(tmp_path)
-    resign(tmp_path, lambda document: document | {"version": 2})
-    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads up to version 1: install a newer"):
+    resign(tmp_path, lambda document: document | {"version": 3})
+    with pytest.raises(CheckpointError, match="has version 3, this rlbuf_td reads up to version 2: install a newer"):
         rb.loads(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has version 2.* It is not overwritten"):
+    with pytest.raises(CheckpointError, match=r"has version 3.* It is not overwritten"):
         rb.dumps(tmp_path)
 
 
