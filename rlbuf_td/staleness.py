@@ -30,10 +30,14 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
     Raises:
         ValueError: the two entries do not name as many rows.
     """
-    if storage.clock.is_unchanged_since(stamp):
+    clock, device = storage.clock, storage.device
+    since = clock.steps_since(stamp)
+    if since == 0:
         return index, 0
-    device = storage.device
     flat = flat_rows(index, storage, device)
+    if since is not None and flat.shape == stamp.shape:
+        rows = storage._rows
+        return clock.skip_recent(flat, since, rows.steps, rows.cells // rows.steps)
     if dims != 1:
         stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)
     rows = flat.shape[0]
@@ -87,10 +91,22 @@ class WriteClock:
         self._newest = stamps, now
         return stamps
 
-    def is_unchanged_since(self, stamps: torch.Tensor) -> bool:
-        """Return True if these are the stamps made last and nothing has been written since: then no row is stale."""
-        newest, now = self._newest
-        return stamps is newest and now == self._numbers[_NOW]
+    def steps_since(self, stamps: torch.Tensor) -> int | None:
+        """Return how many time steps a ring has written since these stamps were made; None if they are not the last.
+
+        None, too, where rows have been written out of order since.
+        """
+        newest, then = self._newest
+        if stamps is not newest:
+            return None
+        since = self._numbers[_NOW] - then
+        if since < 0:  # the count has passed its limit
+            since += 1 << 64
+        return None if since and self._numbers[_BY_ROW] else since
+
+    def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:
+        """Do what :meth:`skip_rewritten` does for rows that were all stamped ``since`` steps ago."""
+        return staleness.skip_recent(flat, min(since, steps), self._numbers[_LAST], steps, lanes)
 
     # -- what writes tell
 

@@ -316,6 +316,11 @@ def test_kernels_and_specification_agree(steps, lanes, clock, seed):
     stale = (index >= 0) & ((since < 0) | (difference > 0))
     assert torch.equal(newer[0], torch.where(stale, -1, index))
     assert newer[1] == stale.sum()
+    for since in (0, 1, steps - 1, steps):  # all stamps alike
+        recent = staleness.skip_recent(index, since, last, steps, lanes)
+        alike = staleness.skip_ring(index, torch.full((40,), _wrapped(clock - since)), clock, last, steps, lanes)
+        assert torch.equal(recent[0], alike[0])
+        assert recent[1] == alike[1]
 
 
 def _wrapped(number: int) -> int:
@@ -327,9 +332,17 @@ def test_the_specification_in_torch_ops_agrees_with_the_twins(monkeypatch):
     index = torch.randint(-1, 24, (500,), generator=draw)
     stamp = torch.randint(80, 103, (500,), generator=draw)
     written = torch.randint(70, 101, (24,), generator=draw)
-    fast = staleness.skip_ring(index, stamp, 100, 5, 8, 3), staleness.skip_newer(index, stamp, 100, written)
+
+    def all_three():
+        return (
+            staleness.skip_ring(index, stamp, 100, 5, 8, 3),
+            staleness.skip_newer(index, stamp, 100, written),
+            staleness.skip_recent(index, 3, 1, 8, 3),
+        )
+
+    fast = all_three()
     monkeypatch.setattr(staleness, "_is_on_cpu", lambda index: False)
-    slow = staleness.skip_ring(index, stamp, 100, 5, 8, 3), staleness.skip_newer(index, stamp, 100, written)
+    slow = all_three()
     for one, other in zip(fast, slow, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1] == int(other[1]) > 0
@@ -390,7 +403,9 @@ def test_stamps_are_those_of_the_moment():
     clock.advance(0, 3, torch.Size([4]))
     stamp = clock.stamp(clock.now, 5, torch.device("cpu"))
     assert stamp.tolist() == [3] * 5
-    assert clock.is_unchanged_since(stamp)
-    assert not clock.is_unchanged_since(stamp.clone())  # which may have been put together from other batches
+    assert clock.steps_since(stamp) == 0
+    assert clock.steps_since(stamp.clone()) is None  # it may have been put together from other batches
     clock.advance(3, 1, torch.Size([4]))
-    assert not clock.is_unchanged_since(stamp)
+    assert clock.steps_since(stamp) == 1
+    clock.note(torch.tensor([0]), 1, torch.Size([4]))
+    assert clock.steps_since(stamp) is None  # the rows' own times are asked

@@ -43,6 +43,17 @@ def skip_ring(
     return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))
 
 
+def skip_recent(index: Tensor, since: int, last: int, steps: int, lanes: int) -> tuple[Tensor, int | Tensor]:
+    """Skip the rows among the last ``since`` time steps of a ring: :func:`skip_ring` where all stamps are the same."""
+    if _is_on_cpu(index):
+        given, twin = (index.data_ptr(), index.shape[0], since, last, steps, lanes), _twin().skip_recent
+        if not twin(0, *given):
+            return index, 0
+        kept = torch.empty_like(index)
+        return kept, twin(kept.data_ptr(), *given)
+    return _skipped(index, (index >= 0) & ((last - index // lanes) % steps < since))
+
+
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
     """Skip the rows that have been rewritten since they were sampled, going by when each was written.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -258,7 +259,7 @@ def test_forged_manifests_neither_crash_nor_hang_nor_execute(data, sampler, tmp_
             for key in parents:
                 node = node[key]
             if data.draw(st.booleans()):
-                node[last] = data.draw(VALUES)
+                node[last] = copy.deepcopy(data.draw(VALUES))  # what is drawn twice must not be changed in between
             else:
                 del node[last]
         return document
