@@ -188,7 +188,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     axes[-1].set_ylim(-0.04, 1.04)
     axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _dress(axes[-1], "", "environment steps", "ended so")
-    axes[-1].legend(fontsize=_SMALL - 0.5, frameon=False, loc="center left", borderaxespad=0.2)
+    axes[-1].legend(fontsize=_SMALL - 0.5, frameon=False, loc="best", borderaxespad=0.2)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     _title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
     return figure

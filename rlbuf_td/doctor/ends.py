@@ -21,7 +21,7 @@ def is_telling(record: Record, flow: Flow) -> bool:
     """Return whether unbroken ends can be no chance: they are most of the ends, or observations hardly ever repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
-    everywhere = hashes(record, record.observed, under_next=False).sort().values
+    everywhere = hashes(record, main_keys(record), under_next=False).sort().values  # by which ends were judged
     repeats = everywhere.shape[0] - torch.unique_consecutive(everywhere).shape[0]
     return 100 * repeats < everywhere.shape[0]
 

@@ -198,6 +198,17 @@ def test_coincidences_in_a_small_world_are_no_fault() -> None:
     assert check(data.clone().set(("next", "done"), data["next", "done"].roll(1, 0))).codes != []
 
 
+def test_coincidences_beside_a_number_that_never_repeats_are_no_fault() -> None:
+    generator = torch.Generator().manual_seed(0)
+    place = torch.randint(0, 5, (60, 10, 2), generator=generator).float()
+    battery = torch.rand(60, 10, 1, generator=generator)
+    place[4::4, 0] = place[3:-1:4, -1]  # some episodes begin where the one before ended
+    done = (torch.arange(9) == 8).expand(60, -1).unsqueeze(-1)
+    after = {"place": place[:, 1:], "battery": battery[:, 1:], "done": done}
+    rows = TensorDict({"place": place[:, :-1], "battery": battery[:, :-1], "next": after}, [60, 9])
+    assert check(rows.flatten()).codes == []
+
+
 def test_rows_without_next_observations_are_read_as_far_as_that_goes() -> None:
     rows = healthy(1)[:, 0].exclude(("next", "observation"))
     report = check(rows)
