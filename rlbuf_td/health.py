@@ -78,6 +78,14 @@ class ReplayCount:
         flat = rows_of(index, self.storage)
         counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
 
+    def restore(self, counts: torch.Tensor | None) -> None:
+        """Continue with counts of the same rows; ``None``, or counts of other rows: with 0 for all."""
+        mine = self.counts()
+        if counts is not None and counts.shape == mine.shape and counts.dtype is mine.dtype:
+            mine.copy_(counts)
+        else:
+            mine.zero_()
+
     def mark_range(self, start: int, count: int) -> None:
         """Begin at 0 for the flat rows ``start, start + 1, ...``, which have just been written."""
         self.counts()[start : start + count] = 0

@@ -256,12 +256,19 @@ class EpisodeStats:
             ValueError: it is of other metrics, reasons or another length of history; nothing has changed.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
-        for name in ("_records", "_ends"):
-            if arrays[name].shape != getattr(self, name).shape:
+        slots = len(arrays["_keys"])
+        shapes = {name: getattr(self, name).shape for name in ("_records", "_ends", "_counters")}
+        shapes |= dict.fromkeys(("_keys", "_lengths", "_touched"), (slots,)) | {"_sums": (slots, len(self._reduction))}
+        for name, array in arrays.items():
+            shape = shapes.get(name, array.shape[:1])
+            if array.shape != shape or array.dtype != getattr(self, name).dtype:
                 raise ValueError(
-                    f"the saved statistics are of shape {arrays[name].shape}, these of {getattr(self, name).shape}: "
-                    "make EpisodeStats with the same keys, reasons, window and history"
+                    f"the saved statistics are {array.dtype} of shape {array.shape} ({name.strip('_')}), these "
+                    f"{getattr(self, name).dtype} of {shape}: make EpisodeStats with the same keys, reasons, window "
+                    "and history"
                 )
+        if (arrays["_counters"] < 0).any():
+            raise ValueError("the saved statistics have counted fewer than no steps")
         self._pending.clear()
         self.__dict__.update(arrays)
 

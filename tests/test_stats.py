@@ -384,6 +384,18 @@ def test_a_copy_of_its_state_goes_on_alike():
         EpisodeStats().load_state_dict(stats.state_dict())
 
 
+def test_many_lanes_may_follow_few():
+    stats, whole = make(3)[0], make(3)[0]
+    few, many = play(3, 20, 1, ids=True), play(40, 20, 2, ids=True)
+    many["collector", "traj_ids"] += 1_000
+    for part in (few, many, few):
+        stats.update(part)
+    for lane in (*few, *many, *few):
+        whole.update(lane)
+    assert stats.episodes == whole.episodes > 0
+    assert stats.steps == whole.steps == 40 * 20 + 2 * 3 * 20
+
+
 def test_numbers_of_any_dtype_are_exact():
     big = 2**40 + 1
     stats = EpisodeStats([("next", "count")])

@@ -232,6 +232,8 @@ class _Load:
         fresh = self._fresh_rows(report) if self.rows is not None and self.is_fresh else None
         try:
             if not self.rows_only:
+                if rb.episode_stats is not None and saved["buffer"]["stats"] is not None:
+                    rollback.load(rb.episode_stats, saved["buffer"]["stats"])
                 rollback.load(rb._writer, saved["writer"]["state"])
                 rollback.load(rb._transform, saved["transform"])
             if not isinstance(rb._storage, PackedStorage):
@@ -262,6 +264,9 @@ class _Load:
             rb._restore_prefetch_queue_locked(queue, clone_queue=False)
         parts.load_trajectories(rb._storage, saved["trajectories"])
         rb._choose_path()
+        if rb._replays is not None:
+            replays = saved["buffer"]["replays"]
+            rb._replays.restore(replays if self.fit.is_same and not self.rows_only else None)
         if self.rows_only:
             rb._sampler._empty()
             rb._let_rows_in()

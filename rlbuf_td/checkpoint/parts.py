@@ -61,6 +61,8 @@ def capture(rb: Any, prefetched: Any) -> dict[str, Any]:
             "batch_size": rb._batch_size,
             "consume_after_n_samples": rb._consume_after_n_samples,
             "prefetched": prefetched,
+            "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
+            "replays": None if rb._replays is None else rb._replays.counts(),
         },
         "storage": {
             "class": type(storage).__name__,

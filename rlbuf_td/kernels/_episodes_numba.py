@@ -23,9 +23,7 @@ def _slot(keys, key, hint):
     """Return the slot of an open episode, or a free one for it, or -1 if there is neither; look at ``hint`` first."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
-        slot = hint + k
-        if slot >= slots:
-            slot -= slots
+        slot = (hint + k) % slots  # a hint may be of a time when there were more lanes than slots
         if keys[slot] == key:
             return slot
         if free < 0 and keys[slot] == FREE:

@@ -26,12 +26,12 @@ def test_training_goes_on_bit_for_bit(sampler, tmp_path):
     assert found + [second.step(number) for number in range(30, 60)] == expected
 
 
-def test_a_killed_process_is_resumed_bit_for_bit(tmp_path):
-    steps = 150
+@pytest.mark.parametrize(("sampler", "steps"), [("proportional", 150), ("n-step over hindsight", 40), ("sequence", 40)])
+def test_a_killed_process_is_resumed_bit_for_bit(sampler, steps, tmp_path):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    main("proportional", tmp_path / "whole", 0, 2 * steps, dies=False)
-    command = [sys.executable, "-m", "tests.checkpoint.resumed_run", "proportional", str(tmp_path / "killed")]
+    main(sampler, tmp_path / "whole", 0, 2 * steps, dies=False)
+    command = [sys.executable, "-m", "tests.checkpoint.resumed_run", sampler, str(tmp_path / "killed")]
     killed = subprocess.run([*command, "0", str(steps), "die"], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     subprocess.run([*command, str(steps), str(2 * steps)], check=True, capture_output=True)

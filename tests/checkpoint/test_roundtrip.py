@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchrl.envs.transforms import Compose, ObservationNorm, RewardScaling
 
 from rlbuf_td import (
     CheckpointError,
+    EpisodeStats,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
@@ -419,3 +421,36 @@ def test_a_path_may_be_a_string_and_its_parents_need_not_exist(tmp_path):
     again.loads(str(Path(tmp_path) / "a" / "b"))
     assert len(again) == 3
     assert UniformSampler().state_dict() == {"unique": False}
+
+
+def test_statistics_and_counts_of_replays_go_on(tmp_path):
+    def buffer() -> Any:
+        return make("proportional", stats=EpisodeStats(window=5), count_replays=True)
+
+    rb, again = buffer(), buffer()
+    rb.extend(episodes(15))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again.loads(tmp_path)
+    summaries = []
+    for each in (rb, again):
+        each.extend(episodes(4))
+        each.sample()
+        summaries.append(each.episode_stats.summary())
+    assert summaries[0] == summaries[1] != {}
+    assert again.health() == rb.health()
+    assert rb.health()["replays_max"] > 0
+    stats = EpisodeStats([("next", "reward")])
+    other, before = make("proportional", stats=stats), stats.state_dict()
+    with pytest.raises(CheckpointError, match="make EpisodeStats with the same keys"):
+        other.loads(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in stats.state_dict().items())
+    smaller = make("proportional", steps=10, count_replays=True)
+    with pytest.warns(UserWarning, match="dropped"):
+        smaller.loads(tmp_path)
+    assert smaller.health()["replays_max"] == 0
+
+
+def episodes(rows):
+    done = (torch.arange(rows) % 3 == 2).unsqueeze(-1)
+    return TensorDict({"next": {"reward": torch.arange(rows).unsqueeze(-1) ** 0.5, "done": done}}, [rows])
