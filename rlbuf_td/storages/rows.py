@@ -28,6 +28,8 @@ class Rows:
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
+        self._begin = 0  # addresses, from the first longer write on
+        self._end: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -78,13 +80,26 @@ class Rows:
     # -- writing leaves that fit
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, wrapping at the end."""
+        """Write ``count`` time steps from ``start`` on, wrapping at the end; leaves may be views of these rows."""
         head = min(count, self.steps - start)
+        if self._holds_any(leaves if count > 1 else leaves[:1]):  # of one row, torch itself refuses the rest
+            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
         if head == count:
             torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
         else:
             self.copy_(start, head, [leaf[:head] for leaf in leaves])
             self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
+
+    def _holds_any(self, leaves: list[torch.Tensor]) -> bool:
+        """Return whether any of some tensors is a view of these rows; costs 0.1 us each."""
+        if self._end is None:
+            self._begin = self.matrix.data_ptr()
+            self._end = self._begin + self.nbytes
+        begin, end = self._begin, self._end
+        for address in map(torch.Tensor.data_ptr, leaves):  # noqa: SIM110 (any() takes twice as long)
+            if begin <= address < end:
+                return True
+        return False
 
     def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Write the time steps named; of one that is named twice, the last row stays."""

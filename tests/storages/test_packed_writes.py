@@ -307,3 +307,16 @@ def test_a_write_wraps_at_the_capacity() -> None:
     storage.write(4, data[4:7])
     assert_same(storage[:], torch.cat([data[5:7], data[2:5]]))
     assert (len(storage), storage._last_cursor_index) == (5, 1)
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("source", [slice(0, 4), slice(1, 5), slice(2, 3), slice(0, 6)])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_views_of_the_rows_may_be_written_to_them(ndim: int, source: slice, start: int) -> None:
+    storage = PackedStorage(6 * torch.Size(LANES[ndim]).numel(), ndim=ndim)
+    storage.set(range(6), transitions(NESTED, 6, LANES[ndim]))
+    expected, view = storage[:].clone(), storage[source]
+    steps = (start + torch.arange(len(view))) % 6
+    expected[steps] = view.clone()
+    storage.write(start, view)
+    assert_same(storage[:], expected)
