@@ -15,9 +15,10 @@ from rlbuf_td.kernels._memory_numba import (
     store_bool,
     store_int32,
 )
-from rlbuf_td.kernels._reach_numba import inlined, is_over, split, steps_ahead, steps_back
+from rlbuf_td.kernels._reach_numba import expect, inlined, is_over, split, steps_ahead, steps_back
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
+_SOON = 16  # rows whose bits begin to come before their goals are chosen
 _AHEAD = 24  # goals that begin to come before the first one is copied
 _SMALL = 64  # bytes that a loop copies in less time than a call to ``memcpy`` takes
 
@@ -55,7 +56,7 @@ def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, 
 @_kernel
 def relabel(
     bitmap, thresholds, only_finished, live,
-    outcomes, stride, width, first, first_stride, second, second_stride, count, cells, uniform, mask, base, block,
+    outcomes, stride, width, first, first_stride, second, second_stride, base, block, count, cells, uniform, mask,
 ):  # fmt: skip
     """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
 
@@ -65,6 +66,8 @@ def relabel(
     rows = np.empty(count, np.int64)
     in_words = width <= _SMALL and width % 4 == 0
     for begun in range(count + _AHEAD):
+        if begun + _SOON < count:
+            expect(bitmap, load_int64(cells + 8 * (begun + _SOON)))
         if begun < count:
             cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
             if cell < 0 or cell >= live:

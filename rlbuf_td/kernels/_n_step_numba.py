@@ -16,10 +16,11 @@ from rlbuf_td.kernels._memory_numba import (
     store_float64,
     store_int64,
 )
-from rlbuf_td.kernels._reach_numba import inlined, is_cut, split
+from rlbuf_td.kernels._reach_numba import expect, inlined, is_cut, split
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
-_AHEAD = 12  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
+_SOON = 16  # rows whose bits are asked for before it is asked for these rows
+_AHEAD = 9  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
 
 
 @inlined
@@ -79,6 +80,8 @@ def n_step(
     kept, end = ranges + 16 * taken_parts, ranges + 16 * parts
     lasts = np.empty(count, np.int64)
     for begun in range(count + _AHEAD):
+        if begun + _SOON < count:
+            expect(bitmap, load_int64(rows + 8 * (begun + _SOON)))
         if begun < count:
             cell = load_int64(rows + 8 * begun)
             if reads and (cell < 0 or cell >= live):

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from rlbuf_td.kernels._memory_numba import load_int64, load_uint64
+from rlbuf_td.kernels._memory_numba import load_int64, load_uint64, prefetch
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 #: For what is called once a row.
@@ -49,6 +49,13 @@ def _word(bitmap, lane, position):
 @inlined
 def _bit(bitmap, lane, start, t):
     return (_word(bitmap, lane, start + (np.uint64(t) >> _SIX)) >> (np.uint64(t) & _63)) & _ONE != 0
+
+
+@inlined
+def expect(bitmap, cell):
+    """Start loading the word that knows whether a row is a cut."""
+    t, lane = split(cell, bitmap[5])
+    prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
 
 
 @_kernel

@@ -26,12 +26,12 @@ class Law(NamedTuple):
     """Who gets a goal, and from where.
 
     Attributes:
-        thresholds: ``[4]`` float64, one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by
-            the first strategy whose threshold its uniform number is below; where it lies between two chooses the row.
+        thresholds: one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by the first
+            strategy whose threshold its uniform number is below; where it lies between two chooses the row.
         only_finished: leave rows of unfinished trajectories alone, but for ``random``.
     """
 
-    thresholds: np.ndarray
+    thresholds: tuple[float, ...]
     only_finished: bool
 
 
@@ -63,8 +63,6 @@ def relabel_(
     live: int,
     outcomes: Outcomes,
     goals: Sequence[Tensor],
-    base: int = 0,
-    block: int = 0,
 ) -> Tensor:
     """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
 
@@ -76,8 +74,6 @@ def relabel_(
         live: how many rows are written.
         outcomes: what to read.
         goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
-        base: address of all rows, if the batch, at the address ``block``, is still to be read from them; else 0.
-        block: see ``base``.
 
     Raises:
         IndexError: a row has not been written (on the CPU).
@@ -87,26 +83,50 @@ def relabel_(
         for goal in goals:
             copy_rows_(goal, outcomes.column, rows, mask)
         return mask
-    count, first, second = cells.shape[0], goals[0], goals[-1]
-    size = first.element_size()
+    size = goals[0].element_size()
+    places = [number for goal in (goals[0], goals[-1]) for number in (goal.data_ptr(), goal.stride(0) * size)]
+    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, 0, 0)
+
+
+def read_relabelled_(
+    boundaries: BitBoundaries,
+    cells: Tensor,
+    uniform: Tensor,
+    law: Law,
+    live: int,
+    outcomes: Outcomes,
+    base: int,
+    block: int,
+    offsets: tuple[int, int],
+) -> Tensor:
+    """Read whole rows into a batch and do what :func:`relabel_` does, in one pass through memory, on the CPU.
+
+    Args:
+        boundaries: as there, as also the arguments up to ``outcomes``, a column of the rows.
+        cells: see above.
+        uniform: see above.
+        law: see above.
+        live: see above.
+        outcomes: see above.
+        base: address of all rows.
+        block: address of the batch's.
+        offsets: of the two goals in a row; twice the same if there is one.
+
+    Raises:
+        IndexError: a row has not been written.
+    """
+    stride = outcomes.stride
+    places = block + offsets[0], stride, block + offsets[1], stride
+    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, base, block)
+
+
+def _on_cpu(
+    boundaries: BitBoundaries, cells: Tensor, uniform: Tensor, law: Law, live: int, outcomes: Outcomes, *places: int
+) -> Tensor:
+    count = cells.shape[0]
     mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
-    are_live = twin().relabel(
-        boundaries.bitmap,
-        *law,
-        live,
-        *outcomes[1:],
-        first.data_ptr(),
-        first.stride(0) * size,
-        second.data_ptr(),
-        second.stride(0) * size,
-        count,
-        cells.data_ptr(),
-        uniform.data_ptr(),
-        mask.data_ptr(),
-        base,
-        block,
-    )
-    if not are_live:
+    given = count, cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
+    if not twin().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *places, *given):
         refuse_rows(cells, live)
     return mask
 

@@ -54,17 +54,27 @@ class Parts(NamedTuple):
         features: how many numbers a reward is.
         double: whether they are float64 rather than float32.
         row_bytes: bytes a row.
-        ranges: offsets and widths of bytes, ``[K, 2]`` int64, contiguous: those to take from the last row, then those
-            that stay. The reward is among neither.
-        taken: how many of them to take.
+        address, taken, number: where the offsets and widths of byte ranges lie, two int64 each: first the ``taken``
+            ones that come from the last row, then those that stay. The reward is among neither.
+        ranges: these numbers.
     """
 
     reward: int
     features: int
     double: bool
     row_bytes: int
-    ranges: np.ndarray
+    address: int
     taken: int
+    number: int
+    ranges: np.ndarray
+
+    @classmethod
+    def of(
+        cls, reward: tuple[int, int, bool], row_bytes: int, taken: list[tuple[int, int]], kept: list[tuple[int, int]]
+    ) -> Parts:
+        """Put them together."""
+        ranges = np.array(taken + kept, np.int64)
+        return cls(*reward, row_bytes, ranges.ctypes.data, len(taken), len(taken) + len(kept), ranges)
 
 
 def n_step_(
@@ -95,9 +105,8 @@ def n_step_(
         IndexError: a row that is to be read has not been written.
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
-    ranges = parts.ranges.ctypes.data, parts.taken, len(parts.ranges)
     given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
-    if not twin().n_step(boundaries.bitmap, *parts[:4], *ranges, *given):
+    if not twin().n_step(boundaries.bitmap, *parts[:-1], *given):
         refuse_rows(rows, live)
     return steps
 

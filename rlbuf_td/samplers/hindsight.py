@@ -8,7 +8,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
@@ -16,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import BitBoundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
-from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, relabel_
+from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, read_relabelled_, relabel_
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.schema import show_key
@@ -36,7 +35,7 @@ class _Bound:
     device: torch.device
     goal_keys: list[tuple[str, ...]]
     base: int  # address of all rows, if they are rows of bytes on the CPU, else 0
-    goal_offset: int  # of the goal in such a row
+    offsets: tuple[int, int]  # of the goals in such a row; twice the same if there is one
 
 
 class HindsightSampler(SamplerWrapper):
@@ -120,7 +119,7 @@ class HindsightSampler(SamplerWrapper):
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
         self.strategy = strategy
-        self._shares = np.array(_cumulative(strategy))
+        self._shares = _cumulative(strategy)
         self._only_finished = bool(only_finished)
         self.her_ratio = her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
@@ -138,7 +137,7 @@ class HindsightSampler(SamplerWrapper):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
         self._her_ratio = float(value)
-        self._law = Law(self._her_ratio * self._shares, self._only_finished)
+        self._law = Law(tuple(self._her_ratio * share for share in self._shares), self._only_finished)
 
     @property
     def only_finished(self) -> bool:
@@ -174,14 +173,17 @@ class HindsightSampler(SamplerWrapper):
     ) -> None:
         """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, ``live`` being written."""
         boundaries, law = bound.trajectories.boundaries(), self._law
-        goals = [leaf_of(batch, key) for key in bound.goal_keys]
-        if owner is None:
-            source = (bound.base, goals[0].data_ptr() - bound.goal_offset) if is_blank else (0, 0)
-            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals, *source)
+        if is_blank and isinstance(boundaries, BitBoundaries):
+            block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
+            given = boundaries, drawn, uniform, law, live, bound.outcomes
+            mask = read_relabelled_(*given, bound.base, block, bound.offsets)
+        elif owner is None:
+            goals = [leaf_of(batch, key) for key in bound.goal_keys]
+            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals)
         else:
             rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law, live))
-            for goal in goals:
-                copy_rows_(goal, bound.outcomes.column, rows, mask)
+            for key in bound.goal_keys:
+                copy_rows_(leaf_of(batch, key), bound.outcomes.column, rows, mask)
         reward = leaf_of(batch, self.reward_key)
         new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
@@ -220,9 +222,9 @@ class HindsightSampler(SamplerWrapper):
                 )
         rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         base = 0 if rows is None else rows.matrix.data_ptr()
-        goal_offset = goals[self.goal_key].data_ptr() - base
-        device = outcomes.device
-        return _Bound(storage._storage, trajectories, Outcomes.of(outcomes), device, list(goals), base, goal_offset)
+        offsets = [goal.data_ptr() - base for goal in goals.values()]
+        found = storage._storage, trajectories, Outcomes.of(outcomes), outcomes.device, list(goals), base
+        return _Bound(*found, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         """Set the flags of relabelled rows anew."""

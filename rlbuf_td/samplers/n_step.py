@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
@@ -233,9 +232,7 @@ def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
             reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
         elif width:
             (taken if key[0] == "next" else kept).append((start, width))
-    taken, kept = _joined(taken), _joined(kept)
-    ranges = np.array(taken + kept, np.int64).reshape(-1, 2)
-    return Parts(*reward, rows.layout.row_bytes, ranges, len(taken))
+    return Parts.of(reward, rows.layout.row_bytes, _joined(taken), _joined(kept))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -179,9 +179,13 @@ class RowLayout:
         return hash(self.leaves)
 
 
-def _place(leaf: Leaf) -> tuple[int, str, bool, tuple[str, ...]]:
-    """Return what leaves are ordered by: "next" last, so that most of it lies together and n steps read few lines."""
-    return -leaf.dtype.itemsize, str(leaf.dtype), leaf.key[0] == "next", leaf.key
+def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
+    """Return what leaves are ordered by: "next" last, so that most of it lies together, and in it the reward first.
+
+    Transitions of n steps then read few cache lines: the first half of a row with its reward, rewards, a second half.
+    """
+    key = leaf.key
+    return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
 
 def _padded(nbytes: int, align: int) -> int:
