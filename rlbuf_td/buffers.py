@@ -1,11 +1,12 @@
-"""The buffers: storage, sampler and writer put together, with a short way through them."""
+"""The replay buffer: storage, sampler and writer put together, with a short way through them.
+
+What else it offers is in files of its own: constructors for environments in :mod:`rlbuf_td.construction`, processes in
+:mod:`rlbuf_td.sharing.buffers`, dumps in :mod:`rlbuf_td.checkpoint.saved`, looking at it in :mod:`rlbuf_td.looking`.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import torch
@@ -23,17 +24,16 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row
-from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import load_trajectories, trajectories_of
+from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
-from rlbuf_td.health import LastDraw, ReplayCount, health
-from rlbuf_td.html import html_of
+from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
+from rlbuf_td.looking import InspectedBuffer
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.sharing.buffers import share_buffer
+from rlbuf_td.sharing.buffers import SharedBuffer
 from rlbuf_td.staleness import SAMPLED_AT, Tally, skip_stale
 from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
@@ -41,7 +41,7 @@ from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
 
 
-class ReplayBuffer(FromEnvironment, TensorDictReplayBuffer):
+class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, TensorDictReplayBuffer):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
     Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with any sampler and writer, a
@@ -164,13 +164,6 @@ class ReplayBuffer(FromEnvironment, TensorDictReplayBuffer):
             if len(absent):
                 self._prioritized.mark_update(absent, storage=self._storage)
 
-    def _next_step(self) -> int:
-        """Return the time step that a ring writes next."""
-        last = self._storage._last_cursor_index
-        if last is None or not len(self._storage):
-            return 0
-        return (last + 1) % self._storage._max_size_along_dim0() if self._storage._is_full else last + 1
-
     def set_writer(self, writer: Writer) -> Writer:
         """Put another writer in place, and return the old one."""
         self._refuse_if_shared("writer")
@@ -178,69 +171,6 @@ class ReplayBuffer(FromEnvironment, TensorDictReplayBuffer):
             previous = super().set_writer(writer)
             self._choose_path()
         return previous
-
-    # -- threads and processes
-
-    @property
-    def _replay_lock(self) -> Any:
-        """The storage's lock: buffers over one storage exclude each other, whichever of them writes."""
-        lock = getattr(self.__dict__.get("_storage"), "lock", None)
-        return self._own_lock if lock is None else lock
-
-    @_replay_lock.setter
-    def _replay_lock(self, lock: Any) -> None:
-        self._own_lock = lock  # TorchRL's, for storages without one
-
-    def share(self, shared: bool = True) -> ReplayBuffer:
-        """Let several processes use this buffer: those forked from now on, or spawned and sent it.
-
-        Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities; it
-        waits for the others, and one that is killed in the middle of a write has written nothing and blocks nobody.
-        TorchRL's collectors with several workers call this themselves. What samplers keep beside priorities (the place
-        in an epoch, generators) each process has for itself.
-
-        Parts cannot be replaced any more, for other processes would go on with the old ones. A storage of TorchRL's is
-        shared as TorchRL does.
-
-        Args:
-            shared: ``False`` is for TorchRL's constructor: what is shared stays so.
-
-        Cost: some 5 us more for each call, and a copy of the rows that a write replaces; O(N) for the first call after
-        a process has died at work.
-
-        Raises:
-            ValueError: rows on a CUDA device.
-            RuntimeError: this system has no locks that outlive processes (Windows).
-        """
-        storage = self.__dict__.get("_storage")
-        if not shared or not isinstance(storage, PackedStorage):
-            return super().share(shared)
-        with self._replay_lock:
-            share_buffer(storage, self._sampler, self._writer)
-            super().share(True)
-            self._write_lock = nullcontext()  # the storage's lock does for processes, too
-        return self
-
-    def repair(self) -> None:
-        """Put priorities right after a process has died while it held the lock."""
-        if self._prioritized is not None:
-            self._prioritized.repair(self._storage)
-
-    def _refuse_if_shared(self, part: str) -> None:
-        if getattr(self._storage, "is_shared", False):
-            raise RuntimeError(
-                f"cannot set the {part} of a shared buffer: other processes would go on with the old one. "
-                "Set it before you share the buffer"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_own_lock")
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._own_lock = RLock()
-        super().__setstate__(state)
 
     # -- sampling
 
@@ -496,147 +426,6 @@ class ReplayBuffer(FromEnvironment, TensorDictReplayBuffer):
                 index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
             sampler.update_priority(index, td_error, storage=self._storage)
             self._stale_updates.add(stale)
-
-    # -- looking
-
-    @property
-    def full(self) -> bool:
-        """Whether the next write replaces the oldest rows."""
-        return self._storage._is_full
-
-    def chronological(self, *, flat: bool = False) -> TensorDictBase:
-        """Return everything, oldest first across the wrap, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
-
-        Transforms are applied, as when sampling. Like any batch on the CPU, the result is a nested dict of NumPy arrays
-        by its ``numpy()``.
-
-        Args:
-            flat: without the environments' axis: ``[T * E]``, all lanes of a time step together.
-
-        Raises:
-            RuntimeError: the buffer is empty.
-            TypeError: the writer is not a ring, so that there is no order of age.
-        """
-        return self._in_order(None, flat)
-
-    def last(self, n: int, *, flat: bool = False) -> TensorDictBase:
-        """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
-
-        Args:
-            n: time steps.
-            flat: see :meth:`chronological`.
-
-        Raises:
-            ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
-            TypeError: the writer is not a ring, so that there is no order of age.
-        """
-        return self._in_order(n, flat)
-
-    def _in_order(self, n: int | None, flat: bool) -> TensorDictBase:
-        if not isinstance(self._writer, RoundRobinWriter):
-            raise TypeError(f"a {type(self._writer).__name__} keeps no order of age; use a RingWriter")
-        with self._replay_lock, self._write_lock:
-            rows = len(self._storage)
-            if not rows:
-                raise RuntimeError("the buffer is empty: extend it first")
-            steps = rows if self._storage.ndim == 1 else self._storage.shape[0]
-            if n is not None and not 1 <= n <= steps:
-                raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
-            count = steps if n is None else n
-            end = self._next_step()
-            data = self._storage.get(torch.arange(end - count, end) % steps)
-        if flat and data.ndim > 1:
-            data = data.flatten(0, self._storage.ndim - 1)
-        return self._transformed(data)
-
-    def health(self) -> dict[str, float]:
-        """Return how the buffer and what it gives are doing, as a flat dict for loggers; see :mod:`rlbuf_td.health`.
-
-        ``stale_updates`` counts the TD errors that :meth:`update_tensordict_priority` has left out, because the row
-        that was sampled had been replaced meanwhile.
-
-        Cost: O(N log N) with priorities: for now and then, not for every step.
-        """
-        if not self._initialized:
-            self._init()
-        with self._replay_lock, self._write_lock:
-            report = health(self._storage, self._sampler, self._writer, self._last_draw, self._replays)
-        return report | {"stale_updates": float(self._stale_updates.total())}
-
-    # -- saving
-
-    def dumps(self, path: str | Path, *, progress: bool | None = None) -> None:
-        """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
-
-        The dump is built beside the one that is there and takes its place at once: killed at any moment, the folder
-        holds one of the two, whole. What it holds already is not written again, and rows of a storage that has
-        ``path`` as its ``scratch_dir`` are not copied. Buffers of other processes wait for each other.
-
-        Args:
-            path: made if it is not there. A manifest that is not ours is never overwritten.
-            progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
-
-        Raises:
-            CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
-            OSError: the disk is full, say. The previous dump is untouched.
-        """
-        if not self._initialized:
-            self._init()
-        dump_buffer(self, path, progress)
-
-    def loads(
-        self,
-        path: str | Path,
-        *,
-        rows_only: bool = False,
-        default_generator: bool = False,
-        progress: bool | None = None,
-    ) -> None:
-        """Continue from what :meth:`dumps` saved, with the same batches from there on. Nothing in it is executed.
-
-        Every file is compared with its checksum first. The buffer must have parts of the same classes; its rows are
-        replaced. In a buffer of another capacity the newest rows that fit are kept, in the order of their age, with
-        their priorities; what is dropped is warned of.
-
-        Args:
-            path: where it was saved.
-            rows_only: take the rows and nothing else: new rows for whatever sampler this buffer has.
-            default_generator: let torch's default generator go on as well. An exact resumption needs it, unless the
-                buffer has a generator of its own.
-            progress: as for :meth:`dumps`.
-
-        Raises:
-            CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version, or the dump does not
-                fit this buffer: says which and how. The buffer is as it was.
-        """
-        if not self._initialized:
-            self._init()
-        load_buffer(self, path, rows_only=rows_only, default_generator=default_generator, progress=progress)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on, as tensors and plain values."""
-        return super().state_dict() | {"_trajectories": trajectories_of(self._storage)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        super().load_state_dict(state_dict)
-        load_trajectories(self._storage, state_dict.get("_trajectories", []))
-
-    # -- words
-
-    def _repr_html_(self) -> str:
-        return html_of(self)
-
-    def __repr__(self) -> str:
-        if not self._initialized:
-            return f"{type(self).__name__}(not initialized)"
-        fill = len(self._storage) / self._storage.max_size
-        parts = (("storage", self._storage), ("sampler", self._sampler), ("writer", self._writer))
-        lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in parts]
-        if len(self._stages):
-            lines.append(f"transform={self._transform!r},".replace("\n", "\n    "))
-        lines.append(f"batch_size={self._batch_size}, fill={fill:.1%}")
-        return f"{type(self).__name__}(\n    " + "\n    ".join(lines) + "\n)"
 
 
 def _draws(sampler: type[Sampler]) -> bool:

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-
-if TYPE_CHECKING:
-    from rlbuf_td.buffers import ReplayBuffer
 
 _FAINT = "rgba(127,127,127,.18)"
 _CODE = "background:none;color:inherit;padding:0;font-size:95%"
@@ -24,7 +21,7 @@ _CELL = (
 )
 
 
-def html_of(rb: ReplayBuffer) -> str:
+def html_of(rb: Any) -> str:
     """Return a buffer as HTML, without scripts and style sheets."""
     name = escape(type(rb).__name__)
     if not rb._initialized:

@@ -1,0 +1,76 @@
+"""What a buffer offers to save itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
+from rlbuf_td.checkpoint.parts import load_trajectories, trajectories_of
+
+if TYPE_CHECKING:
+    from torchrl.data.replay_buffers import TensorDictReplayBuffer as _Base
+else:
+    _Base = object  # a mixin: the buffer's own bases come behind it
+
+
+class SavedBuffer(_Base):
+    """Dumps, loads, and the state of a buffer."""
+
+    def dumps(self, path: str | Path, *, progress: bool | None = None) -> None:
+        """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
+
+        The dump is built beside the one that is there and takes its place at once: killed at any moment, the folder
+        holds one of the two, whole. What it holds already is not written again, and rows of a storage that has
+        ``path`` as its ``scratch_dir`` are not copied. Buffers of other processes wait for each other.
+
+        Args:
+            path: made if it is not there. A manifest that is not ours is never overwritten.
+            progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+
+        Raises:
+            CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
+            OSError: the disk is full, say. The previous dump is untouched.
+        """
+        if not self._initialized:
+            self._init()
+        dump_buffer(self, path, progress)
+
+    def loads(
+        self,
+        path: str | Path,
+        *,
+        rows_only: bool = False,
+        default_generator: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        """Continue from what :meth:`dumps` saved, with the same batches from there on. Nothing in it is executed.
+
+        Every file is compared with its checksum first. The buffer must have parts of the same classes; its rows are
+        replaced. In a buffer of another capacity the newest rows that fit are kept, in the order of their age, with
+        their priorities; what is dropped is warned of.
+
+        Args:
+            path: where it was saved.
+            rows_only: take the rows and nothing else: new rows for whatever sampler this buffer has.
+            default_generator: let torch's default generator go on as well. An exact resumption needs it, unless the
+                buffer has a generator of its own.
+            progress: as for :meth:`dumps`.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version, or the dump does not
+                fit this buffer: says which and how. The buffer is as it was.
+        """
+        if not self._initialized:
+            self._init()
+        load_buffer(self, path, rows_only=rows_only, default_generator=default_generator, progress=progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that behaviour depends on, as tensors and plain values."""
+        return super().state_dict() | {"_trajectories": trajectories_of(self._storage)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        super().load_state_dict(state_dict)
+        with self._replay_lock, self._write_lock:
+            load_trajectories(self._storage, state_dict.get("_trajectories", []))
