@@ -13,12 +13,14 @@ from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DATA, DumpReader, Source, flat_bytes, sync_file
+from rlbuf_td.checkpoint.folder import DATA, flat_bytes, sync_file
 from rlbuf_td.checkpoint.journal import Journal, read_journal, undo_
 from rlbuf_td.checkpoint.manifest import Stored
+from rlbuf_td.checkpoint.reader import DumpReader
 from rlbuf_td.checkpoint.resize import Fit, fit, resized_state, warn_dropped
 from rlbuf_td.checkpoint.saving import bar, reading, write_state, writing
 from rlbuf_td.checkpoint.state import decode
+from rlbuf_td.checkpoint.writer import Source
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.memory import ROWS_FILE
 from rlbuf_td.storages.rows import Rows

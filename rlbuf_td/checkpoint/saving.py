@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DumpReader, DumpWriter, Report, Source, locked
+from rlbuf_td.checkpoint.folder import Report, locked
+from rlbuf_td.checkpoint.reader import DumpReader
 from rlbuf_td.checkpoint.state import decode, encode
+from rlbuf_td.checkpoint.writer import DumpWriter, Source
 
 #: From this many bytes on, a progress bar is shown.
 LARGE = 1 << 30

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import CheckpointError, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.checkpoint import folder as folders
+from rlbuf_td.checkpoint import writer as folders
 from rlbuf_td.checkpoint.journal import BLOCK, read_journal
 from tests.catalogue import assert_same
 
