@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import RoundRobinWriter
 
+from rlbuf_td._huge_pages import take_pages
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.checkpoint.folder import DATA, flat_bytes, sync_file
@@ -281,6 +282,8 @@ class _Load:
         if storage.scratch_dir is not None and storage.is_reserved:
             storage._release()
         made = storage._make_rows(self.layout, self.lanes, None)
+        if storage.scratch_dir is None:
+            take_pages(made.first(self.fit.steps).matrix)
         try:
             self._read_rows(made, report)
         except BaseException:

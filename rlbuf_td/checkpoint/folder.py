@@ -24,7 +24,8 @@ from rlbuf_td.checkpoint.manifest import Chunk
 DATA = "data"
 _LOCK = ".lock"
 _WAIT_S = 600.0
-THREADS = 8  # whatever the number of cores: they wait for the disk
+WRITERS = 8  # threads, whatever the number of cores: they wait for the disk
+READERS = max(2, min(WRITERS, os.cpu_count() or 2))
 
 Report = Callable[[int], Any]
 

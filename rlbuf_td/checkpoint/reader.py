@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DATA, THREADS, Report, wait_for
+from rlbuf_td.checkpoint.folder import DATA, READERS, Report, wait_for
 from rlbuf_td.checkpoint.journal import read_journal, undo_
 from rlbuf_td.checkpoint.manifest import (
     MANIFEST,
@@ -73,7 +73,7 @@ class DumpReader:
         parts = [part for stored in tensors for part in self._parts(stored)]
         for part in parts:  # before memory is taken for what they say they hold
             self._open(part).close()
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             wait_for([pool.submit(self._verify, part) for part in parts], report)
 
     def _parts(self, stored: Stored) -> list[_Part]:
@@ -113,7 +113,7 @@ class DumpReader:
             CheckpointError: as :meth:`verify`; ``target`` may have been written to.
         """
         jobs = []
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(READERS) as pool:
             for part in self._parts(stored):
                 at = part.start
                 first, last = max(start, at), min(start + len(target), at + part.chunk.nbytes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DATA, THREADS, Report, flat_bytes, sync_folder, wait_for, write_file
+from rlbuf_td.checkpoint.folder import DATA, WRITERS, Report, flat_bytes, sync_folder, wait_for, write_file
 from rlbuf_td.checkpoint.manifest import (
     CHUNK_NAME,
     FORMAT,
@@ -85,7 +85,7 @@ class DumpWriter:
             sources: what is known of each.
             report: told the bytes of each chunk that is done.
         """
-        with ThreadPoolExecutor(THREADS) as pool:
+        with ThreadPoolExecutor(WRITERS) as pool:
             jobs = []
             for tensor, source in zip(tensors, sources, strict=True):
                 parts = flat_bytes(tensor).split(chunk_bytes(max(tensor.nbytes, source.whole)))
