@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only", nargs="*", default=None, choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS)
     )
+    bench.add_argument(
+        "--picture", type=Path, default=None, metavar="FILE", help="draw the ratios, too: a .png or .svg"
+    )
     plan = commands.add_parser("plan", help="tell what a buffer will take, and where there is room for it")
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
     plan.add_argument("--capacity", type=float, required=True, help="transitions")

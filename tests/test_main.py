@@ -34,12 +34,48 @@ def test_the_demo_learns_a_little_in_two_thousand_steps_and_leaves_its_picture_a
     assert "return=" in done.stderr
 
 
-def test_the_benchmark_prints_a_row_for_every_operation():
-    done = run("bench", "--rows", "1000", "--images", "64", "--batch", "32", "--rounds", "2", COLUMNS="160")
+def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path):
+    picture = tmp_path / "new" / "bench.png"
+    sizes = ("--rows", "500", "1000", "--images", "64", "--batch", "32", "--rounds", "2")
+    done = run("bench", *sizes, "--picture", str(picture), COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert "1,000 small" in done.stdout
     assert "64 image" in done.stdout
     assert done.stdout.count("(") > 2 * len(OPERATIONS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def timing(operation: str, rows: int, kind: str, **blocks: float):
+    from rlbuf_td.bench.compare import Timing
+
+    return Timing(operation, rows, kind, {"rlbuf_td": [10.0], **{name: [time] for name, time in blocks.items()}})
+
+
+def test_the_picture_of_the_benchmark_has_a_line_an_operation_at_the_largest_size_and_a_mark_a_library():
+    from rlbuf_td.bench.picture import draw
+
+    timings = [
+        timing("uniform", 100, "small", TorchRL=20.0),
+        timing("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
+        timing("add", 1_000, "small", TorchRL=90.0),
+        timing("record", 16_000, "small", TorchRL=40.0),
+        timing("gae", 128, "[1, 128]", TorchRL=1_000.0),
+    ]
+    small, others = draw(timings, 256).axes
+    assert [label.get_text() for label in small.get_yticklabels()] == ["sample, uniform", "add one"]
+    assert [label.get_text() for label in others.get_yticklabels()] == ["record a step", "GAE [1,128], loop"]
+    marks = sorted(line.get_xdata()[0] for line in small.lines if len(line.get_xdata()) == 1)
+    assert marks == [0.5, 2.0, 3.0, 7.0, 9.0]
+    assert small.get_xlim() == others.get_xlim()
+    assert small.get_xlim()[1] > 100.0
+    with pytest.raises(ValueError, match="no operation has been timed"):
+        draw([], 256)
+
+
+def test_every_operation_has_words_for_the_picture():
+    from rlbuf_td.bench.picture import _WORDS
+
+    assert set(_WORDS) == set(OPERATIONS)
 
 
 def test_operations_named_on_the_command_line_are_those_that_the_benchmark_knows():

@@ -198,4 +198,9 @@ def main(options: argparse.Namespace) -> int:
         "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
         markup=False,
     )
+    if options.picture is not None:
+        from rlbuf_td.bench.picture import save  # matplotlib is needed for nothing else here
+
+        save(options.picture, timings, options.batch)
+        console.print(f"drawn in {options.picture}", markup=False)
     return 0
