@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs import Transform
 
 from rlbuf_td import (
+    EpisodeStats,
     GymnasiumRecorder,
     PackedStorage,
     ProportionalSampler,
@@ -493,6 +494,23 @@ def test_packed_and_plain_writes_leave_the_same_bytes_priorities_and_indices():
     assert_same(packed.storage[:], plain_rows.storage[:])
     rows = torch.arange(60)
     assert torch.equal(packed.sampler.priority(rows), plain_rows.sampler.priority(rows))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("flat", [False, True])
+def test_episode_statistics_of_the_buffer_count_every_step_that_is_recorded(mode, flat):
+    env, stats = vector(mode), EpisodeStats()
+    rb = ReplayBuffer.from_env(env, 600, flat=flat, stats=stats)
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 60)
+    recorder.flush()
+    done = rb.storage["next", "done"]
+    assert stats.steps == len(rb) == done.numel() > 100
+    assert stats.episodes == int(done.sum()) > 20
+    of_episode = rb.storage["collector", "traj_ids"].flatten()
+    finished = of_episode[done.flatten()]
+    assert sorted(stats.history()["length"].tolist()) == sorted(of_episode.bincount()[finished].tolist())
+    env.close()
 
 
 def test_transforms_see_what_is_recorded():
