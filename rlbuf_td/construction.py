@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td._signature import OwnSignature
 from rlbuf_td.spaces import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 class FromEnvironment:
     """The constructors that a buffer class has beside its own."""
+
+    __signature__ = OwnSignature()
 
     if TYPE_CHECKING:
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
+from rlbuf_td._signature import OwnSignature
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of
 
@@ -38,6 +39,8 @@ class MinibatchSampler(SamplerWithoutReplacement):
         >>> [batch["x"].tolist() for batch in rb]
         [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
     """
+
+    __signature__ = OwnSignature()
 
     def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)

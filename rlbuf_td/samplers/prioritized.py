@@ -11,6 +11,7 @@ import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td._room import require_room
+from rlbuf_td._signature import OwnSignature
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -33,6 +34,8 @@ class Prioritized(PrioritizedSampler):
     :meth:`_alpha_changed`. It sees flat rows and magnitudes that have been checked. TD errors come raw, of either
     sign: their magnitude counts.
     """
+
+    __signature__ = OwnSignature()
 
     def __init__(
         self,

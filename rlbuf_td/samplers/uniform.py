@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td._signature import OwnSignature
 from rlbuf_td.indices import Index, coordinates, device_of
 
 
@@ -29,6 +30,8 @@ class UniformSampler(Sampler):
         >>> rb.sample()["x"].sort().values
         tensor([0, 1, 2, 3])
     """
+
+    __signature__ = OwnSignature()
 
     def __init__(self, *, unique: bool = False) -> None:
         self.unique = unique

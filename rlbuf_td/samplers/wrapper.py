@@ -10,6 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
+from rlbuf_td._signature import OwnSignature
 from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
@@ -35,6 +36,8 @@ class SamplerWrapper(Sampler):
     Everything else (generator, writes, priorities, settings, state) goes to the wrapped sampler. Over a prioritized
     sampler a wrapper is a TorchRL ``PrioritizedSampler`` too: its buffers pass priorities to that class only.
     """
+
+    __signature__ = OwnSignature()
 
     sampler: Sampler
     innermost: Sampler

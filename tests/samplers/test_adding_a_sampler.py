@@ -1,0 +1,136 @@
+"""A sampler of one's own, written as the README's "Contributing" says, and all that it can do from then on."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, TensorDictReplayBuffer
+
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
+from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.indices import Index, coordinates, device_of, lanes_of
+from tests.statistics import assert_follows, power
+
+
+class RecentSampler(Sampler):
+    """The k-th of every K batches is drawn from the newest ``max(eta^(1000 k / K) N, least)`` time steps.
+
+    Source: Wang and Ross, Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
+    """
+
+    def __init__(self, eta: float = 0.996, updates: int = 1_000, least: int = 5_000) -> None:
+        self.eta, self.updates, self.least, self.count = eta, updates, least, 0
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        if not len(storage):
+            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+        lanes = lanes_of(storage).numel()
+        steps, share = len(storage) // lanes, self.eta ** (1_000 * self.count / self.updates)
+        newest = min(steps, max(int(share * steps), self.least))
+        self.count = (self.count + 1) % self.updates
+        drawn = torch.randint(newest * lanes, (batch_size,), generator=self._rng)  # (age, lane), as one number
+        flat = (storage._last_cursor_index - drawn // lanes) % steps * lanes + drawn % lanes
+        return flat.to(device_of(storage)), {}
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = int(state_dict["count"])
+
+    def dumps(self, path: str | Path) -> None:
+        save_state(path, type(self).__name__, self.state_dict())
+
+    def loads(self, path: str | Path) -> None:
+        self.load_state_dict(load_state(path, type(self).__name__))
+
+    def _empty(self) -> None:
+        self.count = 0
+
+
+UPDATES, LEAST, ETA = 4, 6, 0.999  # windows of all of the rows, then of 78, 61 and 47 % of them
+BUFFERS = {
+    "ours": (ReplayBuffer, PackedStorage),
+    "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage),
+    "TorchRL's": (TensorDictReplayBuffer, PackedStorage),
+    "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage),
+}
+
+
+def steps_of(first: int, count: int, lanes: int) -> TensorDict:
+    """Return time steps that know their number, ``[count]`` or ``[lanes, count]``; an episode lasts ten."""
+    time = torch.arange(first, first + count)
+    done = (time % 10 == 9).unsqueeze(-1)
+    rows = TensorDict({"time": time, "next": {"done": done, "reward": torch.ones(count, 1)}}, [count])
+    return rows.expand(lanes, count).clone() if lanes else rows
+
+
+def buffer(kind: str, lanes: int, written: int, sampler: Sampler, batch: int = 50) -> Any:
+    cls, storage = BUFFERS[kind]
+    ndim = 2 if lanes else 1
+    rb = cls(
+        storage=storage(20 * max(1, lanes), ndim=ndim),
+        sampler=sampler,
+        writer=RingWriter(),
+        batch_size=batch,
+        generator=torch.Generator().manual_seed(0),
+    )
+    for first in range(0, written, 4):
+        rb.extend(steps_of(first, min(4, written - first), lanes))
+    return rb
+
+
+def test_it_is_short():
+    assert len(inspect.getsource(RecentSampler).splitlines()) < 40
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [14, 20, 47])  # filling, full, wrapped
+def test_each_batch_of_a_round_follows_its_law(kind, lanes, written):
+    rb = buffer(kind, lanes, written, RecentSampler(ETA, UPDATES, LEAST), batch=4_000)
+    steps, cells, rounds = min(written, 20), max(1, lanes), 100
+    counts = torch.zeros(UPDATES, steps * cells)
+    for batch in (rb.sample() for _ in range(rounds * UPDATES)):
+        age = written - 1 - batch["time"]
+        lane = batch["index"][:, 1] if lanes else 0
+        counts[(rb.sampler.count - 1) % UPDATES] += torch.bincount(age * cells + lane, minlength=steps * cells)
+    for k in range(UPDATES):
+        window = max(int(ETA ** (1_000 * k / UPDATES) * steps), LEAST) * cells
+        law = (torch.arange(steps * cells) < window).double() / window
+        assert_follows(counts[k], law)
+    assert power((torch.ones(60) / 60).double().numpy(), 4_000 * rounds, bias=0.02) > 0.99
+
+
+def test_a_wrapper_takes_it_as_it_is():
+    sampler = NStepSampler(RecentSampler(least=6, updates=1, eta=0.5), n_steps=3, gamma=1.0)
+    batch = buffer("ours", 0, 18, sampler).sample()
+    left = 10 - batch["time"] % 10  # to the end of the episode
+    so_far = 18 - batch["time"]
+    assert torch.equal(batch["next", "reward"].flatten(), torch.stack([left, so_far]).amin(0).clamp(max=3).float())
+
+
+def test_a_saved_buffer_goes_on_within_its_round(tmp_path):
+    rb, again = (buffer("ours", 0, written, RecentSampler(ETA, UPDATES, LEAST)) for written in (47, 20))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again.loads(tmp_path)
+    assert again.sampler.count == 1
+    for _ in range(UPDATES):
+        assert torch.equal(again.sample()["time"], rb.sample()["time"])
+    rb.empty()
+    assert rb.sampler.count == 0
+
+
+def test_an_empty_buffer_is_refused():
+    with pytest.raises(RuntimeError, match="empty buffer: extend it first"):
+        ReplayBuffer(sampler=RecentSampler(), batch_size=3).sample()
