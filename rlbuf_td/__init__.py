@@ -1,4 +1,19 @@
-"""Replay and rollout buffers for TorchRL in which a transition is one row."""
+"""Replay and rollout buffers for TorchRL in which a transition is one row.
+
+Begin with :class:`ReplayBuffer` (off-policy) or :class:`RolloutBuffer` (on-policy); each takes a storage, a sampler and
+a writer, which work in TorchRL's own buffers as well. For Gymnasium, ``ReplayBuffer.from_env`` and
+:class:`GymnasiumRecorder`. Beside these names there are
+
+- ``rlbuf_td.functional``: advantages and returns as functions on tensors;
+- ``rlbuf_td.plots``: pictures of buffers, episodes and rollouts (needs matplotlib);
+- ``rlbuf_td.health``: what the numbers of ``rb.health()`` mean;
+- ``rlbuf_td.doctor.CODES``: what :func:`check` looks for;
+- ``rlbuf_td.checkpoint.open_checkpoint``: what a dump holds, without a buffer to load it into;
+- ``python -m rlbuf_td {demo, bench, plan, doctor}``.
+
+In docstrings B is the size of a batch, N the number of rows, T time steps and E lanes (environments); ``[B]`` is a
+shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
+"""
 
 from rlbuf_td._room import MemoryWarning
 from rlbuf_td.buffers import ReplayBuffer

@@ -25,7 +25,16 @@ _SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
 
 
 class MemoryWarning(UserWarning):
-    """A buffer will not fit into what is free once it is full. Silence it with ``warnings.filterwarnings``."""
+    """A buffer will not fit into what is free once it is full. Silence it with ``warnings.filterwarnings``.
+
+    It comes when rows or priorities are allocated; what can never fit is a ``MemoryError`` instead.
+
+    Example:
+        >>> import warnings
+        >>> from rlbuf_td import MemoryWarning
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", MemoryWarning)  # or "error": rather stop now than be killed later
+    """
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ from rlbuf_td.writers import RingWriter
 class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, TensorDictReplayBuffer):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
-    Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with any sampler and writer, a
-    sample is: draw, gather, wrap. Sample units and generation tracking take TorchRL's general path; both give the same
-    batches from the same generator state.
+    Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with this package's samplers or
+    any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a ``collate_fn``, sample units and
+    generation tracking take TorchRL's general path; both give the same batches from the same generator state.
 
     Args:
         storage: default ``PackedStorage(1_000)`` (give your own capacity).
@@ -61,6 +61,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
     Differs from TorchRL: the index, the importance weights and whatever else a sampler reports are in the batch
     *before* the transforms run; several TD errors of a row are reduced after taking their magnitude; a prioritized
     buffer refuses a batch without TD errors rather than giving its rows the default priority.
+
+    Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
     Example:
         >>> from tensordict import TensorDict

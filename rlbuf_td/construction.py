@@ -76,6 +76,14 @@ class FromEnvironment:
         Raises:
             SchemaError: a space has values of no fixed size in bytes.
             TypeError: a space is none.
+
+        Example:
+            >>> from gymnasium.spaces import Box, Dict, Discrete
+            >>> from rlbuf_td import ReplayBuffer
+            >>> space = Dict({"camera": Box(0, 255, (8, 8, 3), "uint8"), "body": Dict({"speed": Box(-1, 1, (2,))})})
+            >>> rb = ReplayBuffer.from_spaces(space, Discrete(4), 100, num_envs=2)
+            >>> rb.storage.layout.row_bytes, tuple(rb.storage.lanes)
+            (424, (2,))
         """
         return cls.from_schema(
             transition_schema(observation_space, action_space, num_envs, extras=extras), capacity, **kwargs
@@ -103,6 +111,16 @@ class FromEnvironment:
             scratch_dir: see ``device``.
             shared: see ``device``.
             **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
+
+        Raises:
+            SchemaError: the schema has an entry that cannot be packed.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> from rlbuf_td import ReplayBuffer
+            >>> transition = TensorDict({"observation": torch.zeros(3), "next": {"reward": torch.zeros(1)}})
+            >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
+            True
         """
         if flat:
             schema = schema.flatten()[0] if schema.ndim else schema

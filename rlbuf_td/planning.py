@@ -148,10 +148,16 @@ def plan(
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
 
+    Returns:
+        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``row_bytes``, ``rows``, ``priorities``,
+        ``fits`` ...; ``print`` it.
+
     Raises:
         ValueError: there is no capacity, or one below 1.
         TypeError: the source tells no keys, dtypes and shapes; or the sampler is none.
         SchemaError: a key has no fixed size in bytes.
+
+    Cost: O(keys); the system is asked what is free. TorchRL has no such function.
 
     Example:
         >>> from tensordict import TensorDict

@@ -48,8 +48,25 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     Panels for what the buffer does not have are left out: weights and mass without priorities, replay counts without
     ``count_replays=True``.
 
+    Args:
+        rb: a buffer that has been sampled.
+
+    Returns:
+        A figure of one to four panels.
+
     Raises:
         RuntimeError: nothing has been sampled yet.
+
+    Cost: O(N log N) with priorities or counts.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+        >>> from rlbuf_td.plots import plot_health
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=32)
+        >>> _, _ = rb.extend(TensorDict({"x": torch.zeros(90)}, [90])), rb.sample()
+        >>> len(plot_health(rb).axes)  # ages, weights, mass
+        3
     """
     health, last = rb.health(), rb._last_draw
     if last is None:
@@ -116,9 +133,27 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
 def plot_priorities(rb: ReplayBuffer) -> Figure:
     """Draw the magnitudes of the TD errors of all rows, and how probable a draw makes each.
 
+    Args:
+        rb: a buffer with a prioritized sampler, wrapped or not.
+
+    Returns:
+        A figure of two panels: a histogram, and the probabilities from the likeliest row on.
+
     Raises:
         TypeError: the buffer's sampler knows no priorities.
         RuntimeError: the buffer is empty.
+
+    Cost: O(N log N).
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
+        >>> from rlbuf_td.plots import plot_priorities
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RankSampler(100))
+        >>> index = rb.extend(TensorDict({"x": torch.zeros(90)}, [90]))
+        >>> rb.update_priority(index, torch.rand(90))
+        >>> plot_priorities(rb).get_suptitle()
+        'RankSampler, alpha = 0.7, beta = 0.5'
     """
     if not len(rb):
         raise RuntimeError("there are no priorities to draw: the buffer is empty")
@@ -165,8 +200,26 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
 
     A dot is an episode; the line is the mean of the last ``stats.window``, with its deviation as a band.
 
+    Args:
+        stats: what has counted episodes: ``rb.episode_stats``, say.
+
+    Returns:
+        A figure of a panel a metric, and one for the share of each way to end.
+
     Raises:
         RuntimeError: no episode has ended.
+
+    Cost: O(episodes that are kept).
+
+    Example:
+        >>> from rlbuf_td import EpisodeStats
+        >>> from rlbuf_td.plots import plot_episodes
+        >>> from tensordict import TensorDict
+        >>> stats = EpisodeStats()
+        >>> done = torch.arange(1, 31) % 10 == 0
+        >>> stats.update(TensorDict({"next": {"reward": torch.randn(30), "done": done}}, [30]))
+        >>> plot_episodes(stats).get_suptitle()
+        '3 episodes (line: mean of the last 100, band: deviation)'
     """
     history = {name: _numbers(column) for name, column in stats.history().items()}
     if not len(history["step"]):
@@ -216,6 +269,21 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     Raises:
         IndexError: nothing is stored at this row.
         KeyError: no such key, or neither ends nor trajectory numbers are stored.
+
+    Returns:
+        A figure of a panel a key, over time steps from the row.
+
+    Cost: O(rows of the trajectory).
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from rlbuf_td.plots import plot_trajectory
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100))
+        >>> outcome = {"reward": torch.randn(20), "done": torch.arange(20) == 14}
+        >>> _ = rb.extend(TensorDict({"observation": torch.randn(20, 3), "next": outcome}, [20]))
+        >>> plot_trajectory(rb, 4).get_suptitle()
+        'row 4: trajectory of 15 steps, finished'
     """
     storage = rb.storage
     lanes = lanes_of(storage).numel()
@@ -276,8 +344,26 @@ def _default_keys(data: Any) -> list[NestedKey]:
 def plot_advantages(rollout: RolloutBuffer) -> Figure:
     """Draw a rollout: value, target and ends along one lane, the advantages, and how well values predict targets.
 
+    Args:
+        rollout: a buffer whose rollout is complete.
+
+    Returns:
+        A figure of three panels.
+
     Raises:
         RuntimeError: the rollout is not complete.
+
+    Cost: O(rows of the rollout).
+
+    Example:
+        >>> from rlbuf_td import RolloutBuffer
+        >>> from rlbuf_td.plots import plot_advantages
+        >>> from tensordict import TensorDict
+        >>> rollout, done = RolloutBuffer(30, 2), (torch.arange(30) % 10 == 9).expand(2, 30).unsqueeze(-1)
+        >>> step = {"reward": torch.ones(2, 30, 1), "done": done, "terminated": done}
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.randn(2, 30, 1), "next": step}, [2, 30]))
+        >>> len(plot_advantages(rollout).axes)
+        3
     """
     summary, storage, writer = rollout.summary(), rollout.storage, rollout.writer
     data = storage.get(slice(None))

@@ -61,6 +61,10 @@ class GymnasiumRecorder:
         TypeError: ``buffer`` or ``env`` is something else.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
 
+    Cost: one copy of a step's rows, some 50 us for 16 environments (``python -m rlbuf_td bench --only record``). With
+    the buffer's ``stats`` or transforms, as :meth:`ReplayBuffer.add`. TorchRL has no recorder: its collectors step
+    TorchRL's environments.
+
     Example:
         >>> import gymnasium
         >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2)

@@ -56,6 +56,12 @@ class RolloutBuffer(ReplayBuffer):
     Raises:
         ValueError: an argument is out of range.
 
+    Cost: a copy of the rollout, one pass for the estimates, a gather a minibatch; see :class:`RolloutWriter` for what
+    the value network is asked.
+
+    Differs from TorchRL, where a ``GAE`` module runs over the data before a buffer takes it: each advantage is computed
+    once, the values that the policy stored are used, and rows keep their places in time and lane.
+
     Example:
         >>> from tensordict import TensorDict
         >>> rollout = RolloutBuffer(4, 2, batch_size=4, epochs=3, gamma=0.5, lmbda=1.0)

@@ -45,6 +45,8 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
         TypeError: the source is nothing of the above.
 
+    Cost: O(keys). An environment is not reset or stepped.
+
     Example:
         >>> from torchrl.data import Bounded, Composite, Unbounded
         >>> schema = schema_of(Composite(pixels=Bounded(0, 255, (3, 8, 8), dtype=torch.uint8), speed=Unbounded(2)))

@@ -43,7 +43,7 @@ class TrajectoryIndex:
         TypeError: (on the first question) the storage holds no TensorDicts, flags are not bool, or ids no integers.
 
     Cost: O(1) a row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes a
-    row. On CUDA 2 bytes a row, and a scan of all rows at the first question after a write.
+    row. On CUDA 2 bytes a row, and a scan of all rows at the first question after a write. TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer

@@ -39,6 +39,8 @@ def make_transition(
         SchemaError: names an entry that is not made of numbers, or has no dim of size E in front, or takes the name
             of another.
 
+    Cost: O(entries), some 20 us; nothing is copied but flags and rewards.
+
     Example:
         >>> import numpy as np
         >>> obs, following = {"image": np.zeros((8, 8), np.uint8), "speed": 0.5}, {"image": np.ones((8, 8), np.uint8)}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
+import pydoc
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 import rlbuf_td
+from rlbuf_td import functional, plots
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,12 +33,72 @@ def test_importing_it_brings_in_no_compiler_no_plots_and_no_environments():
     assert added == "['rlbuf_td']"
 
 
-def test_public_names_are_documented_with_an_example():
+def functions_of(module: ModuleType) -> list[str]:
+    """Return the names of the public functions that a module, or the package behind it, has itself."""
+    own = inspect.getmembers(module, inspect.isfunction)
+    return [name for name, thing in own if not name.startswith("_") and thing.__module__.startswith(module.__name__)]
+
+
+PUBLIC = [
+    *((rlbuf_td, name) for name in rlbuf_td.__all__),
+    *((functional, name) for name in functional.__all__),
+    *((plots, name) for name in functions_of(plots)),
+    (rlbuf_td.checkpoint, "open_checkpoint"),
+]
+public = pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
+
+
+@public
+def test_public_names_are_documented_with_an_example_that_runs_as_it_is_pasted(module, name):
+    thing = getattr(module, name)
+    known = {"torch": torch, **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__}, name: thing}
+    (example, *_) = doctest.DocTestFinder(recurse=False).find(thing, name, globs=known)
+    assert example.examples, name
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    said: list[str] = []
+    assert runner.run(example, out=said.append).failed == 0, "".join(said)
+
+
+@public
+def test_the_docstring_of_a_function_names_each_argument_what_comes_back_and_what_it_costs(module, name):
+    thing = getattr(module, name)
+    if isinstance(thing, type):
+        arguments = [] if issubclass(thing, Exception) else list(inspect.signature(thing).parameters)
+        sections = [] if issubclass(thing, Exception) else ["Cost"]
+    else:
+        arguments, sections = list(inspect.signature(thing).parameters), ["Args", "Returns", "Raises", "Cost"]
+    for argument in arguments:
+        assert re.search(rf"^ +.*\*{{0,2}}\b{argument}\b.*:", thing.__doc__, re.MULTILINE), argument
+    for section in sections:
+        assert re.search(rf"^ *{section}:", thing.__doc__, re.MULTILINE), section
+
+
+@pytest.mark.parametrize("name", [name for name in rlbuf_td.__all__ if isinstance(getattr(rlbuf_td, name), type)])
+def test_public_methods_are_documented(name):
+    for method, thing in vars(getattr(rlbuf_td, name)).items():
+        if not method.startswith("_") and (inspect.isroutine(thing) or isinstance(thing, (property, classmethod))):
+            assert thing.__doc__, method
+
+
+def test_help_shows_what_a_constructor_takes():
+    assert "max_capacity: 'int', alpha: 'float'" in pydoc.render_doc(rlbuf_td.ProportionalSampler)
     for name in rlbuf_td.__all__:
         thing = getattr(rlbuf_td, name)
-        assert thing.__doc__, name
-        if not (isinstance(thing, type) and issubclass(thing, Exception)):
-            assert ">>>" in thing.__doc__, name
+        if isinstance(thing, type) and not issubclass(thing, Exception):
+            assert "args" not in inspect.signature(thing).parameters, name
+
+
+def test_a_subclass_shows_its_own_constructor():
+    class Mine(rlbuf_td.UniformSampler):
+        def __init__(self, mine: int) -> None:
+            super().__init__()
+            self.mine = mine
+
+    assert list(inspect.signature(Mine).parameters) == ["mine"]
+    assert list(inspect.signature(type(rlbuf_td.NStepSampler(Mine(1), 3, 0.9))).parameters)[:2] == [
+        "sampler",
+        "n_steps",
+    ]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "rlbuf_td").rglob("*.py")), ids=str)

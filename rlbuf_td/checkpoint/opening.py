@@ -47,11 +47,17 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         path: the folder.
         progress: show a bar; ``None``: on a terminal, from 1 GiB on.
 
+    Returns:
+        A :class:`Checkpoint`: ``rows``, ``classes``, ``shape``, the states of sampler and writer.
+
     Raises:
         CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version: says which.
 
+    Cost: all files are read and compared with their checksums; the rows take as much RAM as in the buffer.
+
     Example:
         >>> import tempfile
+        >>> from tensordict import TensorDict
         >>> from rlbuf_td import ReplayBuffer
         >>> rb = ReplayBuffer()
         >>> _ = rb.extend(TensorDict({"reward": torch.arange(3.0)}, [3]))

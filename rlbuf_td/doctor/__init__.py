@@ -53,7 +53,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
             ``[T, E]`` in the order of time; or the path of a saved buffer.
         space: the space of the observations, to see whether they lie within it: Gymnasium's, a TorchRL spec, or an
             environment that has one.
-        ignore: codes of findings to leave out (:data:`CODES` lists them).
+        ignore: codes of findings to leave out (``rlbuf_td.doctor.CODES`` lists them).
 
     Returns:
         The findings, the gravest first; ``report.healthy`` if there are none. ``print`` it.

@@ -48,6 +48,8 @@ def td_lambda_return_estimate(
         ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
         TypeError: see the module.
 
+    Cost: one pass over the data.
+
     Source: Sutton and Barto, 2018, section 12.1. Same result as TorchRL's ``td_lambda_return_estimate``.
 
     Example:
@@ -110,6 +112,8 @@ def td1_return_estimate(
     Raises:
         ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
         TypeError: see the module.
+
+    Cost: one pass over the data.
 
     Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's
     ``td1_return_estimate``; but with ``rolling_gamma=False`` the last step bootstraps here as it does

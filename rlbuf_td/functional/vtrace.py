@@ -54,6 +54,8 @@ def vtrace_advantage_estimate(
         ValueError: see the module.
         TypeError: see the module.
 
+    Cost: one pass over the data.
+
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's
     ``vtrace_advantage_estimate`` (which names the two policies the other way round, and whose ``time_dim``
     other than -2 works on transposed inputs only).

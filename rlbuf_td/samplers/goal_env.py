@@ -36,7 +36,10 @@ def gymnasium_reward_fn(
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
+    Cost: that of ``compute_reward``, one call a batch; copies to the host, where rows are on CUDA.
+
     Example:
+        >>> import numpy as np
         >>> from tensordict import TensorDict
         >>> class Line:
         ...     def compute_reward(self, achieved_goal, desired_goal, info):
@@ -59,7 +62,21 @@ def gymnasium_terminated_fn(
 ) -> TransitionFn:
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
 
-    As :func:`gymnasium_reward_fn`, but most environments answer for one pair of goals only.
+    Args:
+        env: as for :func:`gymnasium_reward_fn`, with ``compute_terminated(achieved_goal, desired_goal, info)``.
+        goal_key: the desired goal, in the batch's root.
+        achieved_goal_key: the achieved goal, in ``"next"``.
+        info_keys: what the environment wants to find in ``info``, by name, and where the batch has it.
+        vectorized: whether ``compute_terminated`` takes a batch of goals. Most environments answer for one pair of
+            goals only (gymnasium-robotics' do): it is then called once a row.
+
+    Returns:
+        A function of a batch ``[B]`` to flags, ``[B]`` bool.
+
+    Raises:
+        TypeError: the environment has no ``compute_terminated``.
+
+    Cost: that of the environment's function, B calls unless ``vectorized``.
 
     Example:
         >>> from tensordict import TensorDict

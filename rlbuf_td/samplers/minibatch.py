@@ -27,6 +27,11 @@ class MinibatchSampler(SamplerWithoutReplacement):
         shuffle: a new order in each epoch; ``False``: the order of the rows (time first, then lanes).
         drop_last: leave out a short last batch.
 
+    Raises:
+        TypeError: ``epochs`` is no int.
+        ValueError: ``epochs`` is less than 1; (when sampling) ``drop_last``, and fewer rows than a batch has.
+        RuntimeError: (when sampling) the buffer is empty.
+
     Cost: O(B) a batch, and one permutation an epoch.
 
     Randomness: the buffer's generator, else torch's default one.

@@ -35,6 +35,12 @@ class ProportionalSampler(Prioritized):
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude. NaN and infinite ones are refused, and nothing changes.
 
+    Raises:
+        ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
+            (with priorities) an error is NaN or infinite.
+        RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
+        MemoryError: the priorities can never fit into memory.
+
     Cost: O(B log N) to draw and to update; 20 bytes a row. Changing alpha is O(N).
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. Unlike TorchRL's

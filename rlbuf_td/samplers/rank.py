@@ -39,6 +39,12 @@ class RankSampler(Prioritized):
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
 
+    Raises:
+        ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
+            (with priorities) an error is NaN or infinite.
+        RuntimeError: (when sampling) the buffer is empty, or no row has a priority.
+        MemoryError: the priorities can never fit into memory.
+
     Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 15 to 27 bytes a row, about 22
     after random updates. On CUDA a sort of all rows at the first draw after a change.
 

@@ -18,9 +18,14 @@ class UniformSampler(Sampler):
     Args:
         unique: draw no row twice within a batch (the batch is then an ordered sample without replacement).
 
+    Raises:
+        RuntimeError: (when sampling) the buffer is empty.
+        ValueError: (when sampling) ``unique``, and fewer rows than a batch has.
+
     Cost: O(B); ``unique=True`` O(B) too, but O(N) on CUDA, where a permutation spares a host synchronisation.
 
-    Randomness: the buffer's generator, else torch's default one.
+    Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``; its
+    ``SamplerWithoutReplacement`` repeats no row within an epoch: see :class:`MinibatchSampler` for that.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer

@@ -65,6 +65,7 @@ class PackedStorage(LazyTensorStorage):
     key is an error rather than dropped, and only TensorDicts of tensors are taken.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> storage = PackedStorage(1000)
         >>> storage.set(range(2), TensorDict({"observation": torch.ones(2, 3), "done": torch.zeros(2, 1).bool()}, [2]))
         >>> storage.get(torch.tensor([1, 1]))["observation"].sum()

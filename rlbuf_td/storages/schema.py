@@ -14,7 +14,17 @@ from rlbuf_td._tensordict import entries_of
 
 
 class SchemaError(ValueError):
-    """Data whose keys, dtypes or shapes do not match the rows of a storage. Nothing has been written."""
+    """Data whose keys, dtypes or shapes do not match the rows of a storage. Nothing has been written.
+
+    Example:
+        >>> from rlbuf_td import ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer()
+        >>> _ = rb.extend(TensorDict({"action": torch.zeros(2, 3)}, [2]))
+        >>> rb.extend(TensorDict({"action": torch.zeros(2, 4)}, [2]))
+        Traceback (most recent call last):
+        rlbuf_td.storages.schema.SchemaError: ...
+    """
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,12 @@ class RolloutWriter(RingWriter):
 
     Cost: O(rows); one network call on few rows, and a host synchronisation on CUDA to find them.
 
-    Source: Schulman et al., 2016. TorchRL's ``GAE`` asks its network for all steps twice.
+    Raises:
+        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are needed, and there is no network.
+        SchemaError: (on writing) the data does not match the rows, or lacks what the estimates need.
+
+    Source: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, ICLR 2016.
+    TorchRL's ``GAE`` asks its network for all steps twice.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
