@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 import rlbuf_td
+from rlbuf_td.__main__ import _parser
+from rlbuf_td.storages.layout import RowLayout
+from tests.catalogue import SCHEMAS, transitions
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
-def test_its_python_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-    assert "1,000 of 100,000 rows" in capsys.readouterr().out
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SECTIONS = [section.splitlines()[0] for section in re.split(r"^## ", README, flags=re.MULTILINE)[1:]]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
+def test_its_python_runs(block, capsys):
+    exec(compile(block, "README.md", "exec"), {})
+    if "print(rb)" in block:
+        assert "1,000 of 100,000 rows" in capsys.readouterr().out
+
+
+def test_the_agent_on_an_environment_of_ones_own_takes_twenty_lines():
+    (agent,) = (block for block in BLOCKS if "class Treasure" in block)
+    learning = agent[agent.index("torch.manual_seed") :].splitlines()
+    assert len(learning) <= 20
+    assert learning[-1].startswith("assert")
+
+
+def commands() -> list[list[str]]:
+    """Return the arguments of every ``python -m rlbuf_td`` that the README names."""
+    found = re.findall(r"python -m rlbuf_td (?!\{)([^`#\n]*)", README)
+    return [shlex.split(arguments.split(";")[0]) for arguments in found]
+
+
+def test_the_command_line_takes_every_command_that_it_names():
+    parser = _parser()
+    assert len(commands()) > 8
+    for arguments in commands():
+        assert parser.parse_args(arguments).command == arguments[0]
+
+
+def test_every_file_and_section_that_it_points_to_is_there():
+    for target in re.findall(r"\]\((?!http)([^)]*)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS]
+        else:
+            assert (ROOT / target).stat().st_size < 150_000
+    for name in re.findall(r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`", README):
+        assert (ROOT / name).exists() or (ROOT / "rlbuf_td" / name).exists(), name
+
+
+def test_the_row_that_it_draws_is_the_row_that_is_stored():
+    layout = RowLayout(transitions(SCHEMAS["halfcheetah"], 2), lead_dims=1)
+    (numbers, names) = re.findall(r"byte +0 ([ \d]*)\n.*\n *\|(.*)\| *\|\n", README)[0]
+    assert [int(start) for start in numbers.split()] == list(accumulate(leaf.nbytes for leaf in layout.leaves))
+    assert f"a row of {layout.row_bytes} bytes" in README
+    drawn = [name.strip().removesuffix(".") for name in names.split("|")]
+    for name, leaf in zip(drawn, layout.leaves, strict=True):
+        assert ".".join(leaf.key).removeprefix("next." if "." not in name else "").startswith(name)
 
 
 def test_its_commands_are_one_line_each_and_install_the_extra_that_they_need():
