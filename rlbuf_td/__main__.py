@@ -89,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if getattr(options, "env", None):
             importlib.import_module("gymnasium")
+        if getattr(options, "picture", None):  # ask for matplotlib before the work, not behind it
+            importlib.import_module("rlbuf_td.bench.picture")
         command = importlib.import_module(module).main
     except ModuleNotFoundError as error:
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)

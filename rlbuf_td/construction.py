@@ -83,7 +83,7 @@ class FromEnvironment:
             >>> space = Dict({"camera": Box(0, 255, (8, 8, 3), "uint8"), "body": Dict({"speed": Box(-1, 1, (2,))})})
             >>> rb = ReplayBuffer.from_spaces(space, Discrete(4), 100, num_envs=2)
             >>> rb.storage.layout.row_bytes, tuple(rb.storage.lanes)
-            (424, (2,))
+            (416, (2,))
         """
         return cls.from_schema(
             transition_schema(observation_space, action_space, num_envs, extras=extras), capacity, **kwargs

@@ -100,6 +100,13 @@ def test_a_missing_extra_is_named(arguments, missing, extra, monkeypatch, capsys
     assert f"'{missing}' is missing: pip install 'rlbuf_td[{extra}]'" in capsys.readouterr().err
 
 
+def test_what_a_picture_needs_is_asked_for_before_anything_is_timed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "rlbuf_td.bench.picture", raising=False)
+    assert main(["bench", "--rows", "10", "--images", "0", "--picture", "unwritten.png"]) == 1
+    assert "pip install 'rlbuf_td[bench]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "env", "sampler"),
     [
