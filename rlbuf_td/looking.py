@@ -48,6 +48,7 @@ class InspectedBuffer(_Base):
             flat: see :meth:`chronological`.
 
         Raises:
+            RuntimeError: the buffer is empty.
             ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
             TypeError: the writer is not a ring, so that there is no order of age.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torchrl.objectives.value.functional as torchrl_functional
@@ -393,3 +395,13 @@ def test_normalize_gives_mean_0_and_deviation_1_and_survives_constants():
     assert F.normalize(x.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="normalize: the tensor is empty"):
         F.normalize(x[:0])
+    with pytest.raises(ValueError, match="eps must be positive, got 0"):
+        F.normalize(x, eps=0)
+
+
+@pytest.mark.parametrize("name", ["rho_thresh", "c_thresh"])
+def test_a_negative_threshold_is_refused(name):
+    one, done = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.bool)
+    threshold: dict[str, Any] = {name: -1.0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
+        F.vtrace_advantage_estimate(0.5, one, one, one, one, one, done, **threshold)

@@ -55,7 +55,7 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
         A new tensor of the same shape and dtype, detached. bfloat16 and float16 are computed in float32.
 
     Raises:
-        ValueError: ``x`` is empty.
+        ValueError: ``x`` is empty, or ``eps`` not positive.
 
     Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which a batch
     of one has not; this one divides by the population's (n).
@@ -66,6 +66,8 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """
     if x.numel() == 0:
         raise ValueError("normalize: the tensor is empty.")
+    if not eps > 0:
+        raise ValueError(f"normalize: eps must be positive, got {eps}.")
     wide = _wide(x)
     std, mean = torch.std_mean(wide, correction=0)
     return ((wide - mean) / std.clamp_min(eps)).to(x.dtype)

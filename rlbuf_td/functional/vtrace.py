@@ -43,15 +43,15 @@ def vtrace_advantage_estimate(
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
-        rho_thresh: :math:`\bar\rho > 0`, clips the ratios that weigh the TD errors.
-        c_thresh: :math:`\bar c > 0`, clips the ratios that carry the trace.
+        rho_thresh: :math:`\bar\rho \ge 0`, clips the ratios that weigh the TD errors.
+        c_thresh: :math:`\bar c \ge 0`, clips the ratios that carry the trace.
         time_dim: the dimension of time.
 
     Returns:
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError: see the module.
+        ValueError: see the module; also a negative threshold (of tensors, values are not checked).
         TypeError: see the module.
 
     Cost: one pass over the data.
@@ -83,8 +83,8 @@ def vtrace_advantage_estimate(
     value, rewards = layout.numbers(state_value), layout.numbers(reward)
     bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
     ratio = (layout.numbers(log_pi) - layout.numbers(log_mu)).exp()
-    rho = ratio.clamp_max(_on(rho_thresh, ratio))
-    trace = (g * ratio.clamp_max(_on(c_thresh, ratio))).masked_fill(layout.flags(done), 0)
+    rho = ratio.clamp_max(_threshold("rho_thresh", rho_thresh, ratio))
+    trace = (g * ratio.clamp_max(_threshold("c_thresh", c_thresh, ratio))).masked_fill(layout.flags(done), 0)
     target = value + scan.reverse_scan(rho * (rewards + g * bootstrap - value), trace)
     following = torch.cat([target[:, 1:], bootstrap[:, -1:]], dim=1).masked_fill(layout.flags(terminated), 0)
     following = torch.where(layout.flags(done), bootstrap, following)
@@ -92,5 +92,9 @@ def vtrace_advantage_estimate(
     return layout.restore(advantage), layout.restore(target)
 
 
-def _on(threshold: float | Tensor, like: Tensor) -> float | Tensor:
-    return threshold.to(like) if isinstance(threshold, Tensor) else threshold
+def _threshold(name: str, value: float | Tensor, like: Tensor) -> float | Tensor:
+    if isinstance(value, Tensor):
+        return value.to(like)
+    if not value >= 0:
+        raise ValueError(f"vtrace_advantage_estimate: {name} must be at least 0, got {value}.")
+    return value
