@@ -332,6 +332,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             and writer._generation is None
             and not self._writes_generally
             and not len(self._stages)
+            and self.episode_stats is None
         )
 
     def add_packed(self, block: torch.Tensor) -> None:

@@ -369,7 +369,7 @@ class GymnasiumRecorder:
         if layout is not self._known_layout and self._staging is not None:
             has_errors = self._staging.now.get(buffer.priority_key, None) is not None
             self._known_layout, self._is_alike = layout, layout == self._staging.layout and not has_errors
-        if self._is_alike and buffer.episode_stats is None and buffer.takes_packed():
+        if self._is_alike and buffer.takes_packed():
             buffer.add_packed(packed)
         else:
             buffer.add(step.clone() if len(buffer._stages) else step)  # a transform may change it
