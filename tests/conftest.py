@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU its kernels run in Triton's interpreter. Triton asks once, when it is imported (as TorchRL does).
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -12,3 +18,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """Return where the GPU's kernels run: on a GPU, or on the CPU in Triton's interpreter."""
+    triton = pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")
+    return torch.device("cpu")

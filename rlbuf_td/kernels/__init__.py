@@ -1,9 +1,10 @@
 """The hot loops, each written more than once.
 
-A public module here (``sum_tree``, ...) holds the *specification*: short functions in torch ops that run on any
-device. Its twin for the CPU is a private module beside it (``_sum_tree_numba``). The public functions choose between
-the two by the device of their tensors; nothing above this package knows which one ran. Numba is imported with the
-first CPU call, never with the package, and compiled code is cached on disk.
+A public module here (``sum_tree``, ...) holds, or names, the *specification*: short functions in torch ops that run on
+any device. Its twins are private modules beside it: ``_sum_tree_numba`` for the CPU, ``_sum_tree_triton`` for CUDA. The
+public functions ask :mod:`~rlbuf_td.kernels.paths` which of them runs; nothing above this package knows. Twins are
+imported with the first call that needs them, never with the package, and what they compile to is cached on disk.
+Without Triton, and in graphs that ``torch.compile`` makes, the specification runs.
 
 Kernels know tensors only: no storage, no sampler, no TensorDict.
 """

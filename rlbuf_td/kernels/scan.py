@@ -13,8 +13,8 @@ trajectory cannot reach the one before it.
 * :func:`reverse_scan_loop` is the definition.
 * :func:`reverse_scan_doubling` gives the same in ``ceil(log2 T)`` rounds of tensor operations, without asking
   the device for a value: the form for CUDA and for compiled graphs.
-* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU twin (numba) where it applies, else
-  the doubling form.
+* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) or the GPU's (Triton) where
+  it applies, else the doubling form.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from rlbuf_td.kernels.paths import Path, path_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -103,10 +105,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantage and value target of ``[L, T, F]`` tensors that share one floating dtype; flags are bool."""
     tensors = (state_value, next_state_value, reward, done, terminated)
-    if isinstance(gamma, float) and isinstance(lmbda, float) and _twin_applies(*tensors):
-        out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
-        if out is not None:
-            return out
+    if isinstance(gamma, float) and isinstance(lmbda, float):
+        path = _path(*tensors)
+        if path == "triton" and state_value.dtype is torch.float32:
+            return _gpu_twin().gae(gamma, lmbda, tuple(x.contiguous() for x in tensors))
+        if path == "numba":
+            out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
+            if out is not None:
+                return out
     delta, decay = gae_terms(gamma, lmbda, *tensors)
     advantage = reverse_scan(delta, decay)
     return advantage, advantage + state_value
@@ -153,9 +159,12 @@ def gae_contiguous(
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     """``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
-    if not _twin_applies(a, b):
+    path = _path(a, b)
+    if path == "torch":
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
+    if path == "triton":
+        return _gpu_twin().reverse_scan(a, b)
     twin: Any = _load_twin()
     x = torch.empty_like(a)
     run = twin.scan_float32 if a.dtype is torch.float32 else twin.scan_float64
@@ -163,6 +172,15 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-def _twin_applies(*tensors: Tensor) -> bool:
-    """Whether the numba twin can run: plain CPU memory, float32 or float64, outside compiled graphs."""
-    return not _is_compiling() and all(x.is_cpu for x in tensors) and tensors[0].dtype in (torch.float32, torch.float64)
+def _path(*tensors: Tensor) -> Path:
+    """Return the form that runs: twins take float32 or float64, all in one kind of memory."""
+    if tensors[0].dtype not in (torch.float32, torch.float64):
+        return "torch"
+    first, *others = (path_of(x) for x in tensors)
+    return first if all(other == first for other in others) else "torch"
+
+
+def _gpu_twin() -> ModuleType:
+    from rlbuf_td.kernels import _scan_triton
+
+    return _scan_triton

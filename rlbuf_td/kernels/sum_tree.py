@@ -10,14 +10,14 @@ difference, so that nothing drifts and equal updates give equal trees; ``before`
 member of positive sum, so that a draw never returns a row of weight 0.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are per batch of ``B`` over ``N``
-rows. On the CPU the numba twin runs; elsewhere the torch ops of this module, without host synchronisation.
+rows. The specification is :mod:`rlbuf_td.kernels._sum_tree_torch`; its twins are ``_sum_tree_numba`` for the CPU and
+``_sum_tree_triton`` for CUDA.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -25,10 +25,14 @@ import numpy as np
 import torch
 
 from rlbuf_td._huge_pages import advise_huge_pages
+from rlbuf_td.kernels import _sum_tree_torch as specification
+from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, ENTRY, EPS, NAMED, OnDevice
+from rlbuf_td.kernels._sum_tree_torch import BLOCK, LARGEST, SMALLEST, Number, weight_of
+from rlbuf_td.kernels.paths import path_of
 
-BLOCK = 8
-#: Weights are kept within these bounds, so that no sum overflows and no positive priority becomes 0.
-SMALLEST, LARGEST = 1e-290, 1e290
+__all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "clear_", "draw", "fill_", "padded", "rebuild_"]
+__all__ += ["reweigh_", "update_", "weight_of"]
+
 #: What :func:`update_` returns instead of a magnitude when it has refused a batch.
 REFUSED = -2.0
 
@@ -84,6 +88,19 @@ class SumTree:
         """The smallest positive weight, 0-dim; infinite if there is none."""
         return self.minima[self.starts[-1]]
 
+    @property
+    def on_device(self) -> OnDevice:
+        """What the device paths need, made at first use."""
+        found = self.__dict__.get("_on_device")
+        if found is None:
+            found = self.__dict__["_on_device"] = OnDevice(self.weight.shape[0], self.starts, self.weight.device)
+        return found
+
+    @property
+    def refused(self) -> torch.Tensor | int:
+        """How many NaN or infinite errors have been left out; the CPU refuses the whole batch instead."""
+        return self.on_device.refused if "_on_device" in self.__dict__ else 0
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -100,6 +117,8 @@ def clear_(tree: SumTree) -> None:
     tree.before.fill_(torch.inf)
     tree.before[::BLOCK] = 0.0
     tree.minima.fill_(torch.inf)
+    if "_on_device" in tree.__dict__:
+        tree.on_device.largest.fill_(-1.0)
 
 
 def padded(capacity: int) -> int:
@@ -108,12 +127,12 @@ def padded(capacity: int) -> int:
 
 
 def update_(
-    tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, rows: int, alpha: float, eps: float
+    tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, rows: Number, alpha: Number, eps: Number
 ) -> float | torch.Tensor:
     """Set the priority of rows; of a row that is named twice, the last one stays. O(B log N).
 
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
-    or infinite. On CUDA, where looking would wait for the device, such rows are skipped.
+    or infinite. On CUDA, where looking would wait for the device, such rows are skipped, and bad errors counted.
 
     Args:
         tree: changed in place.
@@ -124,39 +143,67 @@ def update_(
         eps: added to the magnitude, not negative.
 
     Returns:
-        The largest magnitude set, -1 if none (on CUDA as a 0-dim tensor), or :data:`REFUSED`.
+        The largest magnitude set, -1 if none, or :data:`REFUSED`; on CUDA the largest set since :func:`clear_`, a 0-dim
+        tensor that later updates change.
     """
-    if tree.weight.is_cuda:
-        return _update_torch(tree, index, td_error, rows, alpha, eps)
+    path = path_of(tree.weight)
+    if path != "numba":
+        return _update_on_device(tree, index, td_error, (alpha, eps, rows), path == "triton")
     return cpu_twin().update(*arrays(tree), index.numpy(), td_error.numpy(), rows, alpha, eps)
 
 
-def fill_(tree: SumTree, start: int, count: int, magnitude: torch.Tensor | float, alpha: float, eps: float) -> None:
-    """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
-    if tree.weight.is_cuda:
-        tree.magnitude[start : start + count] = magnitude
-        tree.weight[start : start + count] = weight_of(tree.magnitude[start : start + count], alpha, eps)
-        _repair(tree, torch.arange(start // BLOCK, (start + count - 1) // BLOCK + 1, device=tree.weight.device))
+def _update_on_device(
+    tree: SumTree,
+    index: torch.Tensor,
+    td_error: torch.Tensor,
+    given: tuple[Number, Number, Number],
+    by_triton: bool,
+) -> torch.Tensor:
+    state = tree.on_device
+    alpha, eps, rows = tree.on_device.take((ALPHA, EPS, NAMED), given)
+    if by_triton:
+        gpu_twin().update(tree, index, td_error)
     else:
-        cpu_twin().fill(*arrays(tree), start, count, float(magnitude), alpha, eps)
+        largest, refused = specification.update(tree, index, td_error, rows, alpha, eps)
+        state.largest.copy_(torch.maximum(state.largest, largest))
+        state.refused.add_(refused)
+    return state.largest
+
+
+def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
+    """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
+    path = path_of(tree.weight)
+    if path == "numba":
+        return cpu_twin().fill(*arrays(tree), start, count, float(magnitude), alpha, eps)
+    alpha, eps, entry = tree.on_device.take((ALPHA, EPS, ENTRY), (alpha, eps, magnitude))
+    if path == "triton":
+        return gpu_twin().fill(tree, start, count, entry)
+    part = slice(start, start + count)
+    tree.magnitude[part] = entry
+    tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
+    blocks = torch.arange(start // BLOCK, (start + count - 1) // BLOCK + 1, device=tree.weight.device)
+    specification.repair(tree, blocks)
 
 
 def rebuild_(tree: SumTree) -> None:
     """Compute everything above the weights anew. O(N)."""
-    if tree.weight.is_cuda:
-        _rebuild(tree)
-    else:
+    path = path_of(tree.weight)
+    if path == "numba":
         cpu_twin().rebuild(*arrays(tree))
+    elif path == "triton":
+        gpu_twin().rebuild(tree)
+    else:
+        specification.rebuild(tree)
 
 
-def reweigh_(tree: SumTree, alpha: float, eps: float) -> None:
+def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
     """Compute every weight anew from its magnitude (after a change of alpha). O(N)."""
     tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
     rebuild_(tree)
 
 
 def draw(
-    tree: SumTree, uniform: torch.Tensor, stratified: bool, rows: int, beta: float, norm: str | None
+    tree: SumTree, uniform: torch.Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Draw rows with probability ``weight / total``, and their importance weights. O(B log N).
 
@@ -172,21 +219,18 @@ def draw(
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no weight is positive (not on CUDA, where
         looking would wait for the device).
     """
-    if tree.weight.is_cuda:
-        return _draw_torch(tree, uniform, stratified, rows, beta, norm)
+    path = path_of(tree.weight)
+    if path != "numba":
+        rows, beta = tree.on_device.take((DRAWN, BETA), (rows, beta))
+        if path == "triton":
+            return gpu_twin().draw(tree, uniform, stratified, norm)
+        return specification.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
     mode = 0 if norm == "buffer" else 1 if norm == "batch" else 2
     if not cpu_twin().draw(*arrays(tree), uniform.numpy(), stratified, rows, beta, mode, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
-
-
-def weight_of(magnitude: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
-    """Return ``(magnitude + eps) ** alpha``, bounded; 0 stays 0 unless alpha is 0."""
-    priority = magnitude + eps
-    weight = priority.pow(alpha)
-    return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
 
 
 def arrays(tree: SumTree) -> tuple[Any, ...]:
@@ -221,101 +265,20 @@ def cpu_twin() -> ModuleType:
     return _sum_tree_numba
 
 
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _sum_tree_triton
+
+    return _sum_tree_triton
+
+
 def check(tree: SumTree, alpha: float, eps: float) -> None:
     """Assert the invariants, for tests: O(N)."""
     given = tree.magnitude >= 0
     expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
     torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
     again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
-    _rebuild(again)
+    specification.rebuild(again)
     for name in ("sums", "before", "minima"):
         torch.testing.assert_close(getattr(again, name), getattr(tree, name), rtol=1e-14, atol=0.0)
-
-
-# -- the specification in torch ops
-
-
-def _update_torch(
-    tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, rows: int, alpha: float, eps: float
-) -> torch.Tensor:
-    # Every mention of a row is given the value of the last one, and every skipped mention repeats the last valid row,
-    # so that the order of the scatter cannot matter and nothing depends on how many are skipped.
-    magnitude = td_error.to(torch.float64).abs()
-    valid = (index >= 0) & (index < rows) & magnitude.isfinite()
-    ordered, order = torch.sort(torch.where(valid, index, -1), stable=True)
-    target = torch.where(ordered < 0, ordered[-1], ordered)
-    last = order[torch.searchsorted(ordered, target, right=True) - 1]
-    row = target.clamp(min=0)
-    value = torch.where(target < 0, tree.magnitude[row], magnitude[last])
-    tree.magnitude[row] = value
-    tree.weight[row] = torch.where(value < 0, 0.0, weight_of(value, alpha, eps))
-    _repair(tree, row // BLOCK)
-    return torch.where(valid, magnitude, -1.0).max()
-
-
-def _repair(tree: SumTree, block: torch.Tensor) -> None:
-    """Recompute the blocks named, and everything above them."""
-    weight = tree.weight.view(-1, BLOCK)[block]
-    tree.sums[block] = _block_sum(weight)
-    tree.minima[block] = torch.where(weight > 0, weight, torch.inf).amin(1)
-    for start, above in pairwise(tree.starts):
-        block = block // BLOCK
-        _set_groups(tree, start, above, block)
-
-
-def _rebuild(tree: SumTree) -> None:
-    _repair(tree, torch.arange(tree.weight.shape[0] // BLOCK, device=tree.weight.device))
-
-
-def _set_groups(tree: SumTree, start: int, above: int, group: torch.Tensor) -> None:
-    """Recompute groups of the level that begins at ``start``, and their nodes on the one that begins at ``above``."""
-    sums = tree.sums[start:above].view(-1, BLOCK)[group]
-    before, total = [], torch.zeros_like(sums[:, 0])
-    for member in sums.unbind(1):
-        before.append(total)
-        total = total + member
-    positive_from_here = (sums > 0).flip(1).cumsum(1).flip(1) > 0
-    positive_from_here[:, 0] = True
-    tree.before[start:above].view(-1, BLOCK)[group] = torch.where(positive_from_here, torch.stack(before, 1), torch.inf)
-    tree.sums[above + group] = total
-    tree.minima[above + group] = tree.minima[start:above].view(-1, BLOCK)[group].amin(1)
-
-
-def _pairs(weight: torch.Tensor) -> torch.Tensor:
-    """Add neighbours: one level up, in the order in which the twin adds, so that both give the same bits."""
-    return weight[:, 0::2] + weight[:, 1::2]
-
-
-def _block_sum(weight: torch.Tensor) -> torch.Tensor:
-    return _pairs(_block_levels(weight)[0])[:, 0]
-
-
-def _block_levels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the sums of four, of two and of one of eight columns."""
-    twos = _pairs(weight)
-    return _pairs(twos), twos, weight
-
-
-def _draw_torch(
-    tree: SumTree, uniform: torch.Tensor, stratified: bool, rows: int, beta: float, norm: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, total = uniform.shape[0], tree.total
-    mass = uniform * total
-    if stratified:
-        mass = (torch.arange(batch, device=uniform.device) + uniform) * (total / batch)
-    index = torch.zeros_like(mass, dtype=torch.int64)
-    for start, above in reversed(list(pairwise(tree.starts))):
-        before = tree.before[start:above].view(-1, BLOCK)[index]
-        member = (mass[:, None] >= before[:, 1:]).sum(1)
-        mass = mass - before.gather(1, member[:, None])[:, 0]
-        index = BLOCK * index + member
-    fours, twos, ones = _block_levels(tree.weight.view(-1, BLOCK)[index])
-    for sums in (fours, twos, ones):
-        position = (2 * index) % sums.shape[1]
-        left, right = (sums.gather(1, (position + side)[:, None])[:, 0] for side in (0, 1))
-        go_right = (mass >= left) & (right > 0)
-        mass = torch.where(go_right, mass - left, mass)
-        index = 2 * index + go_right
-    chosen = tree.weight[index]
-    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
-    return index, (chosen / smallest).pow(-beta).to(torch.float32)

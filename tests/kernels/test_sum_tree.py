@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlbuf_td.kernels import _sum_tree_torch as specification
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree
 from tests.statistics import assert_follows, power
@@ -45,7 +46,7 @@ def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha
     tree, spec = SumTree.empty(capacity), SumTree.empty(capacity)
     for step, (index, td_error) in enumerate(history):
         largest = sum_tree.update_(tree, index, td_error, capacity, alpha, eps)
-        assert largest == sum_tree._update_torch(spec, index, td_error, capacity, alpha, eps)
+        assert largest == specification.update(spec, index, td_error, capacity, alpha, eps)[0]
         sum_tree.check(tree, alpha, eps)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
@@ -71,7 +72,7 @@ def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(
         assert not (tree.weight > 0).any()
         return
     rows, importance = drawn
-    spec_rows, spec_importance = sum_tree._draw_torch(tree, uniform, stratified, capacity, 0.4, norm)
+    spec_rows, spec_importance = specification.draw(tree, uniform, stratified, capacity, 0.4, norm)
     assert torch.equal(rows, spec_rows)
     torch.testing.assert_close(importance, spec_importance)
     assert (tree.weight[rows] > 0).all()
@@ -114,11 +115,11 @@ def test_a_batch_with_a_bad_error_is_refused_whole(bad):
 
 def test_the_torch_path_keeps_the_old_priority_where_an_error_is_bad():
     tree = SumTree.empty(4)
-    sum_tree._update_torch(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
+    specification.update(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
     index = torch.tensor([0, 1, -1, 2])
-    sum_tree._update_torch(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 4, 1.0, 0.0)
+    specification.update(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
-    sum_tree._update_torch(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 4, 1.0, 0.0)
+    specification.update(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
 
 

@@ -1,0 +1,118 @@
+"""The specification of :mod:`rlbuf_td.kernels.sum_tree` in torch ops: any device, no host synchronisation.
+
+Rows, alpha, beta and eps may be numbers, or 0-dim tensors where a graph is to see them change.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rlbuf_td.kernels.sum_tree import SumTree
+
+Number: TypeAlias = float | Tensor
+
+BLOCK = 8
+#: Weights are kept within these bounds, so that no sum overflows and no positive priority becomes 0.
+SMALLEST, LARGEST = 1e-290, 1e290
+
+
+def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
+    """Return ``(magnitude + eps) ** alpha``, bounded; 0 stays 0 unless alpha is 0."""
+    priority = magnitude + eps
+    weight = priority.pow(alpha)
+    return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
+
+
+def update(
+    tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
+) -> tuple[Tensor, Tensor]:
+    """Set priorities; return the largest magnitude set, -1 if none, and how many were refused, 0-dim tensors."""
+    # Every mention of a row is given the value of the last one, and every skipped mention repeats the last valid row,
+    # so that the order of the scatter cannot matter and nothing depends on how many are skipped.
+    magnitude = td_error.to(torch.float64).abs()
+    named = (index >= 0) & (index < rows)
+    valid = named & magnitude.isfinite()
+    ordered, order = torch.sort(torch.where(valid, index, -1), stable=True)
+    target = torch.where(ordered < 0, ordered[-1], ordered)
+    last = order[torch.searchsorted(ordered, target, right=True) - 1]
+    row = target.clamp(min=0)
+    value = torch.where(target < 0, tree.magnitude[row], magnitude[last])
+    tree.magnitude[row] = value
+    tree.weight[row] = torch.where(value < 0, 0.0, weight_of(value, alpha, eps))
+    repair(tree, row // BLOCK)
+    return torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
+
+
+def repair(tree: SumTree, block: Tensor) -> None:
+    """Recompute the blocks named, and everything above them."""
+    weight = tree.weight.view(-1, BLOCK)[block]
+    tree.sums[block] = _block_sum(weight)
+    tree.minima[block] = torch.where(weight > 0, weight, torch.inf).amin(1)
+    for start, above in pairwise(tree.starts):
+        block = block // BLOCK
+        _set_groups(tree, start, above, block)
+
+
+def rebuild(tree: SumTree) -> None:
+    """Compute everything above the weights anew."""
+    repair(tree, torch.arange(tree.weight.shape[0] // BLOCK, device=tree.weight.device))
+
+
+def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
+    """Recompute groups of the level that begins at ``start``, and their nodes on the one that begins at ``above``."""
+    sums = tree.sums[start:above].view(-1, BLOCK)[group]
+    before, total = [], torch.zeros_like(sums[:, 0])
+    for member in sums.unbind(1):
+        before.append(total)
+        total = total + member
+    positive_from_here = (sums > 0).flip(1).cumsum(1).flip(1) > 0
+    positive_from_here[:, 0] = True
+    tree.before[start:above].view(-1, BLOCK)[group] = torch.where(positive_from_here, torch.stack(before, 1), torch.inf)
+    tree.sums[above + group] = total
+    tree.minima[above + group] = tree.minima[start:above].view(-1, BLOCK)[group].amin(1)
+
+
+def _pairs(weight: Tensor) -> Tensor:
+    """Add neighbours: one level up, in the order in which the twin adds, so that both give the same bits."""
+    return weight[:, 0::2] + weight[:, 1::2]
+
+
+def _block_sum(weight: Tensor) -> Tensor:
+    return _pairs(_block_levels(weight)[0])[:, 0]
+
+
+def _block_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of four, of two and of one of eight columns."""
+    twos = _pairs(weight)
+    return _pairs(twos), twos, weight
+
+
+def draw(
+    tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
+) -> tuple[Tensor, Tensor]:
+    """Draw rows, and their importance weights."""
+    batch, total = uniform.shape[0], tree.total
+    mass = uniform * total
+    if stratified:
+        mass = (torch.arange(batch, device=uniform.device) + uniform) * (total / batch)
+    index = torch.zeros_like(mass, dtype=torch.int64)
+    for start, above in reversed(list(pairwise(tree.starts))):
+        before = tree.before[start:above].view(-1, BLOCK)[index]
+        member = (mass[:, None] >= before[:, 1:]).sum(1)
+        mass = mass - before.gather(1, member[:, None])[:, 0]
+        index = BLOCK * index + member
+    fours, twos, ones = _block_levels(tree.weight.view(-1, BLOCK)[index])
+    for sums in (fours, twos, ones):
+        position = (2 * index) % sums.shape[1]
+        left, right = (sums.gather(1, (position + side)[:, None])[:, 0] for side in (0, 1))
+        go_right = (mass >= left) & (right > 0)
+        mass = torch.where(go_right, mass - left, mass)
+        index = 2 * index + go_right
+    chosen = tree.weight[index]
+    smallest = tree.smallest if norm == "buffer" else chosen.amin() if norm == "batch" else total / rows
+    return index, (chosen / smallest).pow(-beta).to(torch.float32)

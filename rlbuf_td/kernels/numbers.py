@@ -1,0 +1,39 @@
+"""Numbers of the host as a tensor on the device: kernels read them there.
+
+A CUDA graph repeats what was launched when it was captured, arguments included. What changes between replays (how many
+rows are written, alpha, beta) is therefore no argument but memory, which the host changes outside the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class DeviceNumbers:
+    """``count`` float64 numbers, 0 at first. Integers up to 2**53 are exact.
+
+    Attributes:
+        tensor: ``[count]`` float64, always the same memory.
+    """
+
+    def __init__(self, count: int, device: torch.device | str) -> None:
+        self.tensor = torch.zeros(count, dtype=torch.float64, device=device)
+        self._known: list[float | None] = [0.0] * count
+
+    def set_(self, at: int, value: float | Tensor) -> None:
+        """Change a number; launches nothing if it is what it was.
+
+        Args:
+            at: which one.
+            value: a number, or a 0-dim tensor on the device, which the host does not look at.
+        """
+        if isinstance(value, Tensor):
+            self.tensor[at].copy_(value)
+            self._known[at] = None
+        elif value != self._known[at]:
+            self.tensor[at].fill_(value)
+            self._known[at] = value
+
+    def __getitem__(self, at: int) -> Tensor:
+        return self.tensor[at]
