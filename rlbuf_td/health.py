@@ -11,6 +11,8 @@
 - ``top_mass``: the share of the probability that falls to the 1 % most probable rows; 0.01 if all are alike.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the TD errors that the rows
   have.
+- ``refused_priorities``: how many NaN or infinite TD errors a prioritized sampler on CUDA has left out. There a batch
+  cannot be refused, for the host would have to wait: their rows keep the priorities that they had.
 - With ``count_replays=True``, ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
   written; ``never_sampled``: the share of those that have not been.
 """
@@ -126,6 +128,8 @@ def health(
         if law is not None:
             report["top_mass"] = float(law.topk(ceil(len(law) / 100)).values.sum() / law.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
+    if isinstance(inner := unwrapped(sampler), Prioritized):
+        report["refused_priorities"] = float(inner.refused_priorities)
     if rows and replays is not None:
         counts = replays.counts()[:rows]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}

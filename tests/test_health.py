@@ -196,7 +196,7 @@ def test_every_number_is_a_float_that_is_finite():
     rb = ReplayBuffer(
         storage=PackedStorage(40), sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2
     )
-    assert rb.health() == {"rows": 0.0, "fill": 0.0, "stale_updates": 0.0}
+    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0}
     rb.extend(numbered(0, 30)[0])
     for _ in range(3):
         rb.sample()

@@ -17,7 +17,8 @@ class OnDevice:
     Attributes:
         numbers: those named at the top of this module.
         claims: ``[rows]`` int32, -1 between updates: which mention of a row writes it.
-        largest: 0-dim float64, the largest magnitude set since :func:`clear_`, -1 before any.
+        largest: 0-dim float64, the largest magnitude seen since :func:`clear_`, -1 before any.
+        unseen: where the largest of others than that goes.
         refused: 0-dim int64, how many NaN or infinite errors have been left out.
         starts: ``[levels + 1]`` int64, where the levels begin.
     """
@@ -26,6 +27,7 @@ class OnDevice:
         self.numbers = DeviceNumbers(6, device)
         self.claims = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+        self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
         self.starts = torch.tensor(starts, device=device)
 

@@ -204,10 +204,10 @@ def _draw(
         tl.store(importance + at, tl.exp(-tl.load(numbers + BETA) * log).to(tl.float32), mask=inside)
 
 
-def update(tree: Any, index: Tensor, td_error: Tensor) -> None:
+def update(tree: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
     """Do as :func:`rlbuf_td.kernels.sum_tree.update_`; the tree's ``on_device`` holds the numbers and the counters."""
     count, state = index.shape[0], tree.on_device
-    own = state.claims, tree.magnitude, tree.weight, state.largest, state.refused
+    own = state.claims, tree.magnitude, tree.weight, largest, state.refused
     given = index, td_error, count, state.numbers.tensor, *own
     with launching_on(index):
         if count <= _ONE_PROGRAM:

@@ -5,9 +5,9 @@ not follow it: its trajectory ended there, or the write head stands there. It is
 From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
 beginning of one.
 
-Two classes offer the same: :class:`FlagBoundaries`, the specification, in torch ops on any device (a look-up scans all
-steps, once after a write), and on the CPU :class:`BitBoundaries`, a bitmap with summaries, 64 bits to the word, in
-which a look-up reads as many words as there are levels: four for a million steps.
+Two classes offer the same. :class:`FlagBoundaries` is the specification, in torch ops on any device: a look-up scans
+all steps, once after a write; with Triton it reads a trajectory. On the CPU :class:`BitBoundaries` is a bitmap with
+summaries, 64 bits to the word, in which a look-up reads as many words as there are levels: four for a million steps.
 
 Invariants, which :func:`check` states as code: a lane that has been written has at least one cut; while the ring fills,
 its last step is cut; a step that is over is cut.
@@ -22,6 +22,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+
+from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.paths import path_of
 
 WORD = 64
 
@@ -76,10 +79,20 @@ class FlagBoundaries:
         Returns:
             ``[B]`` int64, ``[B]`` int64, ``[B]`` bool.
         """
+        if path_of(cells) == "triton":
+            return gpu_twin().reach(self, cells)
         back, ahead = self._reach = self._reach or self._scan()
         steps, lanes = self.cut.shape
         last = (cells + ahead.view(-1)[cells] * lanes) % (steps * lanes)
         return back.view(-1)[cells], ahead.view(-1)[cells], self.over.view(-1)[last]
+
+    @property
+    def numbers(self) -> DeviceNumbers:
+        """What kernels that look rows up here read: a law of goals, a discount factor."""
+        found = self.__dict__.get("_numbers")
+        if found is None:
+            found = self.__dict__["_numbers"] = DeviceNumbers(7, self.cut.device)
+        return found
 
     def _scan(self) -> tuple[Tensor, Tensor]:
         """Return the steps back and ahead of all rows, ``[T, E]`` each."""
@@ -179,7 +192,8 @@ _NO_NAMES = np.empty((0, 0), np.int64)
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
-    return BitBoundaries(steps, lanes) if device.type == "cpu" else FlagBoundaries(steps, lanes, device)
+    is_on_cpu = path_of(torch.empty(0, device=device)) == "numba"
+    return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 
 
 @cache
@@ -196,6 +210,14 @@ def reach_twin() -> ModuleType:
     from rlbuf_td.kernels import _reach_numba
 
     return _reach_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _boundaries_triton
+
+    return _boundaries_triton
 
 
 def flags(bits: BitBoundaries) -> FlagBoundaries:

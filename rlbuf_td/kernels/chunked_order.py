@@ -70,6 +70,8 @@ class ChunkedOrder:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.share_memory_`. O(N)."""
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
+    refused = 0
+
     @property
     def magnitude(self) -> Tensor:
         """See :class:`~rlbuf_td.kernels.rank_order.RankOrder`."""
@@ -80,7 +82,7 @@ class ChunkedOrder:
         """The state, as NumPy arrays."""
         return self._chunks
 
-    def update_(self, index: Tensor, td_error: Tensor, rows: int) -> float | Tensor | None:
+    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B (128 + log N))."""
         flat, error = index.numpy(), as_float32(td_error).numpy()
         if not _update().acceptable(flat, error, rows):

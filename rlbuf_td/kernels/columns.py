@@ -1,7 +1,7 @@
 """Copying parts of rows: from a storage's columns into a batch's, where both are strided views of something larger.
 
-Cost O(B * bytes). On the CPU the numba twin copies bytes in place; elsewhere torch ops do it, without host
-synchronisation.
+Cost O(B * bytes). On the CPU the numba twin copies bytes in place, on CUDA the Triton twin; the torch ops are the
+specification, without host synchronisation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,23 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.paths import path_of
+
+
+def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Return ``matrix[rows]`` as fresh memory, ``[B, W]``.
+
+    Args:
+        matrix: ``[N, W]``, each row contiguous, of a real dtype.
+        rows: ``[B]`` int64, contiguous, ``0 <= row < N`` (refused on the CPU, not looked at elsewhere).
+
+    Raises:
+        IndexError: a row is out of range (on the CPU).
+    """
+    if path_of(matrix) == "triton":
+        return gpu_twin().gather_rows(matrix, rows)
+    return matrix.index_select(0, rows)
+
 
 def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> None:
     """Set ``target[i] = source[rows[i]]`` for every ``i`` with ``mask[i]``.
@@ -23,10 +40,13 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         rows: ``[B]`` int64, contiguous, ``0 <= row < N``.
         mask: ``[B]`` bool, contiguous.
     """
-    if rows.is_cuda or not (is_dense(target) and is_dense(source)):
+    path = path_of(rows)
+    if path == "torch" or not (is_dense(target) and is_dense(source)) or target.element_size() > 8:
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
+    if path == "triton":
+        return gpu_twin().copy_rows_(target, source, rows, mask)
     size, width = target.element_size(), target.shape[1:].numel()
     twin().copy_rows(
         target.data_ptr(),
@@ -100,3 +120,11 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels import _columns_numba
 
     return _columns_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _rows_triton
+
+    return _rows_triton

@@ -1,7 +1,7 @@
 """Hindsight: which rows give new goals to a batch, and putting them there.
 
-Costs are per batch of ``B``. On the CPU the numba twin runs; elsewhere the torch ops of this module, without host
-synchronisation.
+Costs are per batch of ``B``. The torch ops of this module are the specification, without host synchronisation; on the
+CPU the numba twin runs, on CUDA the Triton twin.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
 from rlbuf_td.kernels.columns import copy_rows_, refuse_rows
+from rlbuf_td.kernels.paths import path_of
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -141,6 +142,8 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
         twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
+    if path_of(cells) == "triton":
+        return gpu_twin().choose_goals(boundaries, cells, uniform, law, live)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
     edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=uniform.dtype).to(uniform.device, non_blocking=True)
@@ -163,3 +166,11 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels import _goals_numba
 
     return _goals_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _goals_triton
+
+    return _goals_triton

@@ -1,7 +1,7 @@
 """n-step returns: rewards added up along a trajectory, and where the sum ends.
 
 The specification is in torch ops and runs on any device; costs are per batch of ``B``. The CPU twin works in place on
-rows of bytes.
+rows of bytes; the CUDA twin, :func:`sums_ahead`, reads rewards and says which rows to copy from.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
-from rlbuf_td.kernels.columns import refuse_rows
+from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.columns import is_dense, refuse_rows
+from rlbuf_td.kernels.paths import path_of
+
+_SUMMED = torch.float32, torch.float64
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +47,29 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tup
     wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))
     terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount.view(wide.shape)
     return terms.sum(1).to(reward.dtype), counts.sum(1)
+
+
+def sums_ahead(
+    boundaries: FlagBoundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the rewards that are stored from each row on, up to the end of its trajectory.
+
+    Args:
+        boundaries: where trajectories are cut.
+        rows: ``[B]`` int64, contiguous.
+        reward: ``[T * E, ...]``, of a floating dtype.
+        n: at most so many.
+        gamma: the discount factor.
+
+    Returns:
+        ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
+    """
+    if path_of(rows) == "triton" and reward.dtype in _SUMMED and is_dense(reward):
+        return gpu_twin().sums_ahead(boundaries, rows, reward, n, gamma)
+    steps, lanes = boundaries.cut.shape
+    window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
+    total, taken = n_step_sums(reward[window], torch.zeros_like(window, dtype=torch.bool), ahead, gamma)
+    return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
 
 
 class Parts(NamedTuple):
@@ -117,3 +143,11 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels import _n_step_numba
 
     return _n_step_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels import _n_step_triton
+
+    return _n_step_triton

@@ -127,7 +127,13 @@ def padded(capacity: int) -> int:
 
 
 def update_(
-    tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, rows: Number, alpha: Number, eps: Number
+    tree: SumTree,
+    index: torch.Tensor,
+    td_error: torch.Tensor,
+    rows: Number,
+    alpha: Number,
+    eps: Number,
+    counts: bool = True,
 ) -> float | torch.Tensor:
     """Set the priority of rows; of a row that is named twice, the last one stays. O(B log N).
 
@@ -141,14 +147,15 @@ def update_(
         rows: number of rows that may be named.
         alpha: exponent, not negative.
         eps: added to the magnitude, not negative.
+        counts: whether these are errors that have been seen: on CUDA, whether the largest one is remembered.
 
     Returns:
-        The largest magnitude set, -1 if none, or :data:`REFUSED`; on CUDA the largest set since :func:`clear_`, a 0-dim
-        tensor that later updates change.
+        The largest magnitude set, -1 if none, or :data:`REFUSED`; on CUDA the largest seen since :func:`clear_`, a
+        0-dim tensor that later updates change.
     """
     path = path_of(tree.weight)
     if path != "numba":
-        return _update_on_device(tree, index, td_error, (alpha, eps, rows), path == "triton")
+        return _update_on_device(tree, index, td_error, (alpha, eps, rows), counts, path == "triton")
     return cpu_twin().update(*arrays(tree), index.numpy(), td_error.numpy(), rows, alpha, eps)
 
 
@@ -157,17 +164,19 @@ def _update_on_device(
     index: torch.Tensor,
     td_error: torch.Tensor,
     given: tuple[Number, Number, Number],
+    counts: bool,
     by_triton: bool,
 ) -> torch.Tensor:
     state = tree.on_device
-    alpha, eps, rows = tree.on_device.take((ALPHA, EPS, NAMED), given)
+    alpha, eps, rows = state.take((ALPHA, EPS, NAMED), given)
+    largest = state.largest if counts else state.unseen
     if by_triton:
-        gpu_twin().update(tree, index, td_error)
+        gpu_twin().update(tree, index, td_error, largest)
     else:
-        largest, refused = specification.update(tree, index, td_error, rows, alpha, eps)
-        state.largest.copy_(torch.maximum(state.largest, largest))
+        among_these, refused = specification.update(tree, index, td_error, rows, alpha, eps)
+        largest.copy_(torch.maximum(largest, among_these))
         state.refused.add_(refused)
-    return state.largest
+    return largest
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:

@@ -12,8 +12,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of, set_entries_
-from rlbuf_td.kernels.boundaries import BitBoundaries
-from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, windows
+from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
+from rlbuf_td.kernels.columns import copy_rows_
+from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, sums_ahead, windows
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -149,12 +150,29 @@ class NStepSampler(SamplerWrapper):
             live = len(storage) if is_blank else 0
             steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
         else:
-            steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
+            if revise is None and isinstance(boundaries, FlagBoundaries):
+                steps = self._by_walk_(storage, boundaries, batch, flat)
+            else:
+                steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
             steps = steps.view(-1, *[1] * (reward.ndim - 1))
         set_entries_(batch, {"steps_to_next_obs": steps})
 
     def _reads(self, storage: Storage) -> bool:
         return self._bound is not None and self._bound.parts is not None
+
+    def _by_walk_(
+        self, storage: Storage, boundaries: FlagBoundaries, batch: TensorDictBase, flat: torch.Tensor
+    ) -> torch.Tensor:
+        """Do so by reading rewards, and then what else is taken from last rows; return the numbers of steps."""
+        reward = column_of(storage, self.reward_key)
+        total, taken, last = sums_ahead(boundaries, flat, reward, self._n_steps, self._gamma)
+        moved = taken > 1
+        for key, leaf in walk(batch.get("next"), ("next",)):
+            if key == self.reward_key:
+                leaf.copy_(total)
+            else:
+                copy_rows_(leaf, column_of(storage, key), last, moved)
+        return taken
 
     def _by_windows_(
         self,

@@ -78,10 +78,13 @@ class Prioritized(PrioritizedSampler):
         """Make the state for ``capacity`` rows on ``self._device``, none of which has a priority."""
 
     @abstractmethod
-    def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
+    def _assign(
+        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
+    ) -> float | torch.Tensor:
         """Set priorities (-1: skip; the last of a repeated row stays); return the largest magnitude among them.
 
-        On the CPU return ``REFUSED``, having changed nothing, if a row is not in ``[-1, rows)`` or an error not finite.
+        On a device path return a tensor that holds the largest of all that counts. On the CPU return ``REFUSED``,
+        having changed nothing, if a row is not in ``[-1, rows)`` or an error not finite.
         """
 
     @abstractmethod
@@ -166,6 +169,18 @@ class Prioritized(PrioritizedSampler):
             self._largest_on_device, self._numbers[_LARGEST] = None, value
 
     @property
+    def refused_priorities(self) -> int:
+        """How many NaN or infinite TD errors have been left out; their rows have kept what they had.
+
+        On the CPU always 0: there a batch with such an error is refused whole. Waits for the device.
+        """
+        return int(self._refused())
+
+    @abstractmethod
+    def _refused(self) -> torch.Tensor | int:
+        """Return that count."""
+
+    @property
     def device(self) -> torch.device:
         """Where the priorities live: with the rows."""
         return self._device
@@ -218,7 +233,8 @@ class Prioritized(PrioritizedSampler):
             storage: needed for coordinates; rows beyond those that it has written are refused.
 
         Raises:
-            ValueError: wrong shape, or NaN or infinite errors (on the CPU; on CUDA such rows keep their priority).
+            ValueError: wrong shape, or NaN or infinite errors (on the CPU; on CUDA such rows keep their
+                priority, and :attr:`refused_priorities` counts them).
             IndexError: a row is out of range (on the CPU; on CUDA it is skipped).
             TypeError: the index is not of integers.
 
@@ -234,7 +250,11 @@ class Prioritized(PrioritizedSampler):
         rows = self._max_capacity if storage is None else len(storage)
         largest = self._assign(flat, td_error, rows)
         if isinstance(largest, torch.Tensor):
-            self._largest = torch.maximum(largest, torch.as_tensor(self._largest, device=largest.device))
+            if largest is not self._largest_on_device:  # what has been seen before, by the host or by another tensor
+                before = self._largest
+                is_known = isinstance(before, torch.Tensor)
+                largest.copy_(torch.maximum(largest, before) if is_known else largest.clamp(min=before))
+                self._largest = largest
         elif largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
         elif largest > self._largest:
@@ -246,8 +266,10 @@ class Prioritized(PrioritizedSampler):
             self.follow(storage)
         self._settle()
         flat = flat_rows(index, storage, self._device)
-        entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
-        largest = self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity)
+        entry = self.default_priority
+        if not isinstance(entry, torch.Tensor):
+            entry = torch.full((), entry, dtype=torch.float64, device=self._device)
+        largest = self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity, counts=False)
         if isinstance(largest, float) and largest == REFUSED:
             refuse_priorities(flat, entry.expand(flat.shape), self._max_capacity)
 

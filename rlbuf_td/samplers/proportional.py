@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
 
@@ -94,7 +95,7 @@ class ProportionalSampler(Prioritized):
     def _find_largest(self) -> None:
         """Search the rows for the largest magnitude, unless the row found last time still has it."""
         magnitude = self._tree.magnitude
-        if magnitude.is_cuda:
+        if path_of(magnitude) != "numba":
             self._largest = magnitude.max()
         elif float(magnitude[self._largest_row]) != self._largest:
             self._largest_row = int(magnitude.argmax())
@@ -108,7 +109,8 @@ class ProportionalSampler(Prioritized):
             >>> ProportionalSampler.nbytes_for(1_000_000)
             19429312
         """
-        return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
+        claims = 4 * sum_tree.padded(capacity) if torch.device(device).type == "cuda" else 0
+        return claims + sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
     def _allocate(self, capacity: int) -> None:
         self._tree = sum_tree.SumTree.empty(capacity, self._device)
@@ -126,8 +128,13 @@ class ProportionalSampler(Prioritized):
     def _weighed_alpha(self) -> float:
         return self._numbers[_WEIGHED]
 
-    def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
-        return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps)
+    def _assign(
+        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
+    ) -> float | torch.Tensor:
+        return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps, counts)
+
+    def _refused(self) -> torch.Tensor | int:
+        return self._tree.refused
 
     def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
         sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)

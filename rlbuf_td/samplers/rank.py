@@ -149,9 +149,14 @@ class RankSampler(Prioritized):
     def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
         return {"magnitude": torch.full((capacity,), -1.0, device=device)}
 
-    def _assign(self, flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> float | torch.Tensor:
-        largest = self._order.update_(flat, td_error, rows)
+    def _assign(
+        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
+    ) -> float | torch.Tensor:
+        largest = self._order.update_(flat, td_error, rows, counts)
         return REFUSED if largest is None else largest
+
+    def _refused(self) -> torch.Tensor | int:
+        return self._order.refused
 
     def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
         self._order.fill_(start, count, magnitude)

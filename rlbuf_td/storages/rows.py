@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.storages.layout import RowLayout
 
 
@@ -48,7 +49,7 @@ class Rows:
 
     def at_cells(self, flat: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
-        return self.layout.unpack(self.flat.index_select(0, flat))
+        return self.layout.unpack(gather_rows(self.flat, flat))
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
@@ -56,7 +57,7 @@ class Rows:
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
-        return self.layout.unpack_batches(self.flat.index_select(0, flat), size)
+        return self.layout.unpack_batches(gather_rows(self.flat, flat), size)
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape; negative ones count from the end.

@@ -1,0 +1,147 @@
+"""GPU twins of :class:`rlbuf_td.kernels.rank_order.SortedOrder`: an update in one or two launches, a draw in one.
+
+The sort itself is torch's. ``expm1`` and ``log1p``, which Triton has not, are made of ``exp`` and ``log`` by Kahan's
+quotients, exact to a few units in the last place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlbuf_td.kernels.paths import launching_on
+
+ALPHA, SHIFT, BETA, NAMED = (tl.constexpr(at) for at in range(4))  # as in rank_order
+HEAD = tl.constexpr(1024)  # rank_law.HEAD
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+_ONE_PROGRAM = 1024  # mentions that one program takes
+_EXACT = {"enable_fp_fusion": False}  # Kahan's quotients are made of what has been rounded
+
+
+@triton.jit
+def _assign(
+    index, td_error, count, numbers, claims, magnitude, largest, refused,
+    CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Let mentions claim their rows, or winners write, or both; as in the twin of the sum tree."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(index + at, mask=at < count, other=-1)
+    error = tl.abs(tl.load(td_error + at, mask=at < count, other=0.0))
+    named = (row >= 0) & (row < tl.load(numbers + NAMED).to(tl.int64))
+    valid = named & (error < float("inf"))
+    value = tl.minimum(tl.where(valid, error, 0.0), LARGEST).to(tl.float32)
+    if CLAIM:
+        tl.atomic_max(claims + row, at, mask=valid)
+    if CLAIM and WRITE:
+        tl.debug_barrier()
+    if WRITE:
+        wins = valid & (tl.load(claims + row, mask=valid, other=-1, cache_modifier=".cg") == at)
+        tl.store(claims + row, -1, mask=wins)
+        tl.store(magnitude + row, value, mask=wins)
+        tl.atomic_max(largest, tl.max(tl.where(valid, value.to(tl.float64), -1.0), 0))
+        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0))
+
+
+@triton.jit
+def _expm1(w):
+    u = tl.exp(w)
+    near = (tl.abs(w) < 0.5) & (u != 1)
+    return tl.where(u == 1, w, (u - 1) * tl.where(near, w / tl.log(tl.where(near, u, 2.0)), 1.0))
+
+
+@triton.jit
+def _log1p(z):
+    u = 1 + z
+    changed = u != 1
+    return tl.where(changed, tl.log(u) * (z / tl.where(changed, u - 1, 1.0)), z)
+
+
+@triton.jit
+def _mass(rows, head, alpha, shift):
+    """Return ``H_r`` of one rank."""
+    log = tl.log(tl.maximum(rows, HEAD).to(tl.float64) + 0.5)
+    bend = 1.0 - alpha
+    y = tl.where(bend == 0, log, _expm1(bend * log) / tl.where(bend == 0, 1.0, bend))
+    far = shift + y + alpha / 24.0 * tl.exp(-(alpha + 1.0) * log)
+    return tl.where(rows <= HEAD, tl.load(head + tl.minimum(tl.maximum(rows, 1), HEAD) - 1), far)
+
+
+@triton.jit
+def _rank_of_mass(value, head, alpha, shift, inside):
+    """Return the rank in whose share of the mass a value lies, not bounded by the rows that there are."""
+    below = tl.zeros_like(value).to(tl.int64)
+    for halving in tl.static_range(10):
+        step = 512 >> halving
+        edge = tl.load(head + below + (step - 1), mask=inside, other=0.0)
+        below += tl.where(edge <= value, step, 0)
+    bend = 1.0 - alpha
+    y = tl.maximum(value - shift, 0.0)
+    z = tl.maximum(bend * y, -1.0 + 1.1102230246251565e-16)
+    y = tl.where(bend == 0, y, _log1p(z) / tl.where(bend == 0, 1.0, bend))
+    x = tl.minimum(tl.maximum(tl.exp(tl.minimum(y, 36.0)), HEAD), 4503599627370496.0)
+    beyond = tl.maximum(tl.floor(x - alpha / (24.0 * x) + 0.5).to(tl.int64), HEAD + 1)
+    return tl.where(value >= tl.load(head + HEAD - 1), beyond, below + 1)
+
+
+@triton.jit
+def _draw(
+    uniform, numbers, head, rows, by_rank, index, weight, count,
+    STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Draw rows. NORM: 0 divides by the buffer's largest weight, 2 by nothing; 1 returns logarithms, up to a scale."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    alpha, shift, beta = tl.load(numbers + ALPHA), tl.load(numbers + SHIFT), tl.load(numbers + BETA)
+    there_are = tl.load(rows)
+    total = _mass(there_are, head, alpha, shift)
+    value = tl.load(uniform + at, mask=inside, other=0.0)
+    if STRATIFIED:
+        value = (at.to(tl.float64) + value) * (total / count)
+    else:
+        value = value * total
+    rank = tl.maximum(tl.minimum(_rank_of_mass(value, head, alpha, shift, inside), there_are), 1)
+    tl.store(index + at, tl.load(by_rank + rank - 1, mask=inside, other=0), mask=inside)
+    log = alpha * beta * tl.log(rank.to(tl.float64))
+    if NORM == 1:
+        tl.store(weight + at, log, mask=inside)
+    else:
+        size = tl.maximum(there_are, 1).to(tl.float64)
+        scale = -alpha * beta * tl.log(size) if NORM == 0 else beta * tl.log(total / size)
+        tl.store(weight + at, tl.exp(log + scale).to(tl.float32), mask=inside)
+
+
+def update(order: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
+    """Do as :meth:`rlbuf_td.kernels.rank_order.SortedOrder.update_`."""
+    count, state = index.shape[0], order.on_device
+    given = index, td_error, count, state.numbers.tensor, state.claims, order.magnitude, largest, state.refused
+    with launching_on(index):
+        if count <= _ONE_PROGRAM:
+            size = max(32, triton.next_power_of_2(count))
+            _assign[(1,)](*given, CLAIM=True, WRITE=True, SIZE=size, num_warps=8 if size > 256 else 4, **_EXACT)
+        else:
+            grid = (triton.cdiv(count, 256),)
+            _assign[grid](*given, CLAIM=True, WRITE=False, SIZE=256, **_EXACT)
+            _assign[grid](*given, CLAIM=False, WRITE=True, SIZE=256, **_EXACT)
+
+
+def draw(
+    order: Any, uniform: Tensor, by_rank: Tensor, rows: Tensor, stratified: bool, norm: str | None
+) -> tuple[Tensor, Tensor]:
+    """Do as :meth:`rlbuf_td.kernels.rank_order.SortedOrder.draw`, of an order that has been sorted."""
+    count, state, by_batch = uniform.shape[0], order.on_device, norm == "batch"
+    index = torch.empty(count, dtype=torch.int64, device=uniform.device)
+    weight = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
+    with launching_on(uniform):
+        _draw[(triton.cdiv(count, 128),)](
+            *(uniform, state.numbers.tensor, state.head, rows, by_rank, index, weight, count),
+            STRATIFIED=stratified,
+            NORM=1 if by_batch else 0 if norm == "buffer" else 2,
+            SIZE=128,
+            **_EXACT,
+        )
+    return index, (weight - weight.amax()).exp().to(torch.float32) if by_batch else weight

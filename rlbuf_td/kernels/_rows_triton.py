@@ -1,0 +1,66 @@
+"""GPU twins of :mod:`rlbuf_td.kernels.columns`: rows and parts of rows from one place to another, as bits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlbuf_td.kernels.paths import launching_on
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OPTIONS = {"enable_fp_fusion": True}  # Triton warns where neither is asked for
+
+
+@triton.jit
+def _gather(matrix, index, out, count, words, stride, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    source = tl.load(index + row, mask=row < count, other=0)
+    inside = (row < count)[:, None] & (word < words)[None, :]
+    block = tl.load(matrix + source[:, None] * stride + word[None, :], mask=inside)
+    tl.store(out + row.to(tl.int64)[:, None] * words + word[None, :], block, mask=inside)
+
+
+@triton.jit
+def _copy(
+    target, target_stride, source, source_stride, index, mask, count, words, ROWS: tl.constexpr, WORDS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    wanted = tl.load(mask + row, mask=row < count, other=0) != 0
+    origin = tl.load(index + row, mask=wanted, other=0)
+    inside = wanted[:, None] & (word < words)[None, :]
+    block = tl.load(source + origin[:, None] * source_stride + word[None, :], mask=inside)
+    tl.store(target + row.to(tl.int64)[:, None] * target_stride + word[None, :], block, mask=inside)
+
+
+def _plan(rows: int, words: int) -> tuple[tuple[int, int], dict[str, int]]:
+    wide = min(1024, triton.next_power_of_2(words))
+    tall = max(1, 256 // wide)
+    return (triton.cdiv(rows, tall), triton.cdiv(words, wide)), {"ROWS": tall, "WORDS": wide}
+
+
+def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Do as :func:`rlbuf_td.kernels.columns.gather_rows`."""
+    size, nbytes = matrix.element_size(), matrix.shape[1] * matrix.element_size()
+    wide = size < 8 and nbytes % 8 == 0 and matrix.stride(0) * size % 8 == 0 and matrix.data_ptr() % 8 == 0
+    source = matrix.view(torch.int64 if wide else _BITS[size])
+    out = torch.empty((rows.shape[0], source.shape[1]), dtype=source.dtype, device=matrix.device)
+    if out.numel():
+        grid, tile = _plan(*out.shape)
+        with launching_on(matrix):
+            _gather[grid](source, rows, out, *out.shape, source.stride(0), **tile, **_OPTIONS)
+    return out.view(matrix.dtype)
+
+
+def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Do as :func:`rlbuf_td.kernels.columns.copy_rows_`; each row of both is contiguous, of 1, 2, 4 or 8 bytes."""
+    words, bits = target.shape[1:].numel(), _BITS[target.element_size()]
+    to, given = target.view(bits), source.view(bits)
+    if rows.shape[0] and words:
+        grid, tile = _plan(rows.shape[0], words)
+        with launching_on(target):
+            strides = target.stride(0), given, source.stride(0)
+            _copy[grid](to, *strides, rows, mask, rows.shape[0], words, **tile, **_OPTIONS)

@@ -1,0 +1,133 @@
+"""Prioritized buffers on the device paths: the torch ops, and the GPU's kernels (in Triton's interpreter)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    UniformSampler,
+)
+from rlbuf_td.kernels.paths import Path, forced
+
+
+@pytest.fixture(params=["torch", "triton"])
+def path(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Path]:
+    """Run the test on a device path, whatever the device."""
+    with forced(request.param):
+        yield request.param
+
+
+def data(n: int, first: int = 0) -> TensorDict:
+    x = torch.arange(first, first + n)
+    return TensorDict({"x": x, "next": {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None]}}, [n])
+
+
+def buffer(sampler, gpu: torch.device, rows: int = 20) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(rows, device=gpu), sampler=sampler, batch_size=64)
+    rb.extend(data(rows).to(gpu))
+    return rb
+
+
+def update(rb: ReplayBuffer, rows: list[int], td_errors: list[float]) -> None:
+    rb.update_priority(torch.tensor(rows, device=rb.storage.device), torch.tensor(td_errors, device=rb.storage.device))
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, gpu, cls):
+    rb = buffer(cls(20), gpu)
+    update(rb, [0, 1, 2], [5.0, 3.0, 4.0])
+    update(rb, [0, 1, 2, -1], [torch.nan, 7.0, -torch.inf, torch.nan])
+    assert rb.sampler.priority(torch.arange(3, device=gpu)).tolist() == [5.0, 7.0, 4.0]
+    assert rb.health()["refused_priorities"] == 2.0
+    update(rb, [3], [torch.inf])
+    assert rb.health()["refused_priorities"] == 3.0
+    assert rb.sampler.refused_priorities == 3
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_new_rows_enter_with_the_highest_magnitude_of_all_updates(path, gpu, cls):
+    rb = buffer(cls(20), gpu)
+    assert rb.sampler.priority(torch.arange(20, device=gpu)).tolist() == [1.0] * 20
+    rb.sampler.mark_update(torch.arange(4, device=gpu))
+    update(rb, [0, 1], [0.25, -0.5])  # what new rows have been given is no error that was seen
+    rb.extend(data(2).to(gpu))
+    assert rb.sampler.priority(torch.arange(2, device=gpu)).tolist() == [0.5, 0.5]
+    update(rb, [0], [0.125])
+    update(rb, [1], [torch.nan])
+    rb.extend(data(1).to(gpu))
+    assert rb.sampler.priority(torch.tensor([2], device=gpu)).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_what_was_seen_survives_a_saved_state_and_not_a_clearing(path, gpu, cls):
+    rb = buffer(cls(20), gpu)
+    update(rb, [0], [8.0])
+    other = buffer(cls(20), gpu)
+    update(other, [0], [9.0])
+    other.sampler.load_state_dict(rb.sampler.state_dict())
+    assert float(other.sampler.default_priority) == 8.0
+    update(other, [1], [0.5])
+    assert float(other.sampler.default_priority) == 8.0
+    other.empty()
+    other.extend(data(1).to(gpu))
+    update(other, [0], [0.5])
+    assert float(other.sampler.default_priority) == 0.5
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_a_device_path_gives_the_batches_of_the_cpu(path, gpu, cls):
+    batches = []
+    for form in ("numba", path):
+        device = torch.device("cpu") if form == "numba" else gpu
+        with forced(form):
+            rb = buffer(cls(20), device)
+            rb.set_rng(torch.Generator().manual_seed(3))
+            rb.extend(data(7, first=20).to(device))
+            for _ in range(3):
+                batch = rb.sample()
+                batch["td_error"] = batch["x"].double() % 5 + 0.5
+                rb.update_tensordict_priority(batch)
+            batches.append(batch.cpu())
+    assert torch.equal(batches[0]["x"], batches[1]["x"])
+    torch.testing.assert_close(batches[0]["priority_weight"], batches[1]["priority_weight"])
+
+
+def test_n_steps_are_those_of_the_cpu(path, gpu):
+    batches = []
+    for form in ("numba", path):
+        device = torch.device("cpu") if form == "numba" else gpu
+        with forced(form):
+            rb = buffer(NStepSampler(UniformSampler(), 3, 0.5), device)
+            rb.set_rng(torch.Generator().manual_seed(3))
+            rb.extend(data(7, first=20).to(device))
+            batches.append(rb.sample().cpu())
+    for key in ("x", ("next", "reward"), ("next", "done"), "steps_to_next_obs"):
+        assert torch.equal(batches[0][key], batches[1][key]), key
+
+
+def test_goals_are_those_of_the_cpu(path, gpu):
+    batches = []
+    for form in ("numba", path):
+        device = torch.device("cpu") if form == "numba" else gpu
+        goals = torch.arange(20.0, device=device)[:, None]
+        rows = data(20).to(device)
+        rows["desired_goal"], rows["next", "achieved_goal"] = -goals, goals
+        with forced(form):
+            sampler = HindsightSampler(UniformSampler(), lambda batch: batch["desired_goal"][:, 0], her_ratio=0.7)
+            rb = ReplayBuffer(storage=PackedStorage(20, device=device), sampler=sampler, batch_size=64)
+            rb.extend(rows)
+            rb.set_rng(torch.Generator().manual_seed(3))
+            batches.append(rb.sample().cpu())
+    for key in ("desired_goal", "relabeled", ("next", "reward")):
+        assert torch.equal(batches[0][key], batches[1][key]), key
+    assert batches[0]["relabeled"].any()
