@@ -201,7 +201,7 @@ def test_every_number_is_a_float_that_is_finite():
     for _ in range(3):
         rb.sample()
     health = rb.health()
-    assert len(health) == 18
+    assert len(health) == 19
     assert all(type(value) is float and math.isfinite(value) for value in health.values())
 
 

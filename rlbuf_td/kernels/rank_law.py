@@ -58,7 +58,7 @@ def cumulative(alpha: float, n: int) -> Tensor:
 def mass(law: RankLaw, ranks: Tensor) -> Tensor:
     """Return ``H_r`` for ranks of at least 1, float64. O(1) each."""
     in_head = ranks <= HEAD
-    table = law.head[torch.where(in_head, ranks, 1) - 1]
+    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # an index of 0 dims would be waited for
     x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
     return torch.where(in_head, table, law.shift + _primitive(law.alpha, x))
 

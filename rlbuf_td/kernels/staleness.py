@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.paths import path_of
+
 
 def skip_ring(
     index: Tensor, stamp: Tensor, clock: int, last: int, steps: int, lanes: int
@@ -78,7 +80,7 @@ def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_on_cpu(index: Tensor) -> bool:
-    return not index.is_cuda
+    return path_of(index) == "numba"
 
 
 def _on_cpu(twin: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tensor, int]:

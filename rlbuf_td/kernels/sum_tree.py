@@ -144,7 +144,7 @@ def update_(
         tree: changed in place.
         index: ``[B]`` int64; -1 means "skip".
         td_error: ``[B]`` float32 or float64; the sign does not matter.
-        rows: number of rows that may be named.
+        rows: number of rows that may be named; it, alpha and eps may be 0-dim tensors, for graphs that see them change.
         alpha: exponent, not negative.
         eps: added to the magnitude, not negative.
         counts: whether these are errors that have been seen: on CUDA, whether the largest one is remembered.
@@ -156,7 +156,8 @@ def update_(
     path = path_of(tree.weight)
     if path != "numba":
         return _update_on_device(tree, index, td_error, (alpha, eps, rows), counts, path == "triton")
-    return cpu_twin().update(*arrays(tree), index.numpy(), td_error.numpy(), rows, alpha, eps)
+    numbers = int(rows), float(alpha), float(eps)
+    return cpu_twin().update(*arrays(tree), index.numpy(), td_error.numpy(), *numbers)
 
 
 def _update_on_device(
@@ -183,7 +184,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
     """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
     path = path_of(tree.weight)
     if path == "numba":
-        return cpu_twin().fill(*arrays(tree), start, count, float(magnitude), alpha, eps)
+        return cpu_twin().fill(*arrays(tree), start, count, float(magnitude), float(alpha), float(eps))
     alpha, eps, entry = tree.on_device.take((ALPHA, EPS, ENTRY), (alpha, eps, magnitude))
     if path == "triton":
         return gpu_twin().fill(tree, start, count, entry)
@@ -220,7 +221,7 @@ def draw(
         tree: the weights.
         uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
         stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
-        rows: ``N`` of the importance weight ``(N P)^-beta``.
+        rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
 
@@ -237,7 +238,8 @@ def draw(
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
     mode = 0 if norm == "buffer" else 1 if norm == "batch" else 2
-    if not cpu_twin().draw(*arrays(tree), uniform.numpy(), stratified, rows, beta, mode, index, weight):
+    law = int(rows), float(beta), mode
+    if not cpu_twin().draw(*arrays(tree), uniform.numpy(), stratified, *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
 

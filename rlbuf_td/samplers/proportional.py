@@ -86,6 +86,13 @@ class ProportionalSampler(Prioritized):
         return self._eps
 
     @property
+    def tree(self) -> sum_tree.SumTree:
+        """The priorities, for steps that are compiled as one graph: :func:`rlbuf_td.kernels.sum_tree.draw` and
+        :func:`~rlbuf_td.kernels.sum_tree.update_` can be traced, a sampler with its locks and checks cannot.
+        """
+        return self._tree
+
+    @property
     def default_priority(self) -> Any:
         """The magnitude that a new row enters with."""
         if self._max_priority_within_buffer:

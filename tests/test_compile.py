@@ -1,0 +1,210 @@
+"""What can be compiled into one graph, and stays compiled while a buffer fills: estimates and samplers' cores."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, functional
+from rlbuf_td.kernels import staleness, sum_tree
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.columns import gather_rows
+from rlbuf_td.kernels.goals import Law, choose_goals
+from rlbuf_td.kernels.n_step import sums_ahead
+from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sum_tree import SumTree
+
+SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills
+
+
+@pytest.fixture(autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Begin without graphs, and fail a test that compiles a function twice."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+def whole(function: Callable[..., Any], backend: str = "eager") -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def steps(device: torch.device, n: int = 30) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(n)
+    value, next_value, reward = (torch.randn(2, n, 1, generator=generator).to(device) for _ in range(3))
+    done = (torch.rand(2, n, 1, generator=generator) < 0.1).to(device)
+    return value, next_value, reward, done, done & (reward > 0)
+
+
+ESTIMATES: dict[str, Callable[..., Any]] = {
+    "gae": lambda v, n, r, d, t: functional.generalized_advantage_estimate(0.9, 0.8, v, n, r, d, t),
+    "td lambda": lambda v, n, r, d, t: functional.td_lambda_return_estimate(0.9, 0.8, n, r, d, t),
+    "td 1": lambda v, n, r, d, t: functional.td1_return_estimate(0.9, n, r, d, t),
+    "v-trace": lambda v, n, r, d, t: functional.vtrace_advantage_estimate(0.9, r / 9, n / 9, v, n, r, d, t),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_estimates_compile_into_one_graph(name, device):
+    given = steps(device)
+    torch.testing.assert_close(whole(ESTIMATES[name])(*given), ESTIMATES[name](*given), rtol=1e-4, atol=1e-4)
+
+
+def number(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+def test_proportional_draws_and_updates_compile_once_while_the_buffer_fills(norm, device):
+    def step(tree: SumTree, uniform: Tensor, error: Tensor, rows: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(tree, uniform, True, rows, beta, norm)
+        assert drawn is not None
+        sum_tree.update_(tree, drawn[0], error, rows, 0.6, 1e-6)
+        return drawn
+
+    compiled, generator = whole(step), torch.Generator().manual_seed(0)
+    tree = SumTree.empty(1_000, device)
+    sum_tree.update_(tree, torch.arange(100, device=device), torch.ones(100, device=device), 1_000, 0.6, 1e-6)
+    expected = copy.deepcopy(tree)
+    for k, size in enumerate(SIZES):
+        uniform = torch.rand(32, dtype=torch.float64, generator=generator).to(device)
+        error = torch.rand(32, generator=generator).to(device)
+        rows, beta = number(size, device), number(0.4 + 0.1 * k, device)
+        index, weight = compiled(tree, uniform, error, rows, beta)
+        again = step(expected, uniform, error, rows, beta)
+        assert torch.equal(index, again[0])
+        torch.testing.assert_close(weight, again[1])
+        sum_tree.fill_(tree, size - 1, 1, 2.0, 0.6, 1e-6)
+        sum_tree.fill_(expected, size - 1, 1, 2.0, 0.6, 1e-6)
+    sum_tree.check(tree, 0.6, 1e-6)
+    torch.testing.assert_close(tree.weight, expected.weight)
+
+
+def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
+    law = rank_law(0.7, device)
+
+    def step(magnitude: Tensor, uniform: Tensor, index: Tensor, error: Tensor) -> Any:
+        order = SortedOrder(magnitude)
+        order.update_(index, error, 1_000)
+        return order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
+
+    compiled = whole(step)
+    magnitude = torch.full((1_000,), -1.0, device=device)
+    for size in SIZES:
+        magnitude[:size] = torch.rand(size, device=device)
+        given = torch.rand(32, dtype=torch.float64, device=device), torch.arange(32, device=device)
+        error, twin = torch.rand(32, device=device), magnitude.clone()
+        index, weight = compiled(magnitude, *given, error)
+        expected = step(twin, *given, error)
+        assert torch.equal(index, expected[0])
+        torch.testing.assert_close(weight, expected[1])
+        assert int(index.max()) < size
+
+
+def test_what_looks_along_trajectories_compiles_once_while_the_buffer_fills(device):
+    law = Law(np.array([0.3, 0.4, 0.5, 0.8]), False)
+
+    def step(boundaries: FlagBoundaries, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
+        return choose_goals(boundaries, rows, uniform, law, live), sums_ahead(boundaries, rows, reward, 3, 0.9)
+
+    compiled, generator = whole(step), torch.Generator().manual_seed(0)
+    end = (torch.rand(1_000, 1, generator=generator) < 0.1).to(device)
+    reward, written = torch.rand(1_000, device=device), 0
+    for size in SIZES:
+        boundaries = FlagBoundaries(1_000, 1, device)
+        boundaries.write(0, size, end, None)
+        rows = torch.randint(size, (32,), generator=generator).to(device)
+        uniform = torch.rand(32, dtype=torch.float64, generator=generator).to(device)
+        live = torch.tensor(size, device=device)
+        got = compiled(boundaries, rows, uniform, reward, live)
+        torch.testing.assert_close(got, step(boundaries, rows, uniform, reward, live))
+        written += size
+    assert written == sum(SIZES)
+
+
+def test_leaving_out_stale_rows_compiles_once(device):
+    compiled = whole(lambda index, stamp, clock, last: staleness.skip_ring(index, stamp, clock, last, 50, 1))
+    index, stamp = torch.arange(40, device=device), torch.full((40,), 40, device=device)
+    for clock in (40, 45, 50, 70):
+        now, last = torch.tensor(clock, device=device), torch.tensor((clock - 1) % 50, device=device)
+        kept, count = compiled(index, stamp, now, last)
+        expected, stale = staleness.skip_ring(index, stamp, clock, (clock - 1) % 50, 50, 1)
+        assert torch.equal(kept, expected)
+        assert int(count) == int(stale)
+
+
+class Learner:
+    """A DQN whose step, compiled as one graph, samples, learns and updates priorities."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.sampler = ProportionalSampler(capacity)
+        self.rb = ReplayBuffer(storage=PackedStorage(capacity, device=device), sampler=self.sampler, batch_size=32)
+        self.network = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)).to(device)
+        self.rows = number(0, device)
+
+    def extend(self, n: int) -> None:
+        """Write rows that end at once and whose reward is their action: a task that a few steps solve."""
+        action, device = torch.randint(2, (n, 1)), self.rows.device
+        after = {"observation": torch.randn(n, 4), "reward": action.float(), "done": torch.ones(n, 1, dtype=torch.bool)}
+        data = TensorDict({"observation": torch.randn(n, 4), "action": action, "next": after}, [n])
+        self.rb.extend(data.to(device))
+        self.rows.fill_(len(self.rb))
+        assert self.sampler.tree.on_device.claims.device == device
+
+    def step(self, tree: SumTree, matrix: Tensor, layout: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+        uniform = torch.rand(32, dtype=torch.float64, device=matrix.device)
+        drawn = sum_tree.draw(tree, uniform, True, rows, 0.4, "buffer")
+        assert drawn is not None
+        index, weight = drawn
+        leaves = layout.columns(gather_rows(matrix, index))
+        row = dict(zip([leaf.key for leaf in layout.leaves], leaves, strict=True))
+        with torch.no_grad():
+            best = self.network(row["next", "observation"]).amax(1, keepdim=True)
+            target = row["next", "reward"] + 0.9 * torch.where(row["next", "done"], 0.0, best)
+        td_error = (self.network(row["observation",]).gather(1, row["action",]) - target)[:, 0]
+        sum_tree.update_(tree, index, td_error.detach(), rows, 0.6, 1e-6)
+        return (weight * td_error**2).mean(), index
+
+
+def learn(device: torch.device, backend: str) -> tuple[list[float], Learner, set[int]]:
+    learner = Learner(400, device)
+    optimizer = torch.optim.Adam(learner.network.parameters(), lr=1e-2)
+    step, losses, seen = whole(learner.step, backend), [], set()
+    for _ in range(40):
+        learner.extend(25)
+        storage = learner.rb.storage
+        loss, index = step(learner.sampler.tree, storage._rows.flat, storage._rows.layout, learner.rows)
+        assert int(index.max()) < len(learner.rb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        seen |= set(index.tolist())
+    return losses, learner, seen
+
+
+def test_a_dqn_step_that_samples_is_one_graph_while_the_buffer_fills_and_wraps(device):
+    losses, learner, seen = learn(device, "eager")
+    assert len(learner.rb) == 400
+    assert len(seen) > 300
+    sum_tree.check(learner.sampler.tree, 0.6, 1e-6)
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_dqn_step_that_samples_can_be_compiled_to_machine_code():
+    losses, learner, _ = learn(torch.device("cpu"), "inductor")
+    sum_tree.check(learner.sampler.tree, 0.6, 1e-6)
+    assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
