@@ -6,6 +6,7 @@ What else it offers is in files of its own: constructors for environments in :mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row
+from rlbuf_td.capture import CapturedStep
 from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
 from rlbuf_td.health import LastDraw, ReplayCount
@@ -231,6 +233,37 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
+
+    def capture(
+        self,
+        step: Callable[[TensorDictBase], Any] | None = None,
+        batch_size: int | None = None,
+        *,
+        ring: int = 2,
+        warmup: int = 3,
+    ) -> CapturedStep:
+        """Return a call that samples, does ``step(batch)`` and updates priorities, on CUDA as one graph.
+
+        The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
+        Write between calls, with :meth:`extend`, on the same stream. On the CPU the same is done without a graph.
+
+        **Aliasing:** outputs lie in memory that is used again: what call ``k`` returns holds until call ``k + ring``.
+
+        Args:
+            step: takes a batch, and may return tensors. If it sets the batch's ``priority_key``, the rows' priorities
+                are updated. It must be what a CUDA graph can hold: no host synchronisation, optimizers with
+                ``capturable=True``. ``None``: return the batch.
+            batch_size: default: the buffer's.
+            ring: so many outputs, at least 2.
+            warmup: everything is done so often, for real, before it is captured.
+
+        Raises:
+            ValueError: an argument is out of range, or there is no batch size.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("say how many rows a batch has: batch_size")
+        return CapturedStep(self, step, size, ring, warmup)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""

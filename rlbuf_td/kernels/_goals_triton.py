@@ -43,12 +43,10 @@ def _choose(cut, over, cells, uniform, numbers, steps, lanes, rows, mask, STRETC
     tl.store(mask + at, chosen)
 
 
-def choose_goals(boundaries: Any, cells: Tensor, uniform: Tensor, law: Any, live: int) -> tuple[Tensor, Tensor]:
-    """Do as :func:`rlbuf_td.kernels.goals.choose_goals`."""
+def choose_goals(boundaries: Any, cells: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Do as :func:`rlbuf_td.kernels.goals.choose_goals`; the law is among the numbers."""
     steps, lanes = boundaries.cut.shape
     numbers = boundaries.numbers
-    for place, value in enumerate((*law.thresholds.tolist(), live, float(law.only_finished))):
-        numbers.set_(place, value)
     rows = torch.empty_like(cells)
     mask = torch.empty(cells.shape, dtype=torch.bool, device=cells.device)
     if cells.numel():

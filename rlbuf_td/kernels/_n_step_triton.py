@@ -13,6 +13,7 @@ from rlbuf_td.kernels._boundaries_triton import OPTIONS
 from rlbuf_td.kernels.paths import launching_on
 
 _SIZE = 64
+GAMMA = 6  # as in n_step
 
 
 @triton.jit
@@ -40,16 +41,15 @@ def _walk(cut, rows, reward, stride, gamma, count, n, features, steps, lanes, to
         tl.store(last + at, final, mask=inside)
 
 
-def sums_ahead(boundaries: Any, rows: Tensor, reward: Tensor, n: int, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+def sums_ahead(boundaries: Any, rows: Tensor, reward: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Do as :func:`rlbuf_td.kernels.n_step.sums_ahead`."""
     count, (steps, lanes) = rows.shape[0], boundaries.cut.shape
     features = reward.shape[1:].numel()
     total = torch.empty((count, *reward.shape[1:]), dtype=reward.dtype, device=rows.device)
     taken, last = torch.empty_like(rows), torch.empty_like(rows)
     numbers = boundaries.numbers
-    numbers.set_(6, gamma)
     if count:
         with launching_on(rows):
-            given = boundaries.cut, rows, reward, reward.stride(0), numbers[6], count, n, features, steps, lanes
+            given = boundaries.cut, rows, reward, reward.stride(0), numbers[GAMMA], count, n, features, steps, lanes
             _walk[(triton.cdiv(count, _SIZE), features)](*given, total, taken, last, SIZE=_SIZE, **OPTIONS)
     return total, taken, last

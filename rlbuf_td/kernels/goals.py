@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries
+from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_, refuse_rows
 from rlbuf_td.kernels.paths import path_of
 
@@ -132,6 +132,12 @@ def _on_cpu(
     return mask
 
 
+def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
+    """Put a law and the number of rows where the Triton twin reads it."""
+    for place, value in enumerate((*law.thresholds.tolist(), live, float(law.only_finished))):
+        boundaries.numbers.set_(place, value)
+
+
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
     """Choose the rows whose outcomes become goals; arguments as for :func:`relabel_`.
 
@@ -143,7 +149,8 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
         twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     if path_of(cells) == "triton":
-        return gpu_twin().choose_goals(boundaries, cells, uniform, law, live)
+        put_law(boundaries, law, live)
+        return gpu_twin().choose_goals(boundaries, cells, uniform)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
     edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=uniform.dtype).to(uniform.device, non_blocking=True)

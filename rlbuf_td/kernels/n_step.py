@@ -18,6 +18,7 @@ from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries, FlagBoundarie
 from rlbuf_td.kernels.columns import is_dense, refuse_rows
 from rlbuf_td.kernels.paths import path_of
 
+_GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
 _SUMMED = torch.float32, torch.float64
 
 
@@ -65,11 +66,17 @@ def sums_ahead(
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
     """
     if path_of(rows) == "triton" and reward.dtype in _SUMMED and is_dense(reward):
-        return gpu_twin().sums_ahead(boundaries, rows, reward, n, gamma)
+        put_gamma(boundaries, gamma)
+        return gpu_twin().sums_ahead(boundaries, rows, reward, n)
     steps, lanes = boundaries.cut.shape
     window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
     total, taken = n_step_sums(reward[window], torch.zeros_like(window, dtype=torch.bool), ahead, gamma)
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
+
+
+def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
+    """Put the discount factor where the Triton twin reads it."""
+    boundaries.numbers.set_(_GAMMA, gamma)
 
 
 class Parts(NamedTuple):

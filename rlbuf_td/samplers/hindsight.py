@@ -13,9 +13,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of, set_entries_
-from rlbuf_td.kernels.boundaries import BitBoundaries
+from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
-from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, read_relabelled_, relabel_
+from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.schema import show_key
@@ -149,16 +149,26 @@ class HindsightSampler(SamplerWrapper):
         self._only_finished = bool(value)
         self._law = self._law._replace(only_finished=self._only_finished)
 
+    def prepare_replay(self, storage: Storage) -> None:
+        """Put where captured draws read it what the host knows."""
+        super().prepare_replay(storage)
+        boundaries = self._bound_to(storage).trajectories.boundaries()
+        if isinstance(boundaries, FlagBoundaries):
+            put_law(boundaries, self._law, len(storage))
+
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        bound = self._bound
-        if bound is None or bound.columns is not storage._storage:
-            bound = self._bound = self._bind(storage)
+        bound = self._bound_to(storage)
         generator, device = self._rng, bound.device
         source = device if generator is None else generator.device
         uniform = torch.rand(drawn.shape[0], dtype=torch.float64, generator=generator, device=source)
         if source != device:
             uniform = uniform.to(device)
         return partial(self._relabel_, bound, len(storage), drawn, uniform)
+
+    def _bound_to(self, storage: Storage) -> _Bound:
+        if self._bound is None or self._bound.columns is not storage._storage:
+            self._bound = self._bind(storage)
+        return self._bound
 
     def _relabel_(
         self,

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_
-from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, sums_ahead, windows
+from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -127,11 +127,25 @@ class NStepSampler(SamplerWrapper):
             raise ValueError(f"gamma must be between 0 and 1, got {value}")
         self._gamma = float(value)
 
+    def prepare_replay(self, storage: Storage) -> None:
+        """Put where captured draws read it what the host knows."""
+        super().prepare_replay(storage)
+        boundaries = self._bound_to(storage).trajectories.boundaries()
+        if isinstance(boundaries, FlagBoundaries):
+            put_gamma(boundaries, self._gamma)
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was."""
+        return super().replay_key(), self._n_steps
+
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        bound = self._bound
-        if bound is None or bound.columns is not storage._storage:
-            bound = self._bound = self._bind(storage)
+        bound = self._bound_to(storage)
         return partial(self._look_ahead_, storage, bound, super()._reviser(storage, drawn))
+
+    def _bound_to(self, storage: Storage) -> _Bound:
+        if self._bound is None or self._bound.columns is not storage._storage:
+            self._bound = self._bind(storage)
+        return self._bound
 
     def _look_ahead_(
         self,

@@ -219,6 +219,36 @@ class Prioritized(PrioritizedSampler):
         flat, weight = self._pick(rows, uniform if source == self._device else uniform.to(self._device))
         return flat, {"priority_weight": weight}
 
+    # -- in captured graphs
+
+    def prepare_replay(self, storage: Storage) -> None:
+        """Put where captured draws and updates read it what the host knows; nothing on the CPU."""
+        self.follow(storage)
+        self._settle()
+        largest = self._put_numbers(len(storage))
+        if largest is not None:
+            self._adopt(largest)
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
+        memory = tuple(tensor.data_ptr() for tensor in self._tensors().values())
+        return self.stratified, self.weight_norm, memory
+
+    @abstractmethod
+    def _put_numbers(self, rows: int) -> torch.Tensor | None:
+        """Put the law and the number of rows into device memory; return where the largest magnitude is kept there."""
+
+    def _adopt(self, largest: torch.Tensor) -> None:
+        """Go on with the largest magnitude that a device path keeps, and with what has been seen before."""
+        before = self._largest
+        if largest is not before:
+            is_on_device = isinstance(before, torch.Tensor)
+            largest.copy_(torch.maximum(largest, before) if is_on_device else largest.clamp(min=before))
+            self._largest = largest
+
+    def forget_order(self) -> None:
+        """Take note that priorities have been changed by a graph."""
+
     # -- priorities
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
@@ -250,11 +280,7 @@ class Prioritized(PrioritizedSampler):
         rows = self._max_capacity if storage is None else len(storage)
         largest = self._assign(flat, td_error, rows)
         if isinstance(largest, torch.Tensor):
-            if largest is not self._largest_on_device:  # what has been seen before, by the host or by another tensor
-                before = self._largest
-                is_known = isinstance(before, torch.Tensor)
-                largest.copy_(torch.maximum(largest, before) if is_known else largest.clamp(min=before))
-                self._largest = largest
+            self._adopt(largest)
         elif largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
         elif largest > self._largest:

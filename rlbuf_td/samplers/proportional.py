@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, EPS, NAMED
 from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
@@ -139,6 +140,13 @@ class ProportionalSampler(Prioritized):
         self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
     ) -> float | torch.Tensor:
         return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps, counts)
+
+    def _put_numbers(self, rows: int) -> torch.Tensor | None:
+        if path_of(self._tree.weight) == "numba":
+            return None
+        law = self._weighed_alpha, self._eps, self.beta, rows, rows
+        self._tree.on_device.take((ALPHA, EPS, BETA, DRAWN, NAMED), law)
+        return self._tree.on_device.largest
 
     def _refused(self) -> torch.Tensor | int:
         return self._tree.refused

@@ -7,8 +7,9 @@ from typing import Any, final
 import torch
 
 from rlbuf_td.indices import flat_rows
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
+from rlbuf_td.kernels.rank_order import NAMED, RankOrder, SortedOrder, make_order, order_bytes
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 
@@ -154,6 +155,23 @@ class RankSampler(Prioritized):
     ) -> float | torch.Tensor:
         largest = self._order.update_(flat, td_error, rows, counts)
         return REFUSED if largest is None else largest
+
+    def _put_numbers(self, rows: int) -> torch.Tensor | None:
+        if not isinstance(self._order, SortedOrder):
+            return None
+        self._order.on_device.take(self._law, self.beta)
+        self._order.on_device.numbers.set_(NAMED, rows)
+        return self._order.on_device.largest
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was; without Triton also the law."""
+        law = None if path_of(self._order.magnitude) == "triton" else (self.alpha, self.beta)
+        return super().replay_key(), law
+
+    def forget_order(self) -> None:
+        """Sort again at the next draw: a graph has changed priorities."""
+        if isinstance(self._order, SortedOrder):
+            self._order.forget_order()
 
     def _refused(self) -> torch.Tensor | int:
         return self._order.refused

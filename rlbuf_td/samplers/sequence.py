@@ -177,6 +177,14 @@ class SequenceSampler(SamplerWrapper):
                 )
         return anchors, info, back, ahead
 
+    def prepare_replay(self, storage: Storage) -> None:
+        """Refuse: how often windows are drawn again is the host's decision.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a SequenceSampler cannot be captured in a graph")
+
     def _shuffled(self, count: int, device: torch.device) -> torch.Tensor:
         generator = self._rng
         source = device if generator is None else generator.device

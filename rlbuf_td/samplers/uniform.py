@@ -10,6 +10,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._signature import OwnSignature
 from rlbuf_td.indices import Index, coordinates, device_of
+from rlbuf_td.kernels.numbers import DeviceNumbers
 
 
 class UniformSampler(Sampler):
@@ -40,6 +41,7 @@ class UniformSampler(Sampler):
 
     def __init__(self, *, unique: bool = False) -> None:
         self.unique = unique
+        self._live: DeviceNumbers | None = None  # the rows that captured draws take from
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows.
@@ -63,6 +65,10 @@ class UniformSampler(Sampler):
         source = device if self._rng is None else self._rng.device
         if self.unique:
             flat = self._distinct(rows, batch_size, source)
+        elif self._live is not None:
+            self._live.set_(0, rows)
+            uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
+            return (uniform.to(device) * self._live.tensor).long(), {}
         else:
             flat = torch.randint(rows, (batch_size,), generator=self._rng, device=source)
         return (flat if source == device else flat.to(device)), {}
@@ -78,6 +84,26 @@ class UniformSampler(Sampler):
             more = torch.randint(rows, (batch_size,), generator=self._rng)
             drawn = first_mentions(torch.cat((drawn, more)))
         return drawn[:batch_size]
+
+    def prepare_replay(self, storage: Storage) -> None:
+        """Put where captured draws read it what the host knows.
+
+        Raises:
+            ValueError: ``unique=True``, whose permutation has as many entries as there are rows.
+        """
+        if self.unique:
+            raise ValueError("UniformSampler(unique=True) cannot be captured: take unique=False")
+        device = device_of(storage)
+        if self._live is None or self._live.tensor.device != device:
+            self._live = DeviceNumbers(1, device)
+        self._live.set_(0, len(storage))
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was: this memory."""
+        return None if self._live is None else self._live.tensor.data_ptr()
+
+    def forget_order(self) -> None:
+        """Do nothing: a replay changes nothing here."""
 
     def _empty(self) -> None:
         pass

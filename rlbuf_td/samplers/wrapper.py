@@ -100,6 +100,26 @@ class SamplerWrapper(Sampler):
         """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
+    # -- in captured graphs
+
+    def prepare_replay(self, storage: Storage) -> None:
+        """Put where captured draws read it what the host knows.
+
+        Raises:
+            TypeError: this sampler, or one inside it, cannot be captured.
+        """
+        if not hasattr(self.sampler, "prepare_replay"):
+            raise TypeError(f"a {type(self.sampler).__name__} cannot be captured in a graph")
+        self.sampler.prepare_replay(storage)
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was."""
+        return id(self.sampler), self.sampler.replay_key()
+
+    def forget_order(self) -> None:
+        """Take note that a graph has changed priorities."""
+        self.innermost.forget_order()
+
     # -- what goes to the wrapped sampler
 
     @property
