@@ -28,6 +28,7 @@ from rlbuf_td.batches import by_row, merge_, one_a_row
 from rlbuf_td.capture import CapturedStep
 from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
+from rlbuf_td.feed import DeviceFeed
 from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
 from rlbuf_td.looking import InspectedBuffer
@@ -264,6 +265,30 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         if size is None:
             raise ValueError("say how many rows a batch has: batch_size")
         return CapturedStep(self, step, size, ring, warmup)
+
+    def feed(self, device: torch.device | str, batch_size: int | None = None, *, ahead: int = 1) -> DeviceFeed:
+        """Return batches of a buffer on the host, on a device: see :class:`~rlbuf_td.feed.DeviceFeed`.
+
+        Args:
+            device: where they are wanted.
+            batch_size: default: the buffer's.
+            ahead: how many batches are on their way while one is used.
+
+        Raises:
+            ValueError: there is no batch size, or ``ahead`` is negative.
+            TypeError: the rows are not those of a :class:`PackedStorage` on the CPU, or a sampler wraps another.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("say how many rows a batch has: batch_size")
+        if not self._initialized:
+            self._init()
+        if not self._is_direct or self._wrapper is not None or self._storage.device.type != "cpu":
+            raise TypeError(
+                f"a feed takes rows of a PackedStorage on the CPU and a sampler that wraps none, got {self._storage} "
+                f"and {type(self._sampler).__name__}"
+            )
+        return DeviceFeed(self, torch.device(device), size, ahead)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
