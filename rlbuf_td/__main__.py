@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
     demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
     bench = commands.add_parser("bench", help="time this package against others")
+    bench.add_argument("--device", default="cpu", help="cuda: check and time what runs on the GPU, nothing else")
     bench.add_argument(
         "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7], help="capacities, full; 1e7 takes 18 GB"
     )
@@ -82,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         "plan": ("rlbuf_td.planning", "demo"),
         "doctor": ("rlbuf_td.doctor", "demo"),
     }[options.command]
+    if options.command == "bench" and options.device != "cpu":
+        module = "rlbuf_td.bench.device"
     if options.command == "demo":
         env, sampler = DEFAULTS[options.algo]
         options.env, options.sampler = options.env or env, options.sampler or sampler

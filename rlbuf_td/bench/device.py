@@ -1,0 +1,261 @@
+"""``python -m rlbuf_td bench --device cuda``: check everything that runs on a GPU, then time it, in one call.
+
+Prints which checks pass, and a table of times beside what they are to be. Wall times are those of many calls with one
+synchronisation at the end; device times come from CUDA events around many launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler, functional
+from rlbuf_td.bench import device_checks
+from rlbuf_td.bench.contenders import image_rows, small_rows
+from rlbuf_td.kernels.columns import gather_rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the table.
+
+    Attributes:
+        what: was done.
+        value: a number, in ``unit``.
+        unit: of the number.
+        goal: what it is to be, ``None`` where nothing is asked.
+        at_least: whether more is better.
+    """
+
+    what: str
+    value: float
+    unit: str
+    goal: float | None = None
+    at_least: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Whether the goal is met."""
+        if self.goal is None:
+            return ""
+        return "yes" if (self.value >= self.goal if self.at_least else self.value <= self.goal) else "NO"
+
+
+def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
+    """Return microseconds a call: the median of blocks of about ``seconds``, the device being waited for after each."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    count, blocks = max(5, int(seconds / ((time.perf_counter() - start) / 5))), []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        blocks.append((time.perf_counter() - start) / count * 1e6)
+    return sorted(blocks)[len(blocks) // 2]
+
+
+def on_device(call: Callable[[], object], count: int = 100) -> float:
+    """Return microseconds of the device a call: ``count`` calls as one graph, so that no launch is waited for."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        call()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / count
+
+
+def launches(call: Callable[[], object]) -> int:
+    """Return how many kernels (and copies on the device) a call launches."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def filled(
+    rows: int, sampler: Any, device: torch.device, batch: int, make_rows: Any = small_rows, part: int = 100_000
+) -> ReplayBuffer:
+    """Return a full buffer on the device, the same ``part`` rows over and over."""
+    rb = ReplayBuffer(storage=PackedStorage(rows, device=device), sampler=sampler, batch_size=batch)
+    part = min(rows, part)
+    data = make_rows(part).to(device)
+    for start in range(0, rows, part):
+        rb.extend(data[: min(part, rows - start)])
+    return rb
+
+
+def cycle(rb: Any, td_error: torch.Tensor) -> Callable[[], object]:
+    """Return a call that samples and updates priorities."""
+
+    def call() -> None:
+        batch = rb.sample()
+        batch["td_error"] = td_error
+        rb.update_tensordict_priority(batch)
+
+    return call
+
+
+def with_errors(td_error: torch.Tensor, batch: Any) -> Any:
+    """Return a batch with TD errors: a step that learns nothing."""
+    return batch.set("td_error", td_error)
+
+
+def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time proportional and rank-based replay."""
+    for batch in (256, 65_536):
+        td_error = torch.rand(batch, device=device)
+        rb = filled(rows, ProportionalSampler(rows), device, batch)
+        captured = rb.capture(partial(with_errors, td_error))
+        replay = wall(captured, seconds)
+        eager = wall(cycle(rb, td_error), seconds)
+        goals = (20, 150) if batch == 256 else (None, None)
+        yield Measured(f"proportional, sample + update, graph, batch {batch:,}", replay, "us", goals[0])
+        yield Measured(f"proportional, sample + update, eager, batch {batch:,}", eager, "us", goals[1])
+        if batch == 256:
+            yield Measured("launches of a draw and its gather", launches(rb.sample), "", 8)
+        else:
+            matrix, index = rb.storage._written().flat, torch.randint(rows, (batch,), device=device)
+            column = torch.zeros(rows, device=device)
+
+            def bare(matrix: Any = matrix, index: Any = index, column: Any = column, error: Any = td_error) -> None:
+                matrix.index_select(0, index)
+                column[index] = error
+
+            yield Measured("the graph by a bare gather and scatter", replay / on_device(bare, 20), "x", 3)
+        del rb, captured
+    td_error = torch.rand(256, device=device)
+    rb = filled(rows, RankSampler(rows), device, 256)
+    yield Measured("by rank, exact, sample + update, eager, batch 256", wall(cycle(rb, td_error), seconds), "us", 200)
+    captured = rb.capture(partial(with_errors, td_error))
+    yield Measured("by rank, exact, sample + update, graph, batch 256", wall(captured, seconds), "us", 200)
+
+
+def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time uniform replay and writes."""
+    rb = filled(rows, UniformSampler(), device, 256)
+    data = small_rows(256).to(device)
+    yield Measured("uniform, sample, eager, batch 256", wall(rb.sample, seconds), "us")
+    yield Measured("uniform, sample, graph, batch 256", wall(rb.capture(), seconds), "us")
+    yield Measured("extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+
+
+def images(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Compare the gather of image rows with a plain copy of as many bytes."""
+    rb = filled(min(rows, 20_000), UniformSampler(), device, 256, image_rows, part=2_000)
+    matrix = rb.storage._written().flat
+    index = torch.randint(len(matrix), (2_048,), device=device)
+    block = gather_rows(matrix, index)
+    to = torch.empty_like(block)
+    share = on_device(lambda: to.copy_(block), 20) / on_device(lambda: gather_rows(matrix, index), 20)
+    yield Measured("gather of image rows, share of the bandwidth of a copy", 100 * share, "%", 60, at_least=True)
+
+
+def advantages(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time GAE, lanes first and time first."""
+    for shape, goal in (((4096, 32, 1), 15), ((8, 2048, 1), 15), ((1, 128, 4096), None)):
+        value, done = torch.randn(shape, device=device), torch.rand(shape, device=device) < 0.01
+        given = value, value, value, done, done
+
+        def call(given: Any = given) -> object:
+            return functional.generalized_advantage_estimate(0.99, 0.95, *given)
+
+        name = f"GAE {list(shape[:2])}" if shape[2] == 1 else f"GAE, time first, {list(shape[1:])}"
+        yield Measured(f"{name}, device", on_device(call, 50), "us", goal)
+        yield Measured(f"{name}, eager", wall(call, seconds), "us")
+
+
+def from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time batches from rows on the host."""
+    rb = filled(rows, UniformSampler(), torch.device("cpu"), 256)
+    feed = rb.feed(device, ahead=2)
+    yield Measured("rows on the host: a batch of 256 by rb.feed", wall(feed.sample, seconds), "us")
+    yield Measured("rows on the host: rb.sample().to(device)", wall(lambda: rb.sample().to(device), seconds), "us")
+
+
+def others(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time other libraries on the same GPU."""
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(rows, device=device), sampler=PrioritizedSampler(rows, 0.6, 0.4), batch_size=256
+    )
+    part = small_rows(min(rows, 100_000)).to(device)
+    for start in range(0, rows, len(part)):
+        rb.extend(part[: min(len(part), rows - start)])
+    took = wall(cycle(rb, torch.rand(256, device=device)), seconds)
+    yield Measured("TorchRL: proportional, sample + update, batch 256", took, "us")
+    if importlib.util.find_spec("flashbax") is None:
+        print("Flashbax is not installed: left out", file=sys.stderr)
+
+
+TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
+    prioritized,
+    plain,
+    images,
+    advantages,
+    from_host,
+    others,
+)
+
+
+def table(measured: list[Measured], title: str) -> str:
+    """Return the results as a Markdown table."""
+    lines = [title, "", "| | measured | goal | met |", "|---|---|---|---|"]
+    for line in measured:
+        bound = "" if line.goal is None else f"{'>=' if line.at_least else '<='} {line.goal:g} {line.unit}".rstrip()
+        value = f"{line.value:.1f} {line.unit}".rstrip()
+        lines.append(f"| {line.what} | {value} | {bound} | {line.verdict} |")
+    return "\n".join(lines)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Check, time and print; return 1 if there is no such device or something is wrong."""
+    device = torch.device(options.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        reason = "has no CUDA device" if device.type == "cuda" else f"can time cpu and cuda, not {device.type}"
+        print(f"bench --device {options.device}: this machine or build of torch {reason}", file=sys.stderr)
+        return 1
+    torch.cuda.set_device(device)
+    rows, seconds = 1_000_000 if 1e6 in options.rows else int(max(options.rows)), 0.2  # goals are for a million
+    failed = 0
+    for name, error in device_checks.run(device, 100_000, 4_096):
+        failed += error is not None
+        print(f"check: {name}: {'ok' if error is None else f'FAILED: {type(error).__name__}: {error}'}", flush=True)
+    measured: list[Measured] = []
+    for timing in TIMINGS:
+        try:
+            for line in timing(device, rows, seconds):
+                measured.append(line)
+                print(f"{line.what}: {line.value:.1f} {line.unit} {line.verdict}", file=sys.stderr, flush=True)
+        except Exception as error:  # noqa: BLE001  a GPU is not at hand for long: the other timings are to run, too
+            failed += 1
+            print(f"{timing.__name__}: FAILED: {type(error).__name__}: {error}", flush=True)
+    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {rows:,} rows of 167 bytes"
+    print(table(measured, where))
+    return 1 if failed else 0

@@ -1,0 +1,223 @@
+"""Is what runs on a device right? Every kernel against its specification, and buffers by their law, in one go.
+
+Each check takes a device and a size and raises if something is wrong. On a machine without a GPU the tests run them at
+small sizes, the kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    UniformSampler,
+    functional,
+)
+from rlbuf_td.kernels import scan, sum_tree
+from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.columns import gather_rows
+from rlbuf_td.kernels.goals import Law, choose_goals
+from rlbuf_td.kernels.n_step import sums_ahead
+from rlbuf_td.kernels.paths import Path, forced
+from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.rank_order import SortedOrder
+
+PATHS: tuple[Path, Path] = ("triton", "torch")
+
+
+def trees(device: torch.device, rows: int, batch: int) -> None:
+    """Compare updates and draws of the sum tree with the specification."""
+    with forced("torch"):
+        expected = sum_tree.SumTree.empty(rows, device)
+        sum_tree.fill_(expected, 0, rows, 1.0, 0.6, 1e-6)
+    tree = copy.deepcopy(expected)
+    for _ in range(3):
+        index = torch.randint(-1, rows, (batch,), device=device)
+        td_error = torch.rand(batch, dtype=torch.float64, device=device)
+        td_error[::17] = torch.nan
+        uniform = torch.rand(batch, dtype=torch.float64, device=device)
+        drawn = []
+        for path, mine in zip(PATHS, (tree, expected), strict=True):
+            with forced(path):
+                sum_tree.update_(mine, index, td_error, rows, 0.6, 1e-6)
+        for name, tensor in tree.tensors().items():
+            assert_close(tensor, expected.tensors()[name], rtol=1e-12, atol=0.0, msg=f"{name} of the sum tree differs")
+        _require(int(tree.refused) == int(expected.refused) > 0, "refused priorities are counted wrongly")
+        for path in PATHS:
+            with forced(path):
+                drawn.append(sum_tree.draw(tree, uniform, True, rows, 0.4, "buffer"))
+        _same(drawn[0], drawn[1])
+
+
+def ranks(device: torch.device, rows: int, batch: int) -> None:
+    """Compare updates and draws by rank with the specification."""
+    magnitude = torch.rand(rows, device=device)
+    order, expected = SortedOrder(magnitude), SortedOrder(magnitude.clone())
+    index, td_error = torch.randint(-1, rows, (batch,), device=device), torch.randn(batch, device=device)
+    uniform = torch.rand(batch, dtype=torch.float64, device=device)
+    drawn = []
+    for path, mine in zip(PATHS, (order, expected), strict=True):
+        with forced(path):
+            mine.update_(index, td_error, rows)
+            drawn.append(mine.draw(rank_law(0.7, device), uniform, stratified=True, beta=0.4, norm="buffer"))
+    _require(torch.equal(order.magnitude, expected.magnitude), "magnitudes differ")
+    _same(drawn[0], drawn[1])
+
+
+def estimates(device: torch.device, rows: int, batch: int) -> None:
+    """Compare GAE and the scan, short and long, in either layout, with torch ops on the CPU."""
+    long = max(2, min(2_048, rows // 8))
+    for shape in ((batch, 32, 1), (8, long, 1), (1, long, 8), (1, 12, batch)):
+        value, next_value, reward = (torch.randn(shape) for _ in range(3))
+        done = torch.rand(shape) < 0.05
+        given = value, next_value, reward, done, done & (reward > 0)
+        mine = scan.gae(0.99, 0.95, *(x.to(device) for x in given))
+        with forced("torch"):
+            delta, decay = scan.gae_terms(0.99, 0.95, *given)
+            expected = scan.reverse_scan_doubling(delta, decay)
+            doubled = scan.reverse_scan_doubling(delta.double(), decay.double())
+        assert_close(mine[0].cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert_close(mine[1].cpu(), expected + value, rtol=1e-3, atol=1e-3)
+        x = scan.reverse_scan(delta.double().to(device), decay.double().to(device))
+        assert_close(x.cpu(), doubled, rtol=1e-9, atol=1e-9)
+
+
+def trajectories(device: torch.device, rows: int, batch: int) -> None:
+    """Compare look-ups, goals and n-step sums with the specification."""
+    boundaries = FlagBoundaries(rows // 2, 2, device)
+    boundaries.write(0, rows // 2, torch.rand(rows // 2, 2, device=device) < 0.01, None)
+    cells = torch.randint(rows // 2 * 2, (batch,), device=device)
+    uniform = torch.rand(batch, dtype=torch.float64, device=device)
+    law, reward = Law(np.array([0.3, 0.4, 0.5, 0.8]), True), torch.randn(rows // 2 * 2, device=device)
+    found = []
+    for path in PATHS:
+        with forced(path):
+            reach = boundaries.reach(cells)
+            goals = choose_goals(boundaries, cells, uniform, law, rows // 2 * 2)
+            total, *others = sums_ahead(boundaries, cells, reward, 5, 0.99)
+            found.append((total, *reach, *goals, *others))
+    assert_close(found[0][0], found[1][0])
+    for mine, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        _require(torch.equal(mine, theirs), "a look-up differs from the specification")
+
+
+def gathers(device: torch.device, rows: int, batch: int) -> None:
+    """Compare gathered rows, narrow and wide, with index_select."""
+    index = torch.randint(rows, (batch,), device=device)
+    for width in (42, 2_000):
+        matrix = torch.randn(rows, width, device=device)
+        _require(torch.equal(gather_rows(matrix, index), matrix.index_select(0, index)), "gathered rows differ")
+
+
+def transitions(count: int, first: int = 0) -> TensorDict:
+    """Return rows that know their number, in trajectories of ten."""
+    x = torch.arange(first, first + count)
+    after = {"reward": x[:, None].float(), "done": (x % 10 == 9)[:, None], "achieved_goal": x[:, None].float()}
+    return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [count])
+
+
+def replays(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether a captured step draws by the law while the buffer fills and wraps."""
+    rb = ReplayBuffer(storage=PackedStorage(50, device=device), sampler=ProportionalSampler(50, stratified=False))
+    rb.extend(transitions(20).to(device))
+    captured = rb.capture(batch_size=batch)
+    captured()
+    for first in (20, 40):
+        rb.extend(transitions(20, first).to(device))
+        stored = min(50, first + 20)
+        index = torch.arange(stored, device=device)
+        rb.update_priority(index, torch.rand(stored, device=device) + 0.2)
+        probability = rb.sampler.probability(index).cpu()
+        counts, calls = torch.zeros(stored), -(-100 * stored // batch)
+        for _ in range(calls):
+            counts += captured()["index"].cpu().bincount(minlength=stored)
+        expected = probability * calls * batch
+        statistic = float(((counts - expected) ** 2 / expected).sum())
+        # Chi-square over `stored` rows has this mean and deviation; five deviations come by chance once in a million.
+        _require(statistic < stored + 5 * (2 * stored) ** 0.5, f"replays do not follow the law: {statistic:.0f}")
+
+
+def no_waiting(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether nothing that a training loop calls waits for the device."""
+    data = transitions(2_000).to(device)
+    one, td_error = data[0], torch.rand(batch, device=device)
+    given = [torch.randn(8, 128, 1, device=device) for _ in range(3)] + [torch.zeros(8, 128, 1, device=device) > 0] * 2
+    for sampler in (
+        UniformSampler(),
+        ProportionalSampler(2_000),
+        RankSampler(2_000),
+        NStepSampler(ProportionalSampler(2_000), 3, 0.99),
+        HindsightSampler(ProportionalSampler(2_000), lambda batch: batch["desired_goal"][:, 0]),
+    ):
+        rb = ReplayBuffer(storage=PackedStorage(2_000, device=device), sampler=sampler, batch_size=batch)
+
+        def loop(rb: ReplayBuffer = rb) -> None:
+            rb.extend(data[:256])
+            rb.add(one)
+            drawn = rb.sample()
+            drawn["td_error"] = td_error
+            rb.update_tensordict_priority(drawn)
+            functional.generalized_advantage_estimate(0.99, 0.95, *given)
+
+        loop()
+        loop()
+        with waiting_is_an_error(device):
+            loop()
+
+
+@contextmanager
+def waiting_is_an_error(device: torch.device) -> Iterator[None]:
+    """Raise where the host waits for the device; nothing on the CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+CHECKS: dict[str, Callable[[torch.device, int, int], None]] = {
+    "sum tree": trees,
+    "ranks": ranks,
+    "estimates": estimates,
+    "trajectories": trajectories,
+    "gathers": gathers,
+    "captured steps": replays,
+    "nothing waits": no_waiting,
+}
+
+
+def run(device: torch.device, rows: int, batch: int) -> Iterator[tuple[str, Exception | None]]:
+    """Run all checks; yield the name of each with what went wrong."""
+    for name, check in CHECKS.items():
+        try:
+            check(device, rows, batch)
+        except Exception as error:  # noqa: BLE001  a GPU is not at hand for long: the other checks are to run, too
+            yield name, error
+        else:
+            yield name, None
+
+
+def _same(mine: Any, theirs: Any) -> None:
+    _require(torch.equal(mine[0], theirs[0]), "rows drawn differ from the specification")
+    assert_close(mine[1], theirs[1])
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise AssertionError(what)
