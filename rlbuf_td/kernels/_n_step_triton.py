@@ -16,7 +16,7 @@ _SIZE = 64
 GAMMA = 6  # as in n_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "n"])
 def _walk(cut, rows, reward, stride, gamma, count, n, features, steps, lanes, total, taken, last, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     feature = tl.program_id(1)

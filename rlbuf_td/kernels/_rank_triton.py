@@ -23,7 +23,7 @@ _ONE_PROGRAM = 1024  # mentions that one program takes
 _EXACT = {"enable_fp_fusion": False}  # Kahan's quotients are made of what has been rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _assign(
     index, td_error, count, numbers, claims, magnitude, largest, refused,
     CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
@@ -88,7 +88,7 @@ def _rank_of_mass(value, head, alpha, shift, inside):
     return tl.where(value >= tl.load(head + HEAD - 1), beyond, below + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _draw(
     uniform, numbers, head, rows, by_rank, index, weight, count,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,

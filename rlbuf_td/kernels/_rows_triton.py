@@ -13,7 +13,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OPTIONS = {"enable_fp_fusion": True}  # Triton warns where neither is asked for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(matrix, index, out, count, words, stride, ROWS: tl.constexpr, WORDS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
@@ -23,7 +23,7 @@ def _gather(matrix, index, out, count, words, stride, ROWS: tl.constexpr, WORDS:
     tl.store(out + row.to(tl.int64)[:, None] * words + word[None, :], block, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy(
     target, target_stride, source, source_stride, index, mask, count, words, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):

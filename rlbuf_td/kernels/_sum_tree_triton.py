@@ -41,7 +41,7 @@ def _weight_of(magnitude, numbers):
     return tl.where(positive, weight, tl.where(alpha == 0, 1.0, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _assign(
     index, td_error, count, numbers, claims, magnitude, weight, largest, refused,
     CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
@@ -66,7 +66,7 @@ def _assign(
         tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count"])
 def _fill(start, count, entry, numbers, magnitude, weight, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     value = tl.zeros([SIZE], tl.float64) + tl.load(entry)
@@ -112,7 +112,7 @@ def _set_groups(sums, before, minima, start, above, group, inside):
     tl.store(minima + above + group, smallest, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _repair(
     index, first, numbers, weight, sums, before, minima, blocks, starts,
     BY_MENTION: tl.constexpr, LEVELS: tl.constexpr,
@@ -155,7 +155,7 @@ def _go(mass, left, right):
     return tl.where(goes_right, mass - left, mass), goes_right
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _draw(
     uniform, numbers, weight, sums, before, minima, starts, index, importance, count, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_KERNEL = re.compile(r"@triton\.jit\ndef (\w+)\(")
+_KERNEL = re.compile(r"@triton\.jit(?:\(.*\))?\ndef (\w+)\(")
 _LAUNCH = re.compile(r"\b(\w+)\[")
 
 
