@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -112,7 +111,7 @@ def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
 
 
 def test_what_looks_along_trajectories_compiles_once_while_the_buffer_fills(device):
-    law = Law(np.array([0.3, 0.4, 0.5, 0.8]), False)
+    law = Law((0.3, 0.4, 0.5, 0.8), False)
 
     def step(boundaries: FlagBoundaries, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
         return choose_goals(boundaries, rows, uniform, law, live), sums_ahead(boundaries, rows, reward, 3, 0.9)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -101,7 +100,7 @@ def trajectories(device: torch.device, rows: int, batch: int) -> None:
     boundaries.write(0, rows // 2, torch.rand(rows // 2, 2, device=device) < 0.01, None)
     cells = torch.randint(rows // 2 * 2, (batch,), device=device)
     uniform = torch.rand(batch, dtype=torch.float64, device=device)
-    law, reward = Law(np.array([0.3, 0.4, 0.5, 0.8]), True), torch.randn(rows // 2 * 2, device=device)
+    law, reward = Law((0.3, 0.4, 0.5, 0.8), True), torch.randn(rows // 2 * 2, device=device)
     found = []
     for path in PATHS:
         with forced(path):

@@ -134,7 +134,7 @@ def _on_cpu(
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
     """Put a law and the number of rows where the Triton twin reads it."""
-    for place, value in enumerate((*law.thresholds.tolist(), live, float(law.only_finished))):
+    for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
 
 

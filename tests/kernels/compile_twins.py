@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -92,7 +91,7 @@ def of_trajectories() -> None:
     for steps, lanes in ((1, 1), (5_000, 1), (64, 8)):
         boundaries = FlagBoundaries(steps, lanes)
         boundaries.reach(rows)
-        law = goals.Law(np.array([0.2, 0.3, 0.5, 0.8]), True)
+        law = goals.Law((0.2, 0.3, 0.5, 0.8), True)
         goals.choose_goals(boundaries, rows, torch.rand(6, dtype=torch.float64), law, steps)
         for dtype in (torch.float32, torch.float64):
             for n in (1, 5):
