@@ -1,12 +1,12 @@
 """The replay buffer: storage, sampler and writer put together, with a short way through them.
 
 What else it offers is in files of its own: constructors for environments in :mod:`rlbuf_td.construction`, processes in
-:mod:`rlbuf_td.sharing.buffers`, dumps in :mod:`rlbuf_td.checkpoint.saved`, looking at it in :mod:`rlbuf_td.looking`.
+:mod:`rlbuf_td.sharing.buffers`, dumps in :mod:`rlbuf_td.checkpoint.saved`, looking at it in :mod:`rlbuf_td.looking`,
+learners on a GPU in :mod:`rlbuf_td.learner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,11 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row
-from rlbuf_td.capture import CapturedStep
 from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
-from rlbuf_td.feed import DeviceFeed
 from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
+from rlbuf_td.learner import FeedsLearner
 from rlbuf_td.looking import InspectedBuffer
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
@@ -44,7 +43,7 @@ from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
 
 
-class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, TensorDictReplayBuffer):
+class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, FeedsLearner, TensorDictReplayBuffer):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
     Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with this package's samplers or
@@ -234,61 +233,6 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
-
-    def capture(
-        self,
-        step: Callable[[TensorDictBase], Any] | None = None,
-        batch_size: int | None = None,
-        *,
-        ring: int = 2,
-        warmup: int = 3,
-    ) -> CapturedStep:
-        """Return a call that samples, does ``step(batch)`` and updates priorities, on CUDA as one graph.
-
-        The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
-        Write between calls, with :meth:`extend`, on the same stream. On the CPU the same is done without a graph.
-
-        **Aliasing:** outputs lie in memory that is used again: what call ``k`` returns holds until call ``k + ring``.
-
-        Args:
-            step: takes a batch, and may return tensors. If it sets the batch's ``priority_key``, the rows' priorities
-                are updated. It must be what a CUDA graph can hold: no host synchronisation, optimizers with
-                ``capturable=True``. ``None``: return the batch.
-            batch_size: default: the buffer's.
-            ring: so many outputs, at least 2.
-            warmup: everything is done so often, for real, before it is captured.
-
-        Raises:
-            ValueError: an argument is out of range, or there is no batch size.
-        """
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise ValueError("say how many rows a batch has: batch_size")
-        return CapturedStep(self, step, size, ring, warmup)
-
-    def feed(self, device: torch.device | str, batch_size: int | None = None, *, ahead: int = 1) -> DeviceFeed:
-        """Return batches of a buffer on the host, on a device: see :class:`~rlbuf_td.feed.DeviceFeed`.
-
-        Args:
-            device: where they are wanted.
-            batch_size: default: the buffer's.
-            ahead: how many batches are on their way while one is used.
-
-        Raises:
-            ValueError: there is no batch size, or ``ahead`` is negative.
-            TypeError: the rows are not those of a :class:`PackedStorage` on the CPU, or a sampler wraps another.
-        """
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise ValueError("say how many rows a batch has: batch_size")
-        if not self._initialized:
-            self._init()
-        if not self._is_direct or self._wrapper is not None or self._storage.device.type != "cpu":
-            raise TypeError(
-                f"a feed takes rows of a PackedStorage on the CPU and a sampler that wraps none, got {self._storage} "
-                f"and {type(self._sampler).__name__}"
-            )
-        return DeviceFeed(self, torch.device(device), size, ahead)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
