@@ -52,7 +52,7 @@ def _reach(cut, over, cells, steps, lanes, back, ahead, is_over, STRETCH: tl.con
 
 def reach(boundaries: Any, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Do as :meth:`rlbuf_td.kernels.boundaries.FlagBoundaries.reach`."""
-    steps, lanes = boundaries.cut.shape
+    (steps, lanes), cells = boundaries.cut.shape, cells.contiguous()
     back, ahead = torch.empty_like(cells), torch.empty_like(cells)
     over = torch.empty(cells.shape, dtype=torch.bool, device=cells.device)
     if cells.numel():

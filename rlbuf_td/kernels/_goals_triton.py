@@ -45,7 +45,7 @@ def _choose(cut, over, cells, uniform, numbers, steps, lanes, rows, mask, STRETC
 
 def choose_goals(boundaries: Any, cells: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Do as :func:`rlbuf_td.kernels.goals.choose_goals`; the law is among the numbers."""
-    steps, lanes = boundaries.cut.shape
+    (steps, lanes), cells = boundaries.cut.shape, cells.contiguous()
     numbers = boundaries.numbers
     rows = torch.empty_like(cells)
     mask = torch.empty(cells.shape, dtype=torch.bool, device=cells.device)

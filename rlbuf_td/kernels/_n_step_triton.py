@@ -43,7 +43,7 @@ def _walk(cut, rows, reward, stride, gamma, count, n, features, steps, lanes, to
 
 def sums_ahead(boundaries: Any, rows: Tensor, reward: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Do as :func:`rlbuf_td.kernels.n_step.sums_ahead`."""
-    count, (steps, lanes) = rows.shape[0], boundaries.cut.shape
+    rows, count, (steps, lanes) = rows.contiguous(), rows.shape[0], boundaries.cut.shape
     features = reward.shape[1:].numel()
     total = torch.empty((count, *reward.shape[1:]), dtype=reward.dtype, device=rows.device)
     taken, last = torch.empty_like(rows), torch.empty_like(rows)

@@ -36,15 +36,15 @@ def _assign(
     valid = named & (error < float("inf"))
     value = tl.minimum(tl.where(valid, error, 0.0), LARGEST).to(tl.float32)
     if CLAIM:
-        tl.atomic_max(claims + row, at, mask=valid)
+        tl.atomic_max(claims + row, at, mask=valid, sem="relaxed")
     if CLAIM and WRITE:
         tl.debug_barrier()
     if WRITE:
         wins = valid & (tl.load(claims + row, mask=valid, other=-1, cache_modifier=".cg") == at)
         tl.store(claims + row, -1, mask=wins)
         tl.store(magnitude + row, value, mask=wins)
-        tl.atomic_max(largest, tl.max(tl.where(valid, value.to(tl.float64), -1.0), 0))
-        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0))
+        tl.atomic_max(largest, tl.max(tl.where(valid, value.to(tl.float64), -1.0), 0), sem="relaxed")
+        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit

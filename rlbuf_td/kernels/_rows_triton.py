@@ -51,7 +51,7 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     if out.numel():
         grid, tile = _plan(*out.shape)
         with launching_on(matrix):
-            _gather[grid](source, rows, out, *out.shape, source.stride(0), **tile, **_OPTIONS)
+            _gather[grid](source, rows.contiguous(), out, *out.shape, source.stride(0), **tile, **_OPTIONS)
     return out.view(matrix.dtype)
 
 

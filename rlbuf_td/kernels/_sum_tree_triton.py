@@ -53,7 +53,7 @@ def _assign(
     named = (row >= 0) & (row < tl.load(numbers + NAMED).to(tl.int64))
     valid = named & (error < float("inf"))  # NaN is not
     if CLAIM:
-        tl.atomic_max(claims + row, at, mask=valid)
+        tl.atomic_max(claims + row, at, mask=valid, sem="relaxed")
     if CLAIM and WRITE:
         tl.debug_barrier()
     if WRITE:
@@ -62,8 +62,8 @@ def _assign(
         tl.store(claims + row, -1, mask=wins)
         tl.store(magnitude + row, error, mask=wins)
         tl.store(weight + row, _weight_of(error, numbers), mask=wins)
-        tl.atomic_max(largest, tl.max(tl.where(valid, error, -1.0), 0))
-        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0))
+        tl.atomic_max(largest, tl.max(tl.where(valid, error, -1.0), 0), sem="relaxed")
+        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["start", "count"])

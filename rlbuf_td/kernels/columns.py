@@ -21,7 +21,7 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         matrix: ``[N, W]``, each row contiguous, of a real dtype.
-        rows: ``[B]`` int64, contiguous, ``0 <= row < N`` (refused on the CPU, not looked at elsewhere).
+        rows: ``[B]`` int64, ``0 <= row < N`` (refused on the CPU, not looked at elsewhere).
 
     Raises:
         IndexError: a row is out of range (on the CPU).

@@ -23,10 +23,11 @@ def test_gathered_rows_are_those_of_index_select(gpu, dtype, width):
     rows = torch.tensor([49, 0, 7, 7, 3], device=gpu)
     with forced("triton"):
         got = gather_rows(matrix, rows)
-        none = gather_rows(matrix, rows[:0])
+        none, every_other = gather_rows(matrix, rows[:0]), gather_rows(matrix, rows[::2])
     assert got.dtype is dtype
     assert torch.equal(got, matrix.index_select(0, rows))
     assert none.shape == (0, width)
+    assert torch.equal(every_other, got[::2])
 
 
 def test_rows_of_a_part_of_a_matrix_are_gathered(gpu):

@@ -15,6 +15,7 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
+    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.kernels.paths import Path, forced
@@ -113,6 +114,24 @@ def test_n_steps_are_those_of_the_cpu(path, gpu):
             batches.append(rb.sample().cpu())
     for key in ("x", ("next", "reward"), ("next", "done"), "steps_to_next_obs"):
         assert torch.equal(batches[0][key], batches[1][key]), key
+
+
+def test_windows_are_those_of_the_cpu(path, gpu):
+    batches, priorities = [], []
+    for form in ("numba", path):
+        device = torch.device("cpu") if form == "numba" else gpu
+        with forced(form):
+            rb = buffer(SequenceSampler(ProportionalSampler(20), 4, burn_in=4), device)
+            rb.set_rng(torch.Generator().manual_seed(3))
+            rb.extend(data(7, first=20).to(device))
+            batch = rb.sample()
+            batch["td_error"] = batch["x"] % 5 + 0.5
+            rb.update_tensordict_priority(batch)
+            batches.append(batch.cpu())
+            priorities.append(rb.sampler.priority(torch.arange(20, device=device)).cpu())
+    for key in ("x", "mask", "burn_in_mask", ("next", "done")):
+        assert torch.equal(batches[0][key], batches[1][key]), key
+    assert torch.equal(*priorities)
 
 
 def test_goals_are_those_of_the_cpu(path, gpu):
