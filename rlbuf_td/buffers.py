@@ -29,6 +29,7 @@ from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
 from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.learner import FeedsLearner
 from rlbuf_td.looking import InspectedBuffer
 from rlbuf_td.samplers import UniformSampler
@@ -315,7 +316,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             td_error = rows.get(self.priority_key, None)
         if sampler is not None and td_error is not None:
             td_error = one_a_row(td_error, row_dims, sampler.reduction)
-            if not td_error.is_cuda:
+            if path_of(td_error) == "numba":
                 refuse_errors(td_error)
         with self._replay_lock, self._write_lock:
             index = getattr(self._writer, how)(rows)

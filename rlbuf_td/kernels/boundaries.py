@@ -56,7 +56,7 @@ class FlagBoundaries:
         self._reach = None
         steps, stop = len(self.cut), start + count
         before = (start - 1) % steps
-        follows = int(self.head) == before
+        follows = self.head.numpy()[0] == before  # on the host
         if follows:
             if name is not None:
                 self.over[before] |= name[before] != name[start]

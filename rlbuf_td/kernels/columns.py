@@ -72,8 +72,8 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
         The first row whose value is NaN (nothing has been changed then), -1 if there is none. On CUDA always -1, for
         the host would have to wait: NaN is put like any other value.
     """
-    dtype, rows = target.dtype, target.shape[0]
-    if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and not target.is_cuda:
+    dtype, rows, is_on_host = target.dtype, target.shape[0], path_of(target) == "numba"
+    if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         size = 4 if dtype is torch.float32 else 8
         return twin().put_values(
             target.data_ptr(),
@@ -85,7 +85,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
             mask.data_ptr(),
         )
     where = mask.view(-1, *[1] * (target.ndim - 1))
-    if not target.is_cuda and target.is_floating_point():
+    if is_on_host and target.is_floating_point():
         bad = (
             (where & values.isnan()).flatten(1).any(1).nonzero()
             if target.ndim > 1

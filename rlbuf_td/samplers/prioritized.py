@@ -14,6 +14,7 @@ from rlbuf_td._room import require_room
 from rlbuf_td._signature import OwnSignature
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_settings, refuse_state
 from rlbuf_td.sharing.numbers import SharedNumbers
@@ -324,7 +325,8 @@ class Prioritized(PrioritizedSampler):
 
     def _rows(self, index: Any, storage: Storage | None) -> torch.Tensor:
         flat = flat_rows(index, storage, self._device)
-        if not flat.is_cuda and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
+        is_on_host = path_of(flat) == "numba"
+        if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
             raise IndexError(
                 f"rows {flat.min()} to {flat.max()} were named, there are rows 0 to {self._max_capacity - 1}"
             )

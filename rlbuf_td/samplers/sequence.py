@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.indices import coordinates, device_of, flat_rows
 from rlbuf_td.kernels.boundaries import Boundaries
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
@@ -158,9 +159,10 @@ class SequenceSampler(SamplerWrapper):
         ahead: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
         """Draw again for windows that do not fit."""
-        for _ in range(_BLIND_ROUNDS if anchors.is_cuda else _ROUNDS):
+        is_on_host = path_of(anchors) == "numba"
+        for _ in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
-            if not anchors.is_cuda and bool(fits.all()):
+            if is_on_host and bool(fits.all()):
                 break
             others, other_info = draw_from(self.innermost, storage, len(anchors))
             # Stratified draws have a part of the rows for each place, which may not hold a single one that fits.
@@ -170,7 +172,7 @@ class SequenceSampler(SamplerWrapper):
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
             back, ahead, _ = boundaries.reach(anchors)
         else:
-            if not anchors.is_cuda:
+            if is_on_host:
                 raise RuntimeError(
                     f"in {_ROUNDS} draws of {len(anchors)} anchors hardly any had a window of {self.window} rows "
                     "within its trajectory: take shorter windows, or boundary='pad'"
@@ -202,7 +204,7 @@ class SequenceSampler(SamplerWrapper):
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
-        if self.boundary == "strict" and anchors.is_cuda:
+        if self.boundary == "strict" and path_of(anchors) != "numba":
             real &= real.all(1, keepdim=True)
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
@@ -255,7 +257,7 @@ class SequenceSampler(SamplerWrapper):
                 rows = flat.view(-1, self.window)
                 lanes, cells = storage.shape[1:].numel() if storage.ndim > 1 else 1, len(storage)
                 step = (rows[:, 1:] - rows[:, :-1]) % cells
-                if flat.is_cuda or bool(((step == 0) | (step == lanes % cells)).all()):
+                if path_of(flat) != "numba" or bool(((step == 0) | (step == lanes % cells)).all()):
                     learned = torch.ones_like(rows, dtype=torch.bool)
                     learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
                     learned[:, : self.burn_in] = False

@@ -1,0 +1,105 @@
+"""A training loop asks no device for a value: seen on the CPU, by refusing every operation that would wait for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+    functional,
+)
+from rlbuf_td.kernels.paths import forced
+
+#: Operations whose result the host needs, as a value or as a shape.
+_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+
+
+class RefuseWaiting(TorchDispatchMode):
+    """Raise where an operation would wait for the device that its tensors are on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put_", "index_put") and any(
+            index is not None and index.dtype is torch.bool for index in args[1]
+        )
+        if name in _WAITS or masks:
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def data(n: int, first: int = 0) -> TensorDict:
+    x = torch.arange(first, first + n)
+    after = {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None], "achieved_goal": x[:, None].float()}
+    after |= {"terminated": after["done"].clone(), "truncated": torch.zeros(n, 1, dtype=torch.bool)}
+    return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [n])
+
+
+def reward_fn(batch: TensorDictBase) -> torch.Tensor:
+    return (batch["next", "achieved_goal"] == batch["desired_goal"]).float()
+
+
+SAMPLERS: dict[str, Any] = {
+    "uniform": UniformSampler,
+    "unique": lambda: UniformSampler(unique=True),
+    "proportional": lambda: ProportionalSampler(60),
+    "proportional, by batch": lambda: ProportionalSampler(60, stratified=False, weight_norm="batch"),
+    "proportional, highest now": lambda: ProportionalSampler(60, max_priority_within_buffer=True),
+    "rank": lambda: RankSampler(60),
+    "rank, by batch": lambda: RankSampler(60, stratified=False, weight_norm="batch"),
+    "n steps": lambda: NStepSampler(ProportionalSampler(60), 3, 0.9),
+    "hindsight": lambda: HindsightSampler(ProportionalSampler(60), reward_fn, terminated_fn=lambda b: reward_fn(b) > 0),
+    "hindsight, n steps": lambda: NStepSampler(HindsightSampler(RankSampler(60), reward_fn), 3, 0.9),
+    "windows": lambda: SequenceSampler(ProportionalSampler(60), 4, burn_in=4),
+    "windows that fit": lambda: SequenceSampler(UniformSampler(), 4, boundary="strict"),
+}
+
+
+def loop(rb: ReplayBuffer, rows: list[TensorDict], td_error: torch.Tensor) -> None:
+    """Do what a training loop does, around the ring."""
+    for part in rows:
+        rb.extend(part)
+        rb.add(part[0])
+        batch = rb.sample()
+        batch["td_error"] = td_error
+        rb.update_tensordict_priority(batch)
+        if rb._prioritized is not None:
+            rb.update_priority(batch["index"], td_error)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_training_loop_never_waits(name):
+    with forced("torch"):
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](), batch_size=32)
+        rows, td_error = [data(35, 35 * k) for k in range(4)], torch.rand(32)
+        loop(rb, rows, td_error)  # what is bound to the rows at first is looked at once
+        with RefuseWaiting():
+            loop(rb, rows, td_error)
+    assert rb.full
+
+
+def test_advantages_never_wait():
+    value, done = torch.randn(2, 9, 1), torch.rand(2, 9, 1) < 0.2
+    with forced("torch"), RefuseWaiting():
+        advantage, _ = functional.generalized_advantage_estimate(0.9, 0.8, value, value, value, done)
+        returns = functional.td_lambda_return_estimate(0.9, 0.8, value, value, done)
+        trace, _ = functional.vtrace_advantage_estimate(0.9, value, value, value, value, value, done)
+    assert advantage.shape == returns.shape == trace.shape == value.shape
+
+
+def test_what_waits_is_refused():
+    x = torch.rand(4)
+    for wait in (lambda: float(x[0]), lambda: x[x > 0.5], lambda: bool((x > 0).all()), lambda: x.nonzero()):
+        with RefuseWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+            wait()
