@@ -49,6 +49,7 @@ class CapturedStep:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Any, tuple[Any, Any]]] = []
         self._next = 0
         self._key: Any = None
+        self._alive: Any = None  # what the key names by address, so that nothing else comes to lie there
 
     @property
     def is_captured(self) -> bool:
@@ -71,7 +72,7 @@ class CapturedStep:
             key = self._what_is_baked(storage)
             if key != self._key:
                 self._capture(storage)
-                self._key = key
+                self._key, self._alive = key, (storage._storage, buffer._sampler)
             graph, output, drawn = self._graphs[self._next]
             self._next = (self._next + 1) % self._ring
             graph.replay()
@@ -124,7 +125,7 @@ class CapturedStep:
     def _capture(self, storage: PackedStorage) -> None:
         """Record one graph for each output of the ring; all share one pool of memory but for the outputs."""
         generator, device = self._buffer._sampler._rng, device_of(storage)
-        if generator is not None and generator.device != device:
+        if generator is not None and generator.device.type != device.type:
             raise ValueError(
                 f"the buffer's generator is on {generator.device}: a graph draws from one on {device}, or from "
                 "torch's default (set_rng(None))"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from rlbuf_td import (
     ReplayBuffer,
     SequenceSampler,
     UniformSampler,
+    capture,
 )
 from rlbuf_td.kernels.paths import forced
 from tests.statistics import assert_follows, power
@@ -157,6 +160,61 @@ def test_goals_and_n_steps_are_taken_along(device):
         x = batch["x"].float()
         more = (batch["x"] % 7 != 6) & (batch["x"] < 19) & (n > 1)
         assert torch.equal(batch["next", "reward"][:, 0], x + torch.where(more, gamma * (x + 1), 0.0))
+
+
+class Graph:
+    """Stands in for a CUDA graph: counts its replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def graphs_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a buffer on the CPU go the way of CUDA, up to what a GPU would do; the host's side can be followed so."""
+    nothing, stream = nullcontext(), SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    for name in ("stream", "graph", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda given: nothing)
+    monkeypatch.setattr(capture, "device_of", lambda storage: torch.device("cuda"))
+    with forced("torch"):
+        yield
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_graphs_are_made_anew_only_when_something_is_baked_in_them(graphs_that_do_nothing, cls):
+    rb, runs = buffer(cls(20), torch.device("cpu")), []
+    captured = rb.capture(lambda batch: runs.append(batch), ring=3, warmup=2)
+    for _ in range(7):
+        captured()
+        rb.extend(data(1))
+    assert len(runs) == 2 + 3
+    assert captured.is_captured
+    assert [graph.replays for graph, _, _ in captured._graphs] == [3, 2, 2]
+    for change, again in (
+        (lambda: setattr(rb.sampler, "weight_norm", None), True),
+        (lambda: [rb.sampler.load_state_dict(rb.sampler.state_dict()) for _ in range(2)], True),
+        (lambda: rb.update_priority(torch.arange(20), torch.rand(20)), False),
+        (lambda: rb.set_sampler(cls(20)), True),
+        (lambda: rb.empty(), False),
+    ):
+        runs.clear()
+        change()
+        rb.extend(data(5))
+        captured()
+        assert len(runs) == 5 * again
+
+
+def test_a_generator_elsewhere_is_refused(graphs_that_do_nothing):
+    rb = buffer(UniformSampler(), torch.device("cpu"))
+    rb.set_rng(torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="generator is on cpu"):
+        rb.capture()()
 
 
 @pytest.mark.cuda

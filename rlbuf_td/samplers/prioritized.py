@@ -173,7 +173,8 @@ class Prioritized(PrioritizedSampler):
     def refused_priorities(self) -> int:
         """How many NaN or infinite TD errors have been left out; their rows have kept what they had.
 
-        On the CPU always 0: there a batch with such an error is refused whole. Waits for the device.
+        Counted since the sampler was made or a state loaded. On the CPU always 0: there a batch with such an error is
+        refused whole. Waits for the device.
         """
         return int(self._refused())
 
@@ -232,8 +233,7 @@ class Prioritized(PrioritizedSampler):
 
     def replay_key(self) -> Any:
         """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
-        memory = tuple(tensor.data_ptr() for tensor in self._tensors().values())
-        return self.stratified, self.weight_norm, memory
+        return self.stratified, self.weight_norm
 
     @abstractmethod
     def _put_numbers(self, rows: int) -> torch.Tensor | None:

@@ -148,6 +148,10 @@ class ProportionalSampler(Prioritized):
         self._tree.on_device.take((ALPHA, EPS, BETA, DRAWN, NAMED), law)
         return self._tree.on_device.largest
 
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
+        return super().replay_key(), self._tree.on_device
+
     def _refused(self) -> torch.Tensor | int:
         return self._tree.refused
 

@@ -164,9 +164,9 @@ class RankSampler(Prioritized):
         return self._order.on_device.largest
 
     def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was; without Triton also the law."""
+        """Return what captured draws go on with as it was: settings, memory, and without Triton the law."""
         law = None if path_of(self._order.magnitude) == "triton" else (self.alpha, self.beta)
-        return super().replay_key(), law
+        return super().replay_key(), law, self._order
 
     def forget_order(self) -> None:
         """Sort again at the next draw: a graph has changed priorities."""

@@ -1,6 +1,6 @@
 """Check and time everything that runs on a GPU, in one call: ``python tests/benchmarks/bench_cuda.py [--rows 1e6]``.
 
-The same as ``python -m rlbuf_td bench --device cuda --rows 1e6``, from a clone in which nothing is installed.
+The same as ``python -m rlbuf_td bench --device cuda --rows 1e6``, for a clone that is not installed.
 """
 
 from __future__ import annotations
