@@ -10,10 +10,13 @@ from functools import cache
 from types import ModuleType
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.paths import path_of
+
+_LARGE = 1 << 20  # elements of a block, from where on its pages matter
 
 
 def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -28,7 +31,22 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """
     if path_of(matrix) == "triton":
         return gpu_twin().gather_rows(matrix, rows)
-    return matrix.index_select(0, rows)
+    if rows.shape[0] * matrix.shape[1] < _LARGE or matrix.is_cuda:
+        return matrix.index_select(0, rows)
+    return torch.index_select(matrix, 0, rows, out=new_rows(matrix, rows.shape[0]))
+
+
+def new_rows(matrix: Tensor, count: int) -> Tensor:
+    """Return memory for ``count`` rows like those of ``matrix``, not initialised.
+
+    Large blocks on the CPU come from NumPy, which asks for huge pages: those of 4 KiB that torch takes from the system
+    for every batch anew cost more time than copying images into them.
+    """
+    shape = count, matrix.shape[1]
+    if count * shape[1] < _LARGE or matrix.is_cuda:
+        return matrix.new_empty(shape)
+    block = np.empty(count * shape[1] * matrix.element_size(), np.uint8)
+    return torch.from_numpy(block).view(matrix.dtype).view(shape)
 
 
 def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> None:

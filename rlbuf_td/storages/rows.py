@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.columns import gather_rows
+from rlbuf_td.kernels.columns import gather_rows, new_rows
 from rlbuf_td.storages.layout import RowLayout
 
 
@@ -53,7 +53,7 @@ class Rows:
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
-        return self.layout.unpack(self.flat.new_empty((count, self.flat.shape[1])))
+        return self.layout.unpack(new_rows(self.flat, count))
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
@@ -156,7 +156,7 @@ def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return matrix[index]
     flat = index.reshape(-1)
     try:
-        block = matrix.index_select(0, flat)
+        block = gather_rows(matrix, flat) if matrix.ndim == 2 else matrix.index_select(0, flat)
     except (IndexError, RuntimeError):  # the latter when no row has been written
         block = matrix.index_select(0, _wrapped(flat, matrix.shape[0]))
     return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])
