@@ -1,0 +1,234 @@
+"""What a storage of rows is before anything is read or written: its counters, and the memory of its rows."""
+
+from __future__ import annotations
+
+from math import prod
+from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers import LazyTensorStorage
+
+from rlbuf_td.sharing.rows import SharedRows
+from rlbuf_td.staleness import WriteClock
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes, map_bytes
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.schema import SchemaError
+
+
+class AllocatedStorage(LazyTensorStorage):
+    """Counters and memory of :class:`~rlbuf_td.PackedStorage`."""
+
+    device: torch.device | str
+    scratch_dir: Path | None
+    shared: bool
+    clock: WriteClock
+    lock: Any  # what every buffer over this storage takes
+    journal: Any  # keeps what a dump in ``scratch_dir`` needs of rows that are about to change
+    _rows: Rows | None  # from the first write on
+    _live: Rows | None  # those that have been written, as of the last look
+    _is_reserved: bool
+    _sharing: SharedRows | None
+
+    # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
+
+    def _make_counters(self, length: int = 0, revision: int = 0, last_cursor: int = -1) -> None:
+        self._len_value = RawValue("q", length)
+        self._mutation_revision_value = RawValue("q", revision)
+        self._last_cursor_index_value = RawValue("q", last_cursor)
+
+    @property
+    def _len(self) -> int:
+        return self._len_value.value
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        if "_len_value" in self.__dict__:  # not yet, while TorchRL's constructor runs
+            self._len_value.value = value
+
+    def __len__(self) -> int:
+        return self._len_value.value
+
+    def _bump_mutation_revision(self) -> None:
+        self._mutation_revision_value.value += 1
+
+    # -- memory
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """What a row holds; ``None`` before the first write."""
+        return None if self._rows is None else self._rows.layout
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes a row takes, padding included; 0 before the first write."""
+        return 0 if self._rows is None else self._rows.layout.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows; 0 before the first write."""
+        return 0 if self._rows is None else self._rows.nbytes
+
+    def _init(self, data: TensorDictBase) -> None:
+        """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
+        self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
+
+    @property
+    def lanes(self) -> torch.Size:
+        """The dims after time; empty before there are rows."""
+        return torch.Size([]) if self._rows is None else self._rows.lanes
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the rows are those of a schema, to which the first write may add keys."""
+        return self._is_reserved
+
+    def reserve(self, schema: TensorDictBase) -> None:
+        """Allocate, before the first write, for transitions that hold at least the keys of a schema.
+
+        The first write may bring more keys, such as a policy's outputs or a collector's; it then fixes the rows. No
+        memory is touched until it does.
+
+        Args:
+            schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
+
+        Raises:
+            RuntimeError: the rows are there already.
+            SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
+        """
+        if self._rows is not None:
+            raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
+        if schema.batch_dims < self.ndim - 1:
+            raise SchemaError(
+                f"a storage with ndim={self.ndim} takes a schema of {self.ndim - 1} or more batch dims (lanes), "
+                f"got batch size {tuple(schema.batch_size)}"
+            )
+        device = None if schema.device is None or schema.device.type == "meta" else schema.device
+        self._allocate(RowLayout(schema, self.ndim - 1), schema.batch_size[: self.ndim - 1], device)
+        self._is_reserved = True
+
+    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        return self._adopt(self._make_rows(layout, lanes, device))
+
+    def _make_rows(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+        """Return rows of this capacity, which the storage does not use before :meth:`_adopt`."""
+        if self.device != "auto":
+            device = self.device
+        elif device is None:
+            device = torch.device("cpu")
+        steps = self._steps(lanes)
+        nbytes = steps * prod(lanes) * layout.row_bytes
+        with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
+            if self._sharing is not None and self.scratch_dir is None:
+                memory = self._sharing.memory(nbytes)
+            else:
+                memory = allocate_bytes(
+                    nbytes,
+                    device,
+                    scratch_dir=self.scratch_dir,
+                    shared=self.shared,
+                    quiet=self._is_reserved,
+                    what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
+                    remedy=_remedy(layout, self.scratch_dir),
+                )
+            return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+
+    def _adopt(self, rows: Rows) -> Rows:
+        """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
+        self._rows, self._live = rows, None
+        self.device = rows.matrix.device
+        self._storage = rows.view()
+        self.max_size = rows.cells
+        self.__dict__["_total_shape_value"] = rows.shape
+        self.initialized = True
+        if self._sharing is not None:
+            self._describe(self._sharing, rows)
+        return rows
+
+    def map_rows(self, layout: RowLayout, lanes: torch.Size) -> Rows:
+        """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
+        if self.scratch_dir is None:
+            raise ValueError("a PackedStorage without scratch_dir has no file")
+        steps = self._steps(lanes)
+        memory = map_bytes(self.scratch_dir, steps * prod(lanes) * layout.row_bytes)
+        return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+
+    def keep_for_dump(self, start: int, count: int) -> None:
+        """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
+        if self.journal is not None and self._rows is not None:
+            self.journal.keep(start, count, self._rows.steps)
+
+    def _steps(self, lanes: torch.Size) -> int:
+        """Return the capacity in time steps of these lanes."""
+        if not prod(lanes):
+            raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+        return -(-self.max_size // prod(lanes))
+
+    def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
+        """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
+        if self._rows is not None:
+            return self._rows.steps
+        if self.ndim == 1:
+            return self.max_size
+        single = single_data is not None
+        data = as_tensordict(single_data if single else batched_data)
+        return self._steps(data.batch_size[1 - single : self.ndim - single])
+
+    def _all_rows(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
+        return self._rows
+
+    def _written(self) -> Rows:
+        """Return the rows that have been written."""
+        cells, rows, live = self._len_value.value, self._all_rows(), self._live
+        if live is None or live.cells != cells:
+            live = self._live = rows.first(cells // prod(rows.lanes))
+        return live
+
+    def _release(self) -> None:
+        """Give back rows that have been reserved, and not written."""
+        self._rows = self._live = self._storage = None
+        if self.scratch_dir is not None:
+            (self.scratch_dir / ROWS_FILE).unlink()
+
+    def _empty(self) -> None:
+        self._len_value.value = 0
+        if self._rows is not None:
+            self.clock.forget(self._rows.steps)
+        self._bump_mutation_revision()
+
+    def _describe(self, sharing: SharedRows, rows: Rows) -> None:
+        written = sharing.place(rows.flat, {"layout": rows.layout.state(), "shape": list(rows.shape)})
+        self.clock.keep_in(written)
+
+
+def _remedy(layout: RowLayout, scratch_dir: Path | None) -> str:
+    """Return what to do if the rows do not fit."""
+    largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
+    elsewhere = "another scratch_dir" if scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+    return (
+        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a row. "
+        "rlbuf_td.plan(...) tells more."
+    )
+
+
+def as_tensordict(data: Any) -> TensorDictBase:
+    """Return the data of a write as one TensorDict.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if type(data) is TensorDict:
+        return data
+    if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
+        data = torch.stack(list(data))
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(
+            f"PackedStorage stores TensorDicts, got {type(data).__name__}: wrap it in a TensorDict, "
+            "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
+        )
+    return data

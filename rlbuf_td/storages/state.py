@@ -1,0 +1,144 @@
+"""The rows as plain state: pickling, copies, and ``state_dict``."""
+
+from __future__ import annotations
+
+from math import prod
+from multiprocessing.context import get_spawning_popen
+from threading import RLock
+from typing import Any
+
+import torch
+
+from rlbuf_td.staleness import WriteClock
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.memory import map_bytes
+from rlbuf_td.storages.processes import SharedStorage
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.schema import SchemaError
+
+_COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
+_MADE_ANEW = frozenset(
+    (*_COUNTERS, "_rows", "journal", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
+)  # by a copy
+
+
+class SavedStorage(SharedStorage):
+    """State of :class:`~rlbuf_td.PackedStorage`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None:
+            kept = {name: value for name, value in self.__dict__.items() if name not in _MADE_ANEW}
+            saved = self._mutation_revision, self.state_dict()
+            return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
+        state = self.__dict__ | {"_rng": None, "_storage": None, "_live": None}
+        if self._sharing is not None:
+            return state | {"_rows": None, "lock": None}
+        if self._rows is None:
+            raise RuntimeError(
+                "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
+                "the processes would not share them. Write one batch first, or call share_memory_()."
+            )
+        self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
+        state |= {"lock": None, "_is_reserved": False, "journal": None}
+        if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
+            state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
+        self.__dict__.update(state)
+        if saved is not None:  # a copy: rows and counters of its own
+            self._rows = self._live = self._storage = self._sharing = self.journal = None
+            self.lock = RLock()
+            self.clock = WriteClock()
+            self._make_counters()
+            revision, rows = saved
+            self.load_state_dict(rows)
+            self._mutation_revision_value.value = revision  # what was read from the original holds for the copy
+        elif self._sharing is not None:
+            self.lock = self._sharing.lock
+            self._find_rows()
+        elif mapped is not None:  # another process: the same rows
+            layout, shape = mapped
+            memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)
+            self.lock = RLock()
+            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+        else:
+            self.lock = RLock()
+            self._adopt(state["_rows"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
+        state = self.snapshot()
+        return state | {"rows": state["rows"].clone()} if "rows" in state else state
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the rows themselves rather than a copy."""
+        if self._rows is None:
+            return {"_len": 0}
+        return {
+            "_len": len(self),
+            "full": self._is_full,
+            "reserved": self._is_reserved,
+            "last_cursor": self._last_cursor_index_value.value,
+            "layout": self._rows.layout.state(),
+            "rows": self._written().matrix,
+            "clock": self.clock.state_dict() | {"capacity": self._rows.cells},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the content by what :meth:`state_dict` returned.
+
+        Raises:
+            SchemaError: the saved rows differ in keys, dtypes or shapes; this storage stays as it was.
+            ValueError: the capacity or the lanes do not fit the saved rows; this storage stays as it was.
+        """
+        reserved = state_dict.get("reserved", False)
+        if "layout" not in state_dict or (reserved and self._rows is not None):  # saved before the first write
+            return self._empty()
+        matrix = state_dict["rows"]
+        layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
+        if self._rows is not None and self._rows.layout != layout:
+            self._release()
+        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        self.keep_for_dump(0, rows.steps)
+        rows.matrix[: matrix.shape[0]].copy_(matrix)
+        self.restore_counters(state_dict)
+
+    def admit_state(self, state_dict: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
+        """Return the layout and the lanes of saved rows that this storage can take in; changes nothing.
+
+        Raises:
+            SchemaError: the saved rows differ in keys, dtypes or shapes.
+            ValueError: the capacity or the lanes do not fit the saved rows.
+        """
+        layout = RowLayout.from_state(state_dict["layout"])
+        if self._rows is not None and not self._takes(layout):
+            raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
+        if len(lanes) != self.ndim - 1 or (self._rows is not None and lanes != self._rows.lanes):
+            own = tuple(self._rows.lanes) if self._rows is not None else f"of a storage with ndim={self.ndim}"
+            raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")
+        capacity = self._steps(lanes) * prod(lanes)
+        if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
+            raise ValueError(
+                f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
+                f"a capacity of {capacity}"
+            )
+        return layout, lanes
+
+    def restore_counters(self, state_dict: dict[str, Any]) -> None:
+        """Count the rows that a loader has put in place as :meth:`state_dict` did."""
+        self._is_reserved = state_dict.get("reserved", False)
+        clock, rows = state_dict.get("clock"), self._all_rows()
+        if clock is not None and clock["capacity"] == rows.cells:
+            self.clock.load_state_dict(clock, rows.steps, state_dict["last_cursor"])
+        else:
+            self.clock.forget(rows.steps, state_dict["last_cursor"])
+        self._len_value.value = state_dict["_len"]
+        self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
+        self._bump_mutation_revision()
+
+    def _takes(self, layout: RowLayout) -> bool:
+        """Return whether rows of this layout may be loaded: where they are only reserved, it may hold more."""
+        ours = self._rows.layout if self._rows is not None else layout
+        return layout == ours or (self._is_reserved and set(ours.leaves) <= set(layout.leaves))
