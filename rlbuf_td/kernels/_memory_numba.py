@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -37,6 +38,28 @@ def prefetch(typing_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def same_bytes(first, second, count):
+    """Return whether ``count`` bytes at two addresses are the same."""
+    at = np.int64(0)
+    while at + 64 <= count:
+        difference = np.int64(0)
+        for word in range(8):
+            difference |= load_int64(first + at + 8 * word) ^ load_int64(second + at + 8 * word)
+        if difference != 0:
+            return False
+        at += 64
+    while at + 8 <= count:
+        if load_int64(first + at) != load_int64(second + at):
+            return False
+        at += 8
+    while at < count:
+        if load_uint8(first + at) != load_uint8(second + at):
+            return False
+        at += 1
+    return True
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -74,6 +97,7 @@ def _storer(kind: types.Type) -> Any:
     return intrinsic(store)
 
 
+load_uint8 = _loader(types.uint8)
 load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
 load_int32, store_int32 = _loader(types.int32), _storer(types.int32)
 load_int64, store_int64 = _loader(types.int64), _storer(types.int64)

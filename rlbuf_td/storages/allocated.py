@@ -14,7 +14,9 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.sharing.rows import SharedRows
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes, map_bytes
+from rlbuf_td.storages.memory import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
+from rlbuf_td.storages.pooled_rows import PooledRows, Sections
+from rlbuf_td.storages.pooling import Pooling, Sharing, choose
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
 
@@ -32,6 +34,7 @@ class AllocatedStorage(LazyTensorStorage):
     _live: Rows | None  # those that have been written, as of the last look
     _is_reserved: bool
     _sharing: SharedRows | None
+    _asked: Sharing  # what rows are to share
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
 
@@ -64,17 +67,28 @@ class AllocatedStorage(LazyTensorStorage):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes a row takes, padding included; 0 before the first write."""
+        """Bytes of a whole row, padding included, as batches hold it; 0 before the first write."""
         return 0 if self._rows is None else self._rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows; 0 before the first write."""
+        """Bytes of all rows, with what they share so far; 0 before the first write."""
         return 0 if self._rows is None else self._rows.nbytes
+
+    @property
+    def saved_bytes(self) -> dict[tuple[str, ...], int]:
+        """Bytes that full rows take less, by key at the root, because they share observations or frames."""
+        return self._rows.saved_bytes() if isinstance(self._rows, PooledRows) else {}
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What rows share; None if that is nothing, and before the first write."""
+        return self._rows.pooling if isinstance(self._rows, PooledRows) else None
 
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
-        self._allocate(RowLayout(data, self.ndim - 1), data.batch_size[: self.ndim - 1], data.device)
+        layout = RowLayout(data, self.ndim - 1)
+        self._allocate(layout, data.batch_size[: self.ndim - 1], data.device, self._pooling_of(layout))
 
     @property
     def lanes(self) -> torch.Size:
@@ -107,34 +121,67 @@ class AllocatedStorage(LazyTensorStorage):
                 f"got batch size {tuple(schema.batch_size)}"
             )
         device = None if schema.device is None or schema.device.type == "meta" else schema.device
-        self._allocate(RowLayout(schema, self.ndim - 1), schema.batch_size[: self.ndim - 1], device)
+        layout = RowLayout(schema, self.ndim - 1)
+        self._allocate(layout, schema.batch_size[: self.ndim - 1], device, self._pooling_of(layout))
         self._is_reserved = True
 
-    def _allocate(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
-        return self._adopt(self._make_rows(layout, lanes, device))
+    def _allocate(
+        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, pooling: Pooling | None = None
+    ) -> Rows:
+        return self._adopt(self._make_rows(layout, lanes, device, pooling))
 
-    def _make_rows(self, layout: RowLayout, lanes: torch.Size, device: torch.device | None) -> Rows:
+    def _pooling_of(self, layout: RowLayout, data: TensorDictBase | None = None) -> Pooling | None:
+        """Return what rows of this layout share: what was asked for, or None if that is nothing."""
+        pooled = choose(self._asked, layout, data) if self._asked else ()
+        return Pooling(layout, pooled) if pooled else None
+
+    def _make_rows(
+        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, pooling: Pooling | None = None
+    ) -> Rows:
         """Return rows of this capacity, which the storage does not use before :meth:`_adopt`."""
         if self.device != "auto":
             device = self.device
         elif device is None:
             device = torch.device("cpu")
-        steps = self._steps(lanes)
-        nbytes = steps * prod(lanes) * layout.row_bytes
+        shape = torch.Size([self._steps(lanes), *lanes])
+        nbytes = self._bytes_of(layout, shape, pooling)
+        about: Any = {
+            "scratch_dir": self.scratch_dir,
+            "quiet": self._is_reserved,
+            "what": f"{prod(shape):,} rows of {(pooling.own if pooling else layout).row_bytes:,} bytes take",
+            "remedy": _remedy(layout, self.scratch_dir),
+        }
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
             if self._sharing is not None and self.scratch_dir is None:
                 memory = self._sharing.memory(nbytes)
+            elif pooling is not None:
+                _refuse_device(torch.device(device))
+                sections = Sections.of(pooling, prod(shape))
+                about["what"] += " with what they share"
+                memory = allocate_sparse(nbytes, sections.likely(pooling, prod(shape)), sections.stacks[0], **about)
             else:
-                memory = allocate_bytes(
-                    nbytes,
-                    device,
-                    scratch_dir=self.scratch_dir,
-                    shared=self.shared,
-                    quiet=self._is_reserved,
-                    what=f"{steps * prod(lanes):,} rows of {layout.row_bytes:,} bytes take",
-                    remedy=_remedy(layout, self.scratch_dir),
-                )
-            return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+                memory = allocate_bytes(nbytes, torch.device(device), shared=self.shared, **about)
+            return self._rows_in(memory, layout, shape, pooling)
+
+    def _bytes_of(self, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> int:
+        """Return how many bytes of memory rows need."""
+        return shape.numel() * layout.row_bytes if pooling is None else Sections.of(pooling, shape.numel()).total
+
+    def _rows_in(self, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> Rows:
+        """Return the rows that lie in memory of :meth:`_bytes_of` bytes."""
+        if pooling is None:
+            return Rows(layout, memory.view(*shape, layout.row_bytes))
+        room = None if self.scratch_dir is None else FileRoom(self.scratch_dir, len(memory))
+        rows = PooledRows(pooling, memory, shape, make_room=room)
+        rows.is_deferred = self._sharing is not None
+        return rows
+
+    def _map(self, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> Rows:
+        """Return the rows in the file in ``scratch_dir``."""
+        if self.scratch_dir is None:
+            raise ValueError("a PackedStorage without scratch_dir has no file")
+        memory = map_bytes(self.scratch_dir, self._bytes_of(layout, shape, pooling))
+        return self._rows_in(memory, layout, shape, pooling)
 
     def _adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
@@ -150,11 +197,7 @@ class AllocatedStorage(LazyTensorStorage):
 
     def map_rows(self, layout: RowLayout, lanes: torch.Size) -> Rows:
         """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
-        if self.scratch_dir is None:
-            raise ValueError("a PackedStorage without scratch_dir has no file")
-        steps = self._steps(lanes)
-        memory = map_bytes(self.scratch_dir, steps * prod(lanes) * layout.row_bytes)
-        return Rows(layout, memory.view(steps, *lanes, layout.row_bytes))
+        return self._map(layout, torch.Size([self._steps(lanes), *lanes]), None)
 
     def keep_for_dump(self, start: int, count: int) -> None:
         """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
@@ -196,14 +239,27 @@ class AllocatedStorage(LazyTensorStorage):
             (self.scratch_dir / ROWS_FILE).unlink()
 
     def _empty(self) -> None:
+        if isinstance(self._rows, PooledRows):
+            self._rows.forget(self._len_value.value)
         self._len_value.value = 0
         if self._rows is not None:
             self.clock.forget(self._rows.steps)
         self._bump_mutation_revision()
 
     def _describe(self, sharing: SharedRows, rows: Rows) -> None:
-        written = sharing.place(rows.flat, {"layout": rows.layout.state(), "shape": list(rows.shape)})
+        description = {"layout": rows.layout.state(), "shape": list(rows.shape)}
+        if isinstance(rows, PooledRows):
+            description["pooled"] = rows.pooling.state()
+        written = sharing.place(rows.flat, description)
         self.clock.keep_in(written)
+
+
+def _refuse_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(
+            f"share_next and frames need device='cpu' so far, got {str(device)!r}: keep the rows on the CPU and move "
+            "batches (a transform does), or let each row hold its own"
+        )
 
 
 def _remedy(layout: RowLayout, scratch_dir: Path | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from threading import RLock
@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.allocated import as_tensordict
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.pooling import Sharing
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 from rlbuf_td.storages.state import SavedStorage
@@ -36,6 +38,16 @@ class PackedStorage(SavedStorage):
             already is never overwritten.
         shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
             start, see :meth:`ReplayBuffer.share`.
+        share_next: store an observation once that is a row's next one and the following row's own (CPU only). Compared
+            are the bytes, in the same lane; no flag is asked. Where they differ, at the end of a trajectory, say, both
+            are stored. ``True``: all keys at the root that are below ``"next"``, too; a list of such keys; ``"auto"``:
+            those that repeat in half of the first write's rows or more (all of them, if that is one time step), unless
+            they are too small to be worth it. Keys of less than 8 bytes and flags are never shared. ``False`` is the
+            default: a column, a slice or an int then gives views of every key, of a shared one it gives a copy.
+        frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the key along which they lie, 0 if not
+            given, ``{"pixels": (4, -1)}``: the newest frame of a stack is last. A row stores its newest frame where its
+            stack is that of the row before, moved on by one (which is compared), else the whole stack; of the stack
+            below ``"next"`` likewise.
 
     A copy, pickled or deep, has rows of its own in RAM or shared memory, never in the file of its original. Sent to a
     spawned process, the storage keeps its rows: both processes read and write the same ones.
@@ -49,7 +61,8 @@ class PackedStorage(SavedStorage):
     Warns:
         MemoryWarning: (on the first write) less RAM is free than the rows will take once all are written.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows.
+    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. Rows that share
+    observations take as much longer to read and write as :mod:`rlbuf_td.bench.memory` says on your machine.
 
     Differs from TorchRL's ``LazyTensorStorage``: a missing key is an error rather than uninitialised memory, an unknown
     key is an error rather than dropped, and only TensorDicts of tensors are taken.
@@ -62,6 +75,16 @@ class PackedStorage(SavedStorage):
         tensor(6.)
         >>> storage["observation"].shape, storage.row_bytes
         (torch.Size([2, 3]), 16)
+
+        Observations once:
+
+        >>> storage, seen = PackedStorage(1000, share_next=True), torch.rand(1001, 17)
+        >>> rows = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [1000])
+        >>> storage.set(range(1000), rows)
+        >>> storage.row_bytes, storage.nbytes / 1000
+        (136, 76.068)
+        >>> bool((storage[:] == rows).all())
+        True
     """
 
     def __init__(
@@ -72,6 +95,8 @@ class PackedStorage(SavedStorage):
         ndim: int = 1,
         scratch_dir: str | Path | None = None,
         shared: bool = False,
+        share_next: bool | str | Sequence[NestedKey] = False,
+        frames: Mapping[NestedKey, Any] | None = None,
     ) -> None:
         if max_size < 1 or max_size != int(max_size):
             raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
@@ -84,6 +109,7 @@ class PackedStorage(SavedStorage):
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared = shared
+        self._asked = Sharing.of(share_next, frames)
         self._rows = None
         self._live = None
         self._is_reserved = False
@@ -92,6 +118,8 @@ class PackedStorage(SavedStorage):
         self._sharing = None
         self.journal = None
         self._make_counters()
+        if self._asked and shared:
+            self.share_memory_()
 
     # -- reading
 
@@ -110,7 +138,7 @@ class PackedStorage(SavedStorage):
         """
         rows = self._written()
         if is_key(index):
-            return rows.view()[index]
+            return self.column(index)
         if isinstance(index, list | range | np.ndarray):
             index = as_index(index)
         if is_mask(index) and index.shape == rows.shape:
@@ -119,7 +147,25 @@ class PackedStorage(SavedStorage):
             return rows.at_steps(index.to(self.device, torch.int64))
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
-        return super().get(index)
+        return rows.at_region(index) if isinstance(rows, PooledRows) else super().get(index)
+
+    def column(self, key: NestedKey) -> Any:
+        """Return one key of all rows written, ``[T, *lanes, ...]``: a strided view; fresh memory if rows share it.
+
+        Raises:
+            KeyError: no such key.
+        """
+        rows = self._written()
+        path = (key,) if isinstance(key, str) else tuple(key)
+        if not isinstance(rows, PooledRows):
+            return rows.view()[key]
+        if path in rows.pooling.places:
+            return rows.column(path)
+        node = rows.view()[key]
+        for other in rows.pooling.places:
+            if other[: len(path)] == path:
+                node.set(other[len(path) :], rows.column(other))
+        return node
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
@@ -179,6 +225,8 @@ class PackedStorage(SavedStorage):
             block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
         """
         rows = self._rows
+        if isinstance(rows, PooledRows):
+            raise RuntimeError("packed rows cannot be written to a storage whose rows share observations: use write")
         if rows is None or self._is_reserved:
             raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
         self._about_to_write(rows, start, 1)
@@ -263,13 +311,14 @@ class PackedStorage(SavedStorage):
             )
         lanes = data.batch_size[1 + lead_dims - self.ndim : lead_dims]
         reserved, layout = self._rows, RowLayout(data, lead_dims)
+        pooling = self._pooling_of(layout, data if lead_dims == self.ndim else None)
         if reserved is not None:
             lead = data.batch_size[: lead_dims + 1 - self.ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, more=True)
-            if layout != reserved.layout:
+            if layout != reserved.layout or pooling != self.pooling:
                 self._release()
                 reserved = None
-        rows = reserved or self._allocate(layout, lanes, data.device)
+        rows = reserved or self._allocate(layout, lanes, data.device, pooling)
         self._is_reserved = False
         return rows
 

@@ -11,8 +11,8 @@ from rlbuf_td.sharing.journal import WRITTEN, Journal
 from rlbuf_td.sharing.rows import SharedRows
 from rlbuf_td.storages.allocated import AllocatedStorage
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import map_bytes
-from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.pooling import Pooling
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,9 +47,15 @@ class SharedStorage(AllocatedStorage):
             self._sharing, rows = sharing, self._rows
             self._is_reserved = False  # no process may put other rows in their place
             if rows is not None and self.scratch_dir is None:
-                memory = sharing.memory(rows.nbytes).view(*rows.shape, rows.layout.row_bytes)
-                self._adopt(Rows(rows.layout, memory)).matrix.copy_(rows.matrix)
+                memory = sharing.memory(self._bytes_of(rows.layout, rows.shape, self.pooling))
+                moved = self._adopt(self._rows_in(memory, rows.layout, rows.shape, self.pooling))
+                if isinstance(moved, PooledRows) and isinstance(rows, PooledRows):
+                    moved.restore_(rows.matrix, rows.entries())
+                else:
+                    moved.matrix.copy_(rows.matrix)
             elif rows is not None:
+                if isinstance(rows, PooledRows):
+                    rows.is_deferred = True
                 self._describe(sharing, rows)
             self.shared = self.scratch_dir is None
             self.lock = sharing.lock
@@ -70,13 +76,17 @@ class SharedStorage(AllocatedStorage):
         found = None if self._sharing is None else self._sharing.description()
         if found is not None and self._sharing is not None:
             layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
-            nbytes = shape.numel() * layout.row_bytes
-            folder = self.scratch_dir
-            memory = self._sharing.memory(nbytes) if folder is None else map_bytes(folder, nbytes)
-            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+            pooling = Pooling.from_state(layout, found["pooled"]) if "pooled" in found else None
+            if self.scratch_dir is not None:
+                self._adopt(self._map(layout, shape, pooling))
+            else:
+                memory = self._sharing.memory(self._bytes_of(layout, shape, pooling))
+                self._adopt(self._rows_in(memory, layout, shape, pooling))
 
     def _repair(self, journal: Journal) -> None:
         """Put right what depends on the rows, after a process has died at work."""
+        if isinstance(self._rows, PooledRows):
+            self._rows.rebuild()
         for listener in self._attached_entities:
             repair = getattr(listener, "repair", None)
             if repair is not None:

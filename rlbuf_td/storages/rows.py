@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -77,6 +78,10 @@ class Rows:
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + (coordinate % size if coordinate.is_cuda else _wrapped(coordinate, size))
         return self.layout.unpack(_gather(self.flat, flat))
+
+    def chunks(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield all rows in order, as numbers of time steps and the leaves of these, in parts that fit into memory."""
+        yield self.steps, self.layout.columns(self.matrix)
 
     # -- writing leaves that fit
 

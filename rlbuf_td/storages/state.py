@@ -11,7 +11,9 @@ import torch
 
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import map_bytes
+from rlbuf_td.storages.memory import allocate_sparse
+from rlbuf_td.storages.pooled_rows import PooledRows, Sections
+from rlbuf_td.storages.pooling import Pooling
 from rlbuf_td.storages.processes import SharedStorage
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
@@ -41,7 +43,12 @@ class SavedStorage(SharedStorage):
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
         state |= {"lock": None, "_is_reserved": False, "journal": None}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
-            state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape)}
+            state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape, self.pooling)}
+        elif self.pooling is not None:
+            raise RuntimeError(
+                "a PackedStorage whose rows share observations cannot be sent to another process as it is: call "
+                "share_memory_() first, or keep the rows in a scratch_dir"
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,6 +59,8 @@ class SavedStorage(SharedStorage):
             self.lock = RLock()
             self.clock = WriteClock()
             self._make_counters()
+            if self._asked and self.shared:
+                self.share_memory_()
             revision, rows = saved
             self.load_state_dict(rows)
             self._mutation_revision_value.value = revision  # what was read from the original holds for the copy
@@ -59,10 +68,8 @@ class SavedStorage(SharedStorage):
             self.lock = self._sharing.lock
             self._find_rows()
         elif mapped is not None:  # another process: the same rows
-            layout, shape = mapped
-            memory = map_bytes(state["scratch_dir"], shape.numel() * layout.row_bytes)
             self.lock = RLock()
-            self._adopt(Rows(layout, memory.view(*shape, layout.row_bytes)))
+            self._adopt(self._map(*mapped))
         else:
             self.lock = RLock()
             self._adopt(state["_rows"])
@@ -70,13 +77,18 @@ class SavedStorage(SharedStorage):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
         state = self.snapshot()
+        if "entries" in state:
+            state["entries"] = [entries.clone() for entries in state["entries"]]
         return state | {"rows": state["rows"].clone()} if "rows" in state else state
 
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the rows themselves rather than a copy."""
         if self._rows is None:
             return {"_len": 0}
-        return {
+        shared = {}
+        if isinstance(self._rows, PooledRows):
+            shared = {"pooled": self._rows.pooling.state(), "entries": self._rows.entries()}
+        return shared | {
             "_len": len(self),
             "full": self._is_full,
             "reserved": self._is_reserved,
@@ -98,12 +110,25 @@ class SavedStorage(SharedStorage):
             return self._empty()
         matrix = state_dict["rows"]
         layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
+        pooling = saved_pooling(layout, state_dict)
+        entries = state_dict.get("entries", [])
+        if pooling is not None:
+            refuse_foreign(pooling, matrix, entries)
         if self._rows is not None and self._rows.layout != layout:
             self._release()
-        rows = self._rows or self._allocate(layout, lanes, matrix.device)
+        rows = self._rows or self._allocate(layout, lanes, matrix.device, self.pooling_like(layout, pooling))
         self.keep_for_dump(0, rows.steps)
-        rows.matrix[: matrix.shape[0]].copy_(matrix)
+        if isinstance(rows, PooledRows) and rows.pooling == pooling:
+            rows.restore_(matrix, entries)
+        elif pooling is None and not isinstance(rows, PooledRows):
+            rows.matrix[: matrix.shape[0]].copy_(matrix)
+        else:
+            copy_rows(rows_of_state(layout, matrix, pooling, entries), rows)
         self.restore_counters(state_dict)
+
+    def pooling_like(self, layout: RowLayout, saved: Pooling | None) -> Pooling | None:
+        """Return what new rows for saved ones share: what those did, if this storage's are to share anything."""
+        return None if not self._asked else saved or self._pooling_of(layout)
 
     def admit_state(self, state_dict: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
         """Return the layout and the lanes of saved rows that this storage can take in; changes nothing.
@@ -142,3 +167,52 @@ class SavedStorage(SharedStorage):
         """Return whether rows of this layout may be loaded: where they are only reserved, it may hold more."""
         ours = self._rows.layout if self._rows is not None else layout
         return layout == ours or (self._is_reserved and set(ours.leaves) <= set(layout.leaves))
+
+
+def saved_pooling(layout: RowLayout, state: dict[str, Any]) -> Pooling | None:
+    """Return what saved rows share.
+
+    Raises:
+        SchemaError: it does not fit their layout.
+    """
+    return Pooling.from_state(layout, state["pooled"]) if "pooled" in state else None
+
+
+def refuse_foreign(pooling: Pooling, matrix: torch.Tensor, entries: list[torch.Tensor]) -> None:
+    """Refuse saved rows that name entries which were not saved with them, or entries of another size.
+
+    Raises:
+        SchemaError: see above.
+    """
+    names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
+    groups = pooling.groups
+    fits = len(entries) == len(groups) and names.shape[1] == pooling.own.row_bytes
+    for group, found in zip(groups, entries, strict=False):
+        fits = fits and found.ndim == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
+        if fits and len(names):
+            ids = names.narrow(1, group.ids, 4 * group.names).view(torch.int32)
+            fits = int(ids.min()) > 0 and int(ids.max()) <= len(found)
+    if not fits:
+        raise SchemaError("the saved rows and the observations that they share do not belong together")
+
+
+def rows_of_state(
+    layout: RowLayout, matrix: torch.Tensor, pooling: Pooling | None, entries: list[torch.Tensor]
+) -> Rows:
+    """Return saved rows, to be read only."""
+    if pooling is None:
+        return Rows(layout, matrix.contiguous())
+    cells = matrix.shape[:-1].numel()
+    sections = Sections.of(pooling, cells)
+    memory = allocate_sparse(sections.total, sections.likely(pooling, cells), sections.stacks[0])
+    rows = PooledRows(pooling, memory, matrix.shape[:-1])
+    rows.restore_(matrix, entries)
+    return rows
+
+
+def copy_rows(source: Rows, target: Rows) -> None:
+    """Write all rows of ``source`` to the first time steps of ``target``, which shares other keys than they do."""
+    at = 0
+    for count, leaves in source.chunks():
+        target.copy_(at, count, leaves)
+        at += count

@@ -1,0 +1,226 @@
+"""Rows that share observations: what is shared, what is refused, and what it saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
+from rlbuf_td.storages.pooled_rows import PooledRows
+from tests.catalogue import assert_same
+from tests.storages.observations import FRAMES, Lanes
+
+
+def pooled(storage: PackedStorage) -> PooledRows:
+    rows = storage._rows
+    assert isinstance(rows, PooledRows)
+    return rows
+
+
+def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
+    """Return rows whose observations follow each other, but for every ``length``-th."""
+    seen = torch.rand(count + 1, width)
+    following = seen[1:].clone()
+    if length is not None:
+        following[length - 1 :: length] = torch.rand(len(following[length - 1 :: length]), width)
+    return TensorDict({"observation": seen[:-1].clone(), "next": {"observation": following}}, [count])
+
+
+def test_rows_of_one_trajectory_take_one_observation_each() -> None:
+    storage = PackedStorage(100, share_next=True)
+    storage.set(range(100), chain(100))
+    assert pooled(storage).held == [101]
+    assert storage.nbytes == 100 * 8 + 101 * 32
+    assert storage.saved_bytes == {("observation",): 200 * 32 - 101 * 32 - 100 * 8}
+
+
+def test_the_end_of_a_trajectory_costs_one_observation() -> None:
+    storage = PackedStorage(100, share_next=True)
+    storage.set(range(100), chain(100, length=20))
+    assert pooled(storage).held == [105]
+
+
+def test_lanes_share_within_themselves() -> None:
+    data = torch.stack([chain(50), chain(50)], 1)
+    storage = PackedStorage(100, ndim=2, share_next=True)
+    storage.set(range(50), data)
+    assert pooled(storage).held == [102]
+    flat = PackedStorage(100, share_next=True)
+    flat.set(range(100), data.reshape(-1))  # lanes reshaped together: no row follows the one before it
+    assert pooled(flat).held == [200]
+    assert_same(flat[:], data.reshape(-1))
+
+
+def test_writes_go_on_where_the_last_one_ended() -> None:
+    storage, data = PackedStorage(60, share_next=True), chain(60)
+    at = 0
+    for count in (1, 7, 1, 1, 50):
+        storage.set(range(at, at + count), data[at : at + count])
+        at += count
+    assert pooled(storage).held == [61]
+
+
+def test_writing_backwards_shares_as_much() -> None:
+    storage, data = PackedStorage(40, share_next=True), chain(40)
+    storage.set(range(40), torch.zeros_like(data))
+    for step in reversed(range(40)):
+        storage.set(step, data[step], set_cursor=False)
+    assert pooled(storage).held == [41]
+    assert_same(storage[:], data)
+
+
+def test_a_ring_holds_as_much_after_each_round() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(100, share_next=True))
+    used = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        rb.extend(chain(70, length=10))
+        used.append(rb.storage.nbytes)
+    assert pooled(rb.storage).held[0] <= 112
+    assert max(used[3:]) <= 100 * 8 + 32 * 130  # free entries are used again
+
+
+def test_auto_leaves_out_what_does_not_repeat() -> None:
+    storage = PackedStorage(300, share_next="auto")
+    storage.set(range(200), Lanes(1, 0, alphabet=50).steps(200, 0.1)[:, 0])
+    assert set(storage.saved_bytes) == {("observation",), ("agent", "goal"), ("pixels",)}
+    everything = PackedStorage(300, share_next=True)
+    everything.set(range(200), Lanes(1, 0, alphabet=50).steps(200, 0.1)[:, 0])
+    assert set(everything.saved_bytes) == {("observation",), ("agent", "goal"), ("pixels",), ("clock",)}
+    assert storage.nbytes < everything.nbytes
+
+
+def test_auto_shares_nothing_that_is_not_worth_it() -> None:
+    storage = PackedStorage(10, share_next="auto")
+    storage.set(range(4), chain(4, width=2))
+    assert storage.pooling is None
+    storage = PackedStorage(10, share_next="auto")
+    data = TensorDict({"observation": torch.rand(4, 9), "next": {"observation": torch.rand(4, 9)}}, [4])
+    storage.set(range(4), data)
+    assert storage.pooling is None
+
+
+def test_flags_stay_in_the_rows() -> None:
+    flags = {"done": torch.zeros(4, 16).bool(), "terminated": torch.zeros(4, 16).bool()}
+    storage = PackedStorage(10, share_next=True)
+    storage.set(range(4), TensorDict({"x": torch.rand(4, 4), **flags, "next": {"x": torch.rand(4, 4), **flags}}, [4]))
+    assert set(storage.saved_bytes) == {("x",)}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
+    frames = torch.randint(256, (54, 5, 5), dtype=torch.uint8)
+    stacks = torch.stack([frames[j : j + 51] for j in range(4)], 1 if dim == 0 else -1)
+    storage = PackedStorage(50, frames={"pixels": (4, dim)})
+    data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
+    storage.set(range(50), data)
+    assert pooled(storage).held == [54]
+    assert_same(storage[:], data)
+    alone = PackedStorage(50, frames={"pixels": (4, dim)})
+    alone.set(range(50), data.exclude(("next", "pixels")))
+    assert pooled(alone).held == [53]
+
+
+def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
+    world = Lanes(1, 0, alphabet=200)
+    storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
+    storage.set(range(60), torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[:, 0])
+    assert pooled(storage).held[0] == 62
+
+
+def test_what_is_read_is_fresh_memory_and_what_is_written_is_copied() -> None:
+    storage, data = PackedStorage(10, share_next=True), chain(5)
+    storage.set(range(5), data)
+    expected = data.clone()
+    data.zero_()
+    for found in (storage.get([0, 1]), storage.get(slice(0, 2)), storage.get(0)):
+        found["observation"].zero_()
+    storage["observation"].zero_()
+    assert_same(storage[:], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"share_next": "yes"}, "must be 'auto'"),
+        ({"share_next": [("next", "observation")]}, "without 'next'"),
+        ({"frames": {"pixels": 1}}, "at least 2"),
+    ],
+)
+def test_refused_arguments(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedStorage(10, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"share_next": ["nothing"]}, "do not hold both"),
+        ({"share_next": ["action"]}, "do not hold both"),
+        ({"share_next": ["done"]}, "of 1 bytes"),
+        ({"share_next": ["other"]}, "another dtype"),
+        ({"frames": {"nothing": 4}}, "do not hold"),
+        ({"frames": {"observation": 3}}, "not 3 frames"),
+        ({"frames": {"other": 2}}, "another dtype"),
+    ],
+)
+def test_keys_that_cannot_be_shared_are_refused_before_anything_is_stored(arguments, message) -> None:
+    storage = PackedStorage(10, **arguments)
+    data = chain(4)
+    data.update({"action": torch.rand(4, 6), "done": torch.zeros(4, 1).bool(), "other": torch.zeros(4, 4)})
+    data["next"].update({"done": torch.zeros(4, 1).bool(), "other": torch.zeros(4, 8)})
+    with pytest.raises(SchemaError, match=message):
+        storage.set(range(4), data)
+    assert storage.layout is None
+    assert len(storage) == 0
+
+
+def test_a_reserved_storage_decides_with_the_first_write() -> None:
+    storage = PackedStorage(10, share_next="auto")
+    storage.reserve(chain(1)[0])
+    assert storage.pooling is not None
+    storage.set(range(4), TensorDict({"observation": torch.rand(4, 8), "next": {"observation": torch.rand(4, 8)}}, [4]))
+    assert storage.pooling is None
+    storage = PackedStorage(10, share_next="auto")
+    storage.reserve(chain(1)[0])
+    storage.set(range(4), chain(4))
+    assert storage.pooling is not None
+
+
+def test_another_device_is_refused() -> None:
+    storage = PackedStorage(10, device="meta", share_next=True)
+    with pytest.raises(ValueError, match="need device='cpu'"):
+        storage.set(range(4), chain(4))
+
+
+def test_packed_rows_are_refused() -> None:
+    storage = PackedStorage(10, share_next=True)
+    storage.set(range(4), chain(4))
+    with pytest.raises(RuntimeError, match="share observations"):
+        storage.write_packed(0, torch.zeros(72, dtype=torch.uint8))
+
+
+def test_damaged_state_is_refused_and_changes_nothing() -> None:
+    storage, data = PackedStorage(10, share_next=True), chain(4)
+    storage.set(range(4), data)
+    for damage in ("fewer", "narrower", "none"):
+        state = storage.state_dict()
+        entries = state["entries"][0]
+        state["entries"] = {"fewer": [entries[:-1]], "narrower": [entries[:, :-1]], "none": []}[damage]
+        with pytest.raises(SchemaError, match="do not belong together"):
+            storage.load_state_dict(state)
+        assert_same(storage[:], data)
+
+
+def test_state_goes_to_plain_storages_and_to_larger_ones() -> None:
+    storage, data = PackedStorage(10, share_next=True), chain(8)
+    storage.set(range(8), data)
+    for other in (PackedStorage(10), PackedStorage(30, share_next=True), PackedStorage(30, share_next="auto")):
+        other.load_state_dict(storage.state_dict())
+        assert_same(other[:], data)
+    plain = PackedStorage(10)
+    plain.load_state_dict(storage.state_dict())
+    storage.load_state_dict(plain.state_dict())
+    assert_same(storage[:], data)
+    assert pooled(storage).held == [9]
