@@ -331,6 +331,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         return (
             type(storage) is PackedStorage
             and not storage.is_reserved
+            and storage.pooling is None
             and type(writer) is RingWriter
             and writer._generation is None
             and not self._writes_generally

@@ -76,6 +76,9 @@ def _storage(storage: Any) -> str:
     words = [f"{storage.ndim} dim{'s' * (storage.ndim > 1)}", str(getattr(storage, "device", "cpu"))]
     if getattr(storage, "row_bytes", 0):
         words.append(f"{storage.row_bytes} bytes a row, {_bytes(storage.nbytes)} in all")
+    saved = getattr(storage, "saved_bytes", {})
+    if saved:
+        words.append(f"{_bytes(sum(saved.values()))} saved by sharing {', '.join('.'.join(key) for key in saved)}")
     if getattr(storage, "scratch_dir", None) is not None:
         words.append(f"mapped file in {storage.scratch_dir}")
     if getattr(storage, "shared", False):
@@ -95,6 +98,16 @@ def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
     """Yield key, dtype, shape and bytes of each leaf of a row; nothing where the storage keeps no columns."""
     rows = getattr(storage, "_storage", None)
     if not isinstance(rows, TensorDictBase):
+        return
+    if getattr(storage, "pooling", None) is not None:
+        for leaf in sorted(storage.layout.leaves, key=lambda leaf: leaf.key):
+            dtype, size = str(leaf.dtype).removeprefix("torch."), " × ".join(map(str, leaf.shape)) or "scalar"
+            yield (
+                ".".join(leaf.key),
+                dtype,
+                size,
+                f"{leaf.nbytes:,}" + " (shared)" * (leaf.key in storage.pooling.places),
+            )
         return
     for key, x in sorted(
         rows.items(True, True), key=lambda item: item[0] if isinstance(item[0], tuple) else (item[0],)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import NestedKey
 from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Storage
 
 from rlbuf_td._room import Room, cuda, disk, ram, room_for, show_bytes
@@ -19,7 +20,8 @@ from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.spaces import schema_of
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.schema import Leaf
+from rlbuf_td.storages.pooling import Pooling, Sharing, choose
+from rlbuf_td.storages.schema import Leaf, show_key
 
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
 
@@ -36,6 +38,7 @@ class MemoryPlan:
         trajectories: bytes of the trajectory index, which is made when a sampler first asks for it.
         places: where the rows could lie, and what is free there; first the place that was asked for.
         memory: where priorities and index lie, and what is free there.
+        pooling: what rows share, if anything.
     """
 
     capacity: int
@@ -45,6 +48,7 @@ class MemoryPlan:
     trajectories: int
     places: tuple[Room, ...]
     memory: Room
+    pooling: Pooling | None = None
 
     @property
     def keys(self) -> dict[str, int]:
@@ -53,8 +57,19 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows, padding included."""
-        return self.capacity * self.row_bytes
+        """Bytes of all rows, padding included, where each row shares what it can."""
+        if self.pooling is None:
+            return self.capacity * self.row_bytes
+        entries = sum(group.nbytes for group in self.pooling.groups)
+        return self.capacity * (self.pooling.own.row_bytes + entries)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Bytes that rows take less, by key at the root, because they share it; empty if they share nothing."""
+        if self.pooling is None:
+            return {}
+        saved = self.pooling.saved_bytes(self.capacity, [self.capacity] * len(self.pooling.groups))
+        return {show_key(key): nbytes for key, nbytes in saved.items()}
 
     @property
     def total(self) -> int:
@@ -92,6 +107,9 @@ class MemoryPlan:
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
             smaller += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
         ways.append(smaller)
+        twice = {leaf.key for leaf in self.leaves}
+        if self.pooling is None and any(("next", *leaf.key) in twice and leaf.nbytes >= 16 for leaf in self.leaves):
+            ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
     def _fits_in(self, place: Room) -> bool:
@@ -106,7 +124,8 @@ class MemoryPlan:
         for name, nbytes, share in self._table():
             a_row = nbytes / self.capacity
             number = f"{a_row:,.0f}" if a_row == int(a_row) else f"{a_row:,.2f}"
-            lines.append(f"  {name:<{width}}  {number:>12}  {show_bytes(nbytes):>11}{share:>7}")
+            size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
+            lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}")
         lines += ["", f"  largest key: {self.largest_key}", ""]
         for room in self.places:
             mark = "->" if room is self.places[0] else "  "
@@ -118,7 +137,9 @@ class MemoryPlan:
     def _table(self) -> Iterator[tuple[str, int, str]]:
         for key, nbytes in self.keys.items():
             yield key, nbytes, f"{nbytes / self.rows:.0%}"
-        yield "padding", self.rows - sum(self.keys.values()), ""
+        for key, nbytes in self.saved.items():
+            yield f"{key} shared", -nbytes, f"{-nbytes / self.rows:.0%}"
+        yield "padding", self.rows + sum(self.saved.values()) - sum(self.keys.values()), ""
         yield "rows", self.rows, ""
         yield "priorities", self.priorities, ""
         yield "trajectory index", self.trajectories, ""
@@ -133,6 +154,8 @@ def plan(
     device: torch.device | str | None = None,
     scratch_dir: str | Path | None = None,
     shared: bool = False,
+    share_next: bool | str | Sequence[NestedKey] = False,
+    frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
     """Return what a buffer of so many transitions takes, and whether that fits into what is free.
 
@@ -147,6 +170,9 @@ def plan(
         device: where the rows are to lie, default ``"cpu"``, or where those of the storage do.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
+        share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
+            keys that may be shared), which leaves out one observation more for each trajectory.
+        frames: as for :class:`PackedStorage`.
 
     Returns:
         A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``row_bytes``, ``rows``, ``priorities``,
@@ -168,6 +194,7 @@ def plan(
         >>> needed.rows, needed.priorities, needed.fits
         (12352000, 19840, True)
     """
+    pooling: Pooling | None = None
     # Classes are asked: `isinstance` would ask the source itself, and a SerialEnv that has not started never answers.
     if issubclass(type(source), ReplayBuffer):
         sampler = source._sampler if sampler is None else sampler
@@ -177,6 +204,7 @@ def plan(
         shared = shared or getattr(source, "shared", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
+        pooling = getattr(source, "pooling", None)
         source = _time_step(source)
     if capacity is None or capacity < 1:
         raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
@@ -185,6 +213,9 @@ def plan(
     lanes = prod(schema.batch_size)
     steps = -(-int(capacity) // lanes)
     layout = RowLayout(schema, schema.ndim)
+    if pooling is None or share_next or frames:
+        pooled = choose(Sharing.of(share_next, frames), layout)
+        pooling = Pooling(layout, pooled) if pooled else None
     folder = None if scratch_dir is None else Path(scratch_dir)
     return MemoryPlan(
         capacity=steps * lanes,
@@ -194,6 +225,7 @@ def plan(
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
         places=tuple(_places(device, folder, shared)),
         memory=room_for(device),
+        pooling=pooling,
     )
 
 
@@ -229,6 +261,9 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
 
 def _time_step(storage: Storage) -> Any:
     rows = getattr(storage, "_storage", None)
+    if getattr(storage, "pooling", None) is not None:
+        layout = storage.layout
+        return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
     if rows is None:
         raise TypeError(
             f"the {type(storage).__name__} has not been written yet, so that its rows have no keys: plan with the "

@@ -154,7 +154,12 @@ class GymnasiumRecorder:
     def _first_free_trajectory(self) -> int:
         if self._trajectory_key is None or not len(self.buffer):
             return 0
-        stored = self.buffer.storage[:].get(self._trajectory_key, None)
+        storage = self.buffer.storage
+        if isinstance(storage, PackedStorage):  # no slice: of keys that rows share it would be a copy
+            is_stored = storage.layout is not None and storage.layout.has(self._trajectory_key)
+            stored = storage.get(self._trajectory_key) if is_stored else None
+        else:
+            stored = storage[:].get(self._trajectory_key, None)
         return 0 if stored is None else int(stored.max()) + 1
 
     # -- running

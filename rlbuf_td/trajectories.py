@@ -273,6 +273,11 @@ class TrajectoryIndex:
     def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
 
+        pooling = getattr(self.storage, "pooling", None)
+        for key in (self.done_key, self.traj_key):
+            if pooling is not None and key in pooling.places:
+                raise KeyError(f"rows share {key}, by which trajectories are to be found: leave it out of share_next")
+
         def column(key: tuple[str, ...] | None) -> torch.Tensor | None:
             found = None if key is None else columns.get(key, None)
             return None if found is None else found.view(len(found), found.shape[1:ndim].numel(), *found.shape[ndim:])

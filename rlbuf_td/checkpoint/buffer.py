@@ -17,14 +17,17 @@ from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.checkpoint.folder import DATA, flat_bytes, sync_file
 from rlbuf_td.checkpoint.journal import Journal, read_journal, undo_
 from rlbuf_td.checkpoint.manifest import Stored
-from rlbuf_td.checkpoint.reader import DumpReader
+from rlbuf_td.checkpoint.reader import DumpReader, read_matrix
 from rlbuf_td.checkpoint.resize import Fit, fit, resized_state, warn_dropped
 from rlbuf_td.checkpoint.saving import bar, reading, write_state, writing
 from rlbuf_td.checkpoint.state import decode
 from rlbuf_td.checkpoint.writer import Source
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.pooling import Pooling
 from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.state import copy_rows, refuse_foreign, rows_of_state, saved_pooling
 from rlbuf_td.writers.rollout import RolloutWriter
 
 KIND = "buffer"
@@ -46,10 +49,15 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None
         storage, journal = rb._storage, None
         if isinstance(storage, PackedStorage) and "rows" in state["storage"]["state"]:
             if _is_own_folder(storage, writer.path):
+                if storage.pooling is not None:
+                    raise CheckpointError(
+                        f"{path} is the scratch_dir of the storage, and rows that share observations cannot be dumped "
+                        "where they lie so far: dump them into another folder"
+                    )
                 sync_file(writer.path / ROWS_FILE)
                 journal = _journal_of(storage._written(), writer.path / DATA / writer.new_name("undo"))
             tensors.append(state["storage"]["state"].pop("rows"))
-            sources.append(Source(storage.nbytes, None if journal is None else journal.file.name))
+            sources.append(Source(storage._all_rows().matrix.nbytes, None if journal is None else journal.file.name))
             state["storage"]["rows"] = 0  # the first tensor
         write_state(writer, state, tensors, sources, progress)
         if isinstance(storage, PackedStorage) and journal is not None:
@@ -108,6 +116,8 @@ class _Load:
         self.rows: Stored | None = None
         self.fit = Fit((), 0, True, 0)
         self.journal: Journal | None = None
+        self.pooling: Pooling | None = None  # what the saved rows share, and what that is
+        self.entries: list[torch.Tensor] = []
         self.is_fresh = False  # whether rows are to be made
         self._refuse_other_parts()
         if isinstance(rb._storage, PackedStorage):
@@ -173,8 +183,10 @@ class _Load:
                 f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
             )
         layout, _ = storage.admit_state(state | {"_len": 0, "full": False}, lanes)
+        self.pooling, self.entries = saved_pooling(layout, state), list(state.get("entries", []))
         self.is_fresh = storage._rows is None or storage._rows.layout != layout
-        if rows.shape[-1] * rows.dtype.itemsize != layout.row_bytes:
+        row_bytes = layout.row_bytes if self.pooling is None else self.pooling.own.row_bytes
+        if rows.shape[-1] * rows.dtype.itemsize != row_bytes:
             raise CheckpointError("the layout of the rows does not fit their size")
         capacity = storage._steps(lanes) if storage._rows is None else storage._rows.steps
         self.layout, self.lanes, self.capacity = layout, lanes, capacity
@@ -281,7 +293,7 @@ class _Load:
             return self._open_in_place(storage, rows, rows.journal)
         if storage.scratch_dir is not None and storage.is_reserved:
             storage._release()
-        made = storage._make_rows(self.layout, self.lanes, None)
+        made = storage._make_rows(self.layout, self.lanes, None, storage.pooling_like(self.layout, self.pooling))
         if storage.scratch_dir is None:
             take_pages(made.first(self.fit.steps).matrix)
         try:
@@ -318,9 +330,21 @@ class _Load:
         storage.restore_counters(self.saved["storage"]["state"])
 
     def _read_rows(self, rows: Rows, report: Any) -> None:
+        if self.pooling is not None or isinstance(rows, PooledRows):
+            return self._read_shared(rows, report)
         data, at = flat_bytes(rows.matrix), 0
         step = rows.nbytes // rows.steps
         for first, count in self.fit.ranges:
             target = data[at * step : (at + count) * step]
             self.reader.read_into(self._stored, first * step, target, report, check=True)
             at += count
+
+    def _read_shared(self, rows: Rows, report: Any) -> None:
+        """Put saved rows in place where they, or the storage's, share what repeats."""
+        matrix = read_matrix(self.reader, self._stored, report)
+        if self.pooling is not None:
+            refuse_foreign(self.pooling, matrix, self.entries)
+        if isinstance(rows, PooledRows) and rows.pooling == self.pooling and self.fit.is_same:
+            rows.restore_(matrix, self.entries)
+        else:
+            copy_rows(rows_of_state(self.layout, matrix, self.pooling, self.entries), rows, self.fit.ranges)

@@ -12,9 +12,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.checkpoint.folder import flat_bytes
+from rlbuf_td.checkpoint.reader import read_matrix
 from rlbuf_td.checkpoint.saving import bar, reading
 from rlbuf_td.checkpoint.state import decode
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.state import refuse_foreign, saved_pooling
 
 
 @dataclass(frozen=True)
@@ -77,19 +80,26 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
                 storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]))
                 layout, lanes = storage.admit_state(saved["state"], torch.Size(shape[1:]))
                 size = (*stored.shape[:-1], stored.shape[-1] * stored.dtype.itemsize)
-                if size[1:] != (*lanes, layout.row_bytes) or saved["state"]["_len"] != prod(size[:-1]):
+                pooling = saved_pooling(layout, saved["state"])
+                row_bytes = layout.row_bytes if pooling is None else pooling.own.row_bytes
+                if size[1:] != (*lanes, row_bytes) or saved["state"]["_len"] != prod(size[:-1]):
                     raise CheckpointError("the layout of the rows does not fit their size")
                 with bar("open", stored.nbytes, progress) as report:
                     reader.verify([stored], report)
-                rows = storage._adopt(storage._make_rows(layout, lanes, None))
-                target = flat_bytes(rows.matrix)[: stored.nbytes]
-                reader.read_into(stored, 0, target, lambda done: None)
+                rows = storage._adopt(storage._make_rows(layout, lanes, None, pooling))
+                if pooling is not None and isinstance(rows, PooledRows):
+                    matrix = read_matrix(reader, stored, lambda done: None)
+                    refuse_foreign(pooling, matrix, saved["state"]["entries"])
+                    rows.restore_(matrix, saved["state"]["entries"])
+                else:
+                    target = flat_bytes(rows.matrix)[: stored.nbytes]
+                    reader.read_into(stored, 0, target, lambda done: None)
                 storage.restore_counters(saved["state"])
             return Checkpoint(
                 about=reader.manifest.about,
                 classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
                 shape=tuple(saved["shape"]),
-                rows=_content(saved["state"]) if storage is None else storage._written().view(),
+                rows=_content(saved["state"]) if storage is None else storage[:],
                 storage=storage,
                 sampler=state["sampler"]["state"],
                 writer=state["writer"]["state"],

@@ -170,3 +170,10 @@ class DumpReader:
 def _compare(part: _Part, data: np.ndarray) -> None:
     if xxh64(data) != part.chunk.xxh64:
         raise CheckpointError(f"{part.file} is damaged: its checksum does not match the manifest's")
+
+
+def read_matrix(reader: DumpReader, stored: Stored, report: Report) -> torch.Tensor:
+    """Return saved rows as they were stored, in memory of their own."""
+    memory = torch.empty(stored.nbytes, dtype=torch.uint8)
+    reader.read_into(stored, 0, memory, report, check=True)
+    return memory.view(stored.dtype).view(stored.shape)

@@ -18,6 +18,8 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.doctor.report import NAMED, Row
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.pooled_rows import PooledRows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.trajectories import TRAJ_KEY, TrajectoryIndex
 
@@ -25,6 +27,44 @@ Key: TypeAlias = tuple[str, ...]
 #: What lies under "next", and at the root too, without being what the following row begins with.
 _OTHERS = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20
+
+
+class SharedColumn:
+    """A column that rows share, ``[T, E, ...]``: what is asked of it is read then.
+
+    Args:
+        rows: of a storage.
+        key: of the column.
+        steps: how many time steps are written.
+    """
+
+    def __init__(self, rows: PooledRows, key: Key, steps: int) -> None:
+        self._rows, self._key = rows, key
+        leaf = rows.pooling.leaves[key]
+        self._tail = tuple(leaf.shape) or (1,)
+        lanes = rows.cells // rows.steps
+        self.shape, self.ndim = torch.Size([steps, lanes, *self._tail]), 2 + len(self._tail)
+        self.dtype, self.device = leaf.dtype, rows.matrix.device
+        self._cells = torch.arange(steps * lanes, device=self.device).view(steps, lanes)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        cells = self._cells[index]
+        return self._rows.column_at(self._key, cells).view((*cells.shape, *self._tail))
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def element_size(self) -> int:
+        """Return bytes a number."""
+        return self.dtype.itemsize
+
+    def is_floating_point(self) -> bool:
+        """Return whether numbers are real and not whole."""
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        """Return whether numbers are complex."""
+        return self.dtype.is_complex
 
 
 class Record:
@@ -36,7 +76,7 @@ class Record:
         ignore: keys not to look at.
 
     Attributes:
-        columns: each key's rows, ``[T, E, ...]`` with at least one dim more, views.
+        columns: each key's rows, ``[T, E, ...]`` with at least one dim more, views (or read when they are asked for).
         shape: ``[T, *lanes]``.
         newest: the time step that was written last.
         paired: ``[T, E]`` bool, on the CPU: does the lane go on, in whatever trajectory, with step ``t + 1`` of the
@@ -59,11 +99,15 @@ class Record:
         self.lanes = torch.Size(lanes).numel()
         self.steps = len(storage) // self.lanes
         self.shape = (self.steps, *lanes)
-        self.columns: dict[Key, torch.Tensor] = {
+        self.columns: dict[Key, Any] = {
             key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
             for key, value in walk(rows)
             if isinstance(value, torch.Tensor) and key not in ignore
         }
+        if isinstance(storage, PackedStorage) and isinstance(storage._rows, PooledRows):
+            for key in storage._rows.pooling.places:
+                if key not in ignore:
+                    self.columns[key] = SharedColumn(storage._rows, key, self.steps)
         self.skipped: list[str] = []
         cursor = storage._last_cursor_index
         self.newest = self.steps - 1 if cursor is None or not 0 <= int(cursor) < self.steps else int(cursor)

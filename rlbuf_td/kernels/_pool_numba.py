@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from rlbuf_td.kernels._boundaries_numba import inlined
 from rlbuf_td.kernels._memory_numba import (
     copy_bytes,
     load_int32,
@@ -15,6 +14,7 @@ from rlbuf_td.kernels._memory_numba import (
     store_int32,
     store_int64,
 )
+from rlbuf_td.kernels._reach_numba import inlined
 
 _kernel = njit(cache=True, nogil=True, error_model="numpy")
 _ROWS, _ENTRIES = 20, 8  # rows, and entries of so many rows, that begin to come before they are needed

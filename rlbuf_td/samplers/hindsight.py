@@ -13,11 +13,13 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._tensordict import leaf_of, set_entries_
+from rlbuf_td.indices import device_of
 from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_, put_values_
 from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, shared_like
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.pooled_rows import PooledRows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
@@ -33,6 +35,8 @@ class _Bound:
     trajectories: TrajectoryIndex
     outcomes: Outcomes
     device: torch.device
+    shared: PooledRows | None  # the rows, if they share the outcomes: then these are no column
+    outcome_key: tuple[str, ...]
     goal_keys: list[tuple[str, ...]]
     base: int  # address of all rows, if they are rows of bytes on the CPU, else 0
     offsets: tuple[int, int]  # of the goals in such a row; twice the same if there is one
@@ -187,6 +191,13 @@ class HindsightSampler(SamplerWrapper):
             block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
             given = boundaries, drawn, uniform, law, live, bound.outcomes
             mask = read_relabelled_(*given, bound.base, block, bound.offsets)
+        elif bound.shared is not None:
+            rows, mask = choose_goals(boundaries, drawn, uniform, law, live)
+            if owner is not None:
+                rows, mask = rows[owner], mask[owner]
+            outcomes = bound.shared.column_at(bound.outcome_key, rows)
+            for key in bound.goal_keys:
+                copy_rows_(leaf_of(batch, key), outcomes, torch.arange(len(rows), device=rows.device), mask)
         elif owner is None:
             goals = [leaf_of(batch, key) for key in bound.goal_keys]
             mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals)
@@ -221,7 +232,7 @@ class HindsightSampler(SamplerWrapper):
         if self.terminated_fn is not None:
             _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
         goals = {self.goal_key: _needed(storage, self.goal_key, "say where the desired goal is with goal_key")}
-        next_goal = column_of(storage, ("next", *self.goal_key))
+        next_goal = _found(storage, ("next", *self.goal_key))
         if next_goal is not None:
             goals |= {("next", *self.goal_key): next_goal}
         for key, goal in goals.items():
@@ -230,11 +241,14 @@ class HindsightSampler(SamplerWrapper):
                     f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
-        rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
-        base = 0 if rows is None else rows.matrix.data_ptr()
+        rows = storage._rows if isinstance(storage, PackedStorage) else None
+        shared, base = rows if isinstance(rows, PooledRows) else None, 0
+        if rows is not None and shared is None and isinstance(boundaries, BitBoundaries):
+            base = rows.matrix.data_ptr()
         offsets = [goal.data_ptr() - base for goal in goals.values()]
-        found = storage._storage, trajectories, Outcomes.of(outcomes), outcomes.device, list(goals), base
-        return _Bound(*found, (offsets[0], offsets[-1]))
+        found = storage._storage, trajectories, Outcomes.of(outcomes), device_of(storage)
+        shared = shared if outcomes.is_meta else None
+        return _Bound(*found, shared, outcome_key, list(goals), base, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         """Set the flags of relabelled rows anew."""
@@ -264,13 +278,18 @@ class HindsightSampler(SamplerWrapper):
         return f"{type(self).__name__}({self.sampler!r}, her_ratio={self.her_ratio:g}, strategy={self.strategy!r})"
 
 
+def _found(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
+    column = column_of(storage, key)
+    return shared_like(storage, key) if column is None else column
+
+
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
     """Return a column.
 
     Raises:
         KeyError: it is not stored.
     """
-    column = column_of(storage, key)
+    column = _found(storage, key)
     if column is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
     return column

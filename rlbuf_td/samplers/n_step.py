@@ -18,6 +18,7 @@ from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, put_gamma, sums
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.pooled_rows import PooledRows
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
@@ -164,8 +165,11 @@ class NStepSampler(SamplerWrapper):
             live = len(storage) if is_blank else 0
             steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
         else:
-            if revise is None and isinstance(boundaries, FlagBoundaries):
+            is_shared = isinstance(getattr(storage, "_rows", None), PooledRows)
+            if revise is None and isinstance(boundaries, FlagBoundaries) and not is_shared:
                 steps = self._by_walk_(storage, boundaries, batch, flat)
+            elif revise is None:
+                steps = self._by_columns_(storage, bound, batch, flat)
             else:
                 steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
             steps = steps.view(-1, *[1] * (reward.ndim - 1))
@@ -188,24 +192,36 @@ class NStepSampler(SamplerWrapper):
                 copy_rows_(leaf, column_of(storage, key), last, moved)
         return taken
 
+    def _by_columns_(self, storage: Storage, bound: _Bound, batch: TensorDictBase, flat: torch.Tensor) -> torch.Tensor:
+        """Do so by reading the rewards and flags of all steps, and the last rows; return the numbers of steps."""
+        rows, n = flat.shape[0], self._n_steps
+        window, ahead = windows(bound.trajectories.boundaries(), flat, n, bound.lanes, bound.cells)
+        end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
+        for key in bound.ends:
+            end |= _column(storage, key)[window].reshape(rows, n, -1).any(2)
+        total, taken = n_step_sums(_column(storage, self.reward_key)[window], end, ahead, self._gamma)
+        last = rows_at(storage, window.gather(1, taken[:, None] - 1)[:, 0])
+        for key, leaf in walk(batch.get("next"), ("next",)):
+            leaf.copy_(total if key == self.reward_key else leaf_of(last, key))
+        return taken
+
     def _by_windows_(
         self,
         storage: Storage,
         bound: _Bound,
-        revise: Revise | None,
+        revise: Revise,
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do so by reading the rows of all steps, revised where they are; return the numbers of steps."""
+        """Do so by reading the rows of all steps, revised; return the numbers of steps."""
         rows, n = flat.shape[0], self._n_steps
         window, ahead = windows(bound.trajectories.boundaries(), flat, n, bound.lanes, bound.cells)
         window = window.flatten()
         steps = rows_at(storage, window)
-        if revise is not None:
-            revise(batch, flat, owner)
-            owners = torch.arange(rows, device=flat.device) if owner is None else owner
-            revise(steps, window, owners.repeat_interleave(n))
+        revise(batch, flat, owner)
+        owners = torch.arange(rows, device=flat.device) if owner is None else owner
+        revise(steps, window, owners.repeat_interleave(n))
         end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
         for key in bound.ends:
             end |= leaf_of(steps, key).reshape(rows, n, -1).any(2)
@@ -234,7 +250,7 @@ class NStepSampler(SamplerWrapper):
         lanes = columns.batch_size[1 : storage.ndim].numel()
         rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         parts, address = None, 0
-        if rows is not None and reward.dtype in _REWARDS:
+        if rows is not None and reward.dtype in _REWARDS and not isinstance(rows, PooledRows):
             parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
         cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
         return _Bound(columns, trajectories, ends, lanes, cells, parts, address)
@@ -251,6 +267,13 @@ class NStepSampler(SamplerWrapper):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"
+
+
+def _column(storage: Storage, key: tuple[str, ...]) -> torch.Tensor:
+    column = column_of(storage, key)
+    if column is None:
+        raise KeyError(f"{show_key(key)} is not stored in the rows themselves")
+    return column
 
 
 def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:

@@ -15,6 +15,7 @@ from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.pooled_rows import PooledRows
 
 Revise: TypeAlias = Callable[..., None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).
@@ -279,9 +280,21 @@ def rows_at(storage: Storage, flat: torch.Tensor) -> TensorDictBase:
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
-    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored."""
+    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view.
+
+    None if it is not stored, or if rows share it: then :func:`shared_like` says what it holds.
+    """
     column = leaf_of(storage._storage, key)
     return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
+
+
+def shared_like(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
+    """Return a tensor without memory that is like a column which rows share, ``[T * E, ...]``; None for others."""
+    rows = storage._rows if isinstance(storage, PackedStorage) else None
+    if not isinstance(rows, PooledRows) or key not in rows.pooling.places:
+        return None
+    leaf = rows.pooling.leaves[key]
+    return torch.empty((rows.cells, *leaf.shape), dtype=leaf.dtype, device="meta")
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from rlbuf_td._tensordict import entries_of, new_tensordict
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
@@ -90,6 +90,10 @@ class RowLayout:
                 start += leaf.nbytes
             after = self.row_bytes // dtype.itemsize - sum(sizes)
             yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
+
+    def has(self, key: NestedKey) -> bool:
+        """Return whether rows hold a leaf of this key."""
+        return any(leaf.key == ((key,) if isinstance(key, str) else key) for leaf in self.leaves)
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return every leaf, in the order of :attr:`leaves`, as a strided view of ``rows``.

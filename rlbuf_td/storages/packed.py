@@ -337,8 +337,11 @@ class PackedStorage(SavedStorage):
         place = "shared memory" if self.shared else "mapped file" if self.scratch_dir else str(self.device)
         lines = (
             f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+            + " (shared)" * (self.pooling is not None and leaf.key in self.pooling.places)
             for leaf in self._rows.layout.leaves
         )
+        if self.saved_bytes:
+            place += f", {sum(self.saved_bytes.values()) / 2**20:,.1f} MiB saved by sharing"
         return "\n".join(
             (
                 f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, shape {tuple(self._rows.shape)}, "

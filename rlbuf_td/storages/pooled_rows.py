@@ -371,15 +371,14 @@ class PooledRows(Rows):
                 raise SchemaError("the saved rows name entries that were not saved with them")
         rebuild_(self.table, used=used)
 
-    def chunks(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield whole rows, in order, as time steps and their leaves, in parts that fit into memory."""
+    def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield time steps in order, as how many and their leaves, in parts that fit into memory."""
         lanes = self.cells // max(1, self.steps)
-        step = max(1, _CHUNK // (lanes * self.layout.row_bytes))
-        for first in range(0, self.steps, step):
-            count = min(step, self.steps - first)
-            cells = torch.arange(first * lanes, (first + count) * lanes, device=self.matrix.device)
-            block = self._packed(cells).view(count, *self.lanes, -1)
-            yield count, self.layout.columns(block)
+        size = max(1, _CHUNK // (lanes * self.layout.row_bytes))
+        for start in range(first, first + count, size):
+            steps = min(size, first + count - start)
+            cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
+            yield steps, self.layout.columns(self._packed(cells).view(steps, *self.lanes, -1))
 
 
 def _dense(leaf: torch.Tensor, lane_dims: int, shape_dims: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 
 Key: TypeAlias = tuple[str, ...]
 NAMES = "_entries"  # the key of the names of entries, in the rows that are stored
-_FLAGS = ("done", "terminated", "truncated")  # trajectories are found by them
+_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read them without the rest of a row
 _LEAST = 8  # bytes of a key that is worth sharing: a name takes 4, and there are two
 _WORTH = 16  # bytes of all shared keys
 _LOOK = 256  # time steps of the first write that "auto" looks at
@@ -114,7 +114,7 @@ def choose(sharing: Sharing, layout: RowLayout, data: TensorDictBase | None = No
 def _candidates(leaves: Mapping[Key, Leaf]) -> Iterator[Key]:
     for key, leaf in leaves.items():
         other = leaves.get(("next", *key))
-        if other is not None and _kind(leaf) == _kind(other) and leaf.nbytes >= _LEAST and key[-1] not in _FLAGS:
+        if other is not None and _kind(leaf) == _kind(other) and leaf.nbytes >= _LEAST and key[-1] not in _COLUMNS:
             yield key
 
 
@@ -133,7 +133,7 @@ def _refuse_unshared(leaves: Mapping[Key, Leaf], key: Key) -> None:
     if key not in dict.fromkeys(_candidates(leaves)):
         raise SchemaError(
             f"share_next names {show_key(key)}, of {leaf.nbytes} bytes: only keys of {_LEAST} bytes or more are "
-            f"shared, and never {', '.join(map(repr, _FLAGS))}"
+            f"shared, and never {', '.join(map(repr, _COLUMNS))}"
         )
 
 

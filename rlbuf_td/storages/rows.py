@@ -79,9 +79,9 @@ class Rows:
             flat = flat * size + (coordinate % size if coordinate.is_cuda else _wrapped(coordinate, size))
         return self.layout.unpack(_gather(self.flat, flat))
 
-    def chunks(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield all rows in order, as numbers of time steps and the leaves of these, in parts that fit into memory."""
-        yield self.steps, self.layout.columns(self.matrix)
+    def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yield time steps in order, as how many and their leaves, in parts that fit into memory."""
+        yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     # -- writing leaves that fit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from threading import RLock
@@ -123,7 +124,7 @@ class SavedStorage(SharedStorage):
         elif pooling is None and not isinstance(rows, PooledRows):
             rows.matrix[: matrix.shape[0]].copy_(matrix)
         else:
-            copy_rows(rows_of_state(layout, matrix, pooling, entries), rows)
+            copy_rows(rows_of_state(layout, matrix, pooling, entries), rows, [(0, len(matrix))])
         self.restore_counters(state_dict)
 
     def pooling_like(self, layout: RowLayout, saved: Pooling | None) -> Pooling | None:
@@ -210,9 +211,10 @@ def rows_of_state(
     return rows
 
 
-def copy_rows(source: Rows, target: Rows) -> None:
-    """Write all rows of ``source`` to the first time steps of ``target``, which shares other keys than they do."""
+def copy_rows(source: Rows, target: Rows, ranges: Iterable[tuple[int, int]]) -> None:
+    """Write time steps of ``source``, (first, count) one after the other, to ``target``, which shares other keys."""
     at = 0
-    for count, leaves in source.chunks():
-        target.copy_(at, count, leaves)
-        at += count
+    for first, total in ranges:
+        for count, leaves in source.chunks(first, total):
+            target.copy_(at, count, leaves)
+            at += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,13 @@ RECIPES = {
 }
 ASKED = [*RECIPES][:5]
 FILLS = {"filling": 0.6, "full": 1.0, "wrapped": 2.4}
+POOLED = partial(PackedStorage, share_next=True)
+POOLED_GOALS = partial(PackedStorage, share_next=["achieved_goal"])
 BUFFERS: dict[str, Any] = {
     "ours": (ReplayBuffer, PackedStorage, RingWriter),
     "TorchRL's": (TensorDictReplayBuffer, PackedStorage, RingWriter),
+    "ours, observations once": (ReplayBuffer, POOLED_GOALS, RingWriter),
+    "TorchRL's, observations once": (TensorDictReplayBuffer, POOLED, RingWriter),
     "ours over TorchRL's storage": (ReplayBuffer, LazyTensorStorage, RingWriter),
     "TorchRL's throughout": (TensorDictReplayBuffer, LazyTensorStorage, TensorDictRoundRobinWriter),
 }
@@ -180,7 +185,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("buffer", [*BUFFERS][:2])
+@pytest.mark.parametrize("buffer", [*BUFFERS][:4])
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("recipe", ASKED)

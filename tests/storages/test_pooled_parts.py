@@ -1,0 +1,269 @@
+"""Rows that share observations, under everything that works on a buffer: dumps, doctor, plan, processes, recorder."""
+
+from __future__ import annotations
+
+import multiprocessing
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import SliceSampler
+
+from rlbuf_td import (
+    GymnasiumRecorder,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+    plan,
+)
+from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
+from rlbuf_td.doctor import check as diagnose
+from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.trajectories import TrajectoryIndex
+from tests.catalogue import assert_same, copied
+from tests.storages.observations import FRAMES, Lanes
+
+POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
+KINDS: dict[str, Any] = {
+    "plain": PackedStorage,
+    "once": partial(PackedStorage, share_next=True),
+    "frames": partial(PackedStorage, frames={"pixels": FRAMES}),
+    "both": POOLED,
+}
+
+
+def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwargs: Any) -> ReplayBuffer:
+    lanes = 2 if ndim > 1 else 1
+    rb = ReplayBuffer(storage=make(capacity * lanes, ndim=ndim), batch_size=16, **kwargs)
+    world = Lanes(lanes, 0)
+    while steps > 0:
+        data = world.steps(min(7, steps), 0.2)
+        rb.extend(data.transpose(0, 1).contiguous() if ndim > 1 else data[:, 0])
+        steps -= 7
+    return rb
+
+
+def check(rb: ReplayBuffer) -> None:
+    rows = rb.storage._rows
+    if isinstance(rows, PooledRows):
+        rows.check()
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("steps", [20, 40, 100])
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("since", KINDS)
+def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path) -> None:
+    original = filled(KINDS[since], steps=steps, ndim=ndim)
+    original.dumps(tmp_path)
+    fresh = ReplayBuffer(storage=KINDS[to](40 * (1 + (ndim > 1)), ndim=ndim), batch_size=16)
+    used = filled(KINDS[to], steps=33, ndim=ndim)
+    for rb in (fresh, used):
+        rb.loads(tmp_path)
+        assert_same(rb[:], original[:])
+        check(rb)
+        for buffer in (original, rb):
+            torch.manual_seed(3)
+            buffer.extend(Lanes(2, 5).steps(9, 0.2)[:, 0] if ndim == 1 else Lanes(2, 5).steps(9, 0.2).transpose(0, 1))
+        assert_same(rb[:], original[:])
+        check(rb)
+        original.loads(tmp_path)
+
+
+@pytest.mark.parametrize("capacity", [25, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dump_goes_to_another_capacity(kind, capacity, tmp_path: Path) -> None:
+    original = filled(KINDS[kind])
+    original.dumps(tmp_path)
+    results = []
+    for each in (kind, "plain"):
+        rb = ReplayBuffer(storage=KINDS[each](capacity), batch_size=16)
+        with pytest.warns(UserWarning, match="dropped") if capacity < 40 else nullcontext():
+            rb.loads(tmp_path)
+        check(rb)
+        results.append(rb[:])
+    assert_same(*results)
+
+
+def test_a_dump_can_be_opened_by_itself(tmp_path: Path) -> None:
+    original = filled(POOLED)
+    original.dumps(tmp_path)
+    found = open_checkpoint(tmp_path)
+    assert_same(found.rows, original[:])
+    assert diagnose(tmp_path).codes == diagnose(original).codes
+
+
+def test_a_dump_where_the_rows_lie_is_refused(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=POOLED(40, scratch_dir=tmp_path / "rows"))
+    rb.extend(Lanes(1, 0).steps(9, 0.1)[:, 0])
+    with pytest.raises(CheckpointError, match="into another folder"):
+        rb.dumps(tmp_path / "rows")
+    rb.dumps(tmp_path / "dump")
+
+
+def test_damaged_entries_are_refused(tmp_path: Path) -> None:
+    original = filled(POOLED)
+    original.dumps(tmp_path)
+    for file in sorted((tmp_path / "data").iterdir()):
+        raw = bytearray(file.read_bytes())
+        if len(raw) > 100:
+            raw[len(raw) // 2] ^= 1
+            file.write_bytes(raw)
+    rb = filled(POOLED, steps=11)
+    before = copied(rb[:])
+    with pytest.raises(CheckpointError):
+        rb.loads(tmp_path)
+    assert_same(rb[:], before)
+
+
+def test_the_doctor_says_the_same() -> None:
+    plain, shared = (diagnose(filled(kind)) for kind in (PackedStorage, POOLED))
+    assert str(plain) == str(shared)
+    assert plain.codes
+
+
+def test_the_plan_counts_what_is_shared() -> None:
+    rb = filled(POOLED, capacity=4000, steps=4500)
+    needed = plan(rb)
+    assert {*needed.saved} == {"'observation'", "('agent', 'goal')", "'clock'", "'pixels'"}
+    assert sum(needed.saved.values()) + needed.rows == pytest.approx(needed.capacity * needed.row_bytes, rel=0.01)
+    assert "'pixels' shared" in str(needed)
+    data = Lanes(1, 0).steps(1, 0.0)[0, 0]
+    again = plan(data, 4000, share_next=True, frames={"pixels": FRAMES})
+    assert (again.rows, again.saved) == (needed.rows, needed.saved)
+    assert plan(data, 4000).saved == {}
+
+
+def test_a_plan_that_does_not_fit_names_it() -> None:
+    assert "share_next=True" in plan(Lanes(1, 0).steps(1, 0.0)[0, 0], 10**13).remedy
+
+
+def test_what_is_shared_is_shown() -> None:
+    rb = filled(POOLED)
+    assert "saved by sharing" in repr(rb.storage)
+    assert "'observation': float32 (3,) (shared)" in repr(rb.storage)
+    html = rb._repr_html_()
+    assert "saved by sharing" in html
+    assert "next.observation" in html
+
+
+# -- trajectories
+
+
+def test_a_key_by_which_trajectories_are_found_must_not_be_shared() -> None:
+    storage = PackedStorage(10, share_next=True)
+    flags = torch.zeros(4, 16, dtype=torch.bool)
+    storage.set(range(4), TensorDict({"over": flags, "next": {"over": flags}}, [4]))
+    with pytest.raises(KeyError, match="leave it out of share_next"):
+        TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries()
+
+
+def test_torchrls_slices_are_those_of_a_plain_storage() -> None:
+    batches = []
+    for kind in (PackedStorage, POOLED):
+        sampler = SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False)
+        rb = filled(kind, sampler=sampler)
+        torch.manual_seed(0)
+        batches.append(rb.sample(16))
+    assert_same(*(batch.exclude("index") for batch in batches))
+
+
+# -- processes
+
+
+def _write(rb: ReplayBuffer, seed: int) -> None:
+    for _ in range(5):
+        rb.extend(Lanes(1, seed).steps(8, 0.2)[:, 0])
+        rb.sample(4)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_several_processes_write_to_the_same_entries(start, first) -> None:
+    rb = ReplayBuffer(storage=POOLED(50, shared=True), batch_size=4)
+    if first:
+        rb.extend(Lanes(1, 9).steps(8, 0.2)[:, 0])
+    context: Any = multiprocessing.get_context(start)
+    workers = [context.Process(target=_write, args=(rb, seed)) for seed in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
+    assert len(rb) == 50
+    check(rb)
+    written = {tuple(row.tolist()) for seed in (1, 2, 3, 9) for row in _all_pixels(seed)}
+    assert {tuple(row.tolist()) for row in rb["next", "pixels"].flatten(1)} <= written
+
+
+def _all_pixels(seed: int) -> torch.Tensor:
+    return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
+
+
+def test_a_write_that_an_error_cuts_short_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = filled(POOLED)
+    rb.share()
+    before, rows = copied(rb[:]), rb.storage._rows
+    assert isinstance(rows, PooledRows)
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rb.storage, "_advance", dies)  # the rows are written, the counters are not
+    with pytest.raises(KeyboardInterrupt):
+        rb.extend(Lanes(1, 77).steps(9, 0.2)[:, 0])
+    monkeypatch.undo()
+    rb.sample()  # whoever takes the lock next undoes it
+    assert_same(rb[:], before)
+    check(rb)
+
+
+def test_rows_in_ram_cannot_be_spawned() -> None:
+    rb = filled(POOLED)
+    context = multiprocessing.get_context("spawn")
+    with pytest.raises(RuntimeError, match="share_memory_"):
+        context.Process(target=_write, args=(rb, 1)).start()
+
+
+# -- what is recorded
+
+
+def test_a_recorder_writes_to_rows_that_share() -> None:
+    buffers = []
+    for make in (PackedStorage, partial(PackedStorage, share_next="auto")):
+        env = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+        rb = ReplayBuffer(storage=make(300, ndim=2), batch_size=8)
+        recorder = GymnasiumRecorder(rb, env)
+        recorder.reset(seed=0)
+        env.action_space.seed(0)
+        for _ in range(150):
+            recorder.step(env.action_space.sample())
+        buffers.append(rb)
+    plain, pooled = buffers
+    assert pooled.storage.pooling is not None
+    assert_same(plain[:], pooled[:])
+    check(pooled)
+    share = pooled.storage._rows.held[0] / len(pooled)
+    assert share < 1.1
+    pooled.sample()
+
+
+def test_sequences_and_steps_are_those_of_a_plain_storage() -> None:
+    batches = []
+    for kind in (PackedStorage, POOLED):
+        sampler = SequenceSampler(NStepSampler(UniformSampler(), 3, 0.9), 4, burn_in=1)
+        rb = ReplayBuffer(storage=kind(40), sampler=sampler, batch_size=20)
+        data = Lanes(1, 4).steps(30, 0.2)[:, 0]
+        data["next", "reward"] = torch.arange(30.0)[:, None]
+        rb.extend(data)
+        torch.manual_seed(0)
+        batches.append(rb.sample())
+    assert_same(*batches)
