@@ -266,7 +266,8 @@ def check(table: Table) -> None:
 
 def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
     """Return the bytes of a key, ``[B, ...]`` dense, as its entries hold them, ``[B, pieces, bytes]``."""
-    raw = value.contiguous().view(len(value), value.shape[1:].numel()).view(torch.uint8)
+    flat = value.reshape(len(value), value.shape[1:].numel())
+    raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)
 
 

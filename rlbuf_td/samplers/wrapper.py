@@ -71,6 +71,7 @@ class SamplerWrapper(Sampler):
         flat, info = draw_from(self.innermost, storage, batch_size)
         revise = self._reviser(storage, flat)
         if revise is not None and self._inner is None and self._reads(storage):
+            storage.read_ahead(flat)
             batch = storage.blank(flat.shape[0])
             revise(batch, flat, None, True)
         else:

@@ -170,7 +170,9 @@ class AllocatedStorage(LazyTensorStorage):
     def _rows_in(self, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> Rows:
         """Return the rows that lie in memory of :meth:`_bytes_of` bytes."""
         if pooling is None:
-            return Rows(layout, memory.view(*shape, layout.row_bytes))
+            plain = Rows(layout, memory.view(*shape, layout.row_bytes))
+            plain.is_mapped = self.scratch_dir is not None
+            return plain
         room = None if self.scratch_dir is None else FileRoom(self.scratch_dir, len(memory))
         rows = PooledRows(pooling, memory, shape, make_room=room)
         rows.is_deferred = self._sharing is not None

@@ -138,7 +138,7 @@ class FileRoom:
             return
         descriptor = os.open(self._file, os.O_RDWR)
         try:
-            for more in (max(nbytes - filled, min(_FILL, filled)), nbytes - filled):  # ahead, if there is room
+            for more in (max(nbytes - filled, min(_FILL, filled // 8)), nbytes - filled):  # ahead, if there is room
                 more = min(more, self._nbytes - section - filled)
                 try:
                     os.posix_fallocate(descriptor, section + filled, more)

@@ -171,6 +171,10 @@ class PackedStorage(SavedStorage):
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
         return self._written().at_cells(flat)
 
+    def read_ahead(self, flat: torch.Tensor) -> None:
+        """Ask the disk for transitions that a kernel is about to read, if they lie in a file and not in memory."""
+        self._written().read_ahead(flat)
+
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` transitions, packed as the rows are, for a kernel to fill."""
         return self._all_rows().blank(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.pool import Table, check, read_, rebuild_, write_, write_by_steps_
+from rlbuf_td.kernels.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.pooling import NAMES, Pooling
 from rlbuf_td.storages.rows import Rows, _wrapped
@@ -74,7 +76,7 @@ class PooledRows(Rows):
         shape: ``[T, *lanes]``.
         make_room: called, before entries are taken, with each section that grows and the bytes that it needs: it raises
             an ``OSError`` if there are not so many.
-        whole: the rows that these are the first of.
+        table: that of the rows that these are the first of.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PooledRows(Rows):
         shape: torch.Size,
         *,
         make_room: Callable[[int, int], None] | None = None,
-        whole: PooledRows | None = None,
+        table: Table | None = None,
     ) -> None:
         self.layout, self.pooling, self.memory = pooling.layout, pooling, memory
         self.own: RowLayout = pooling.own
@@ -93,15 +95,19 @@ class PooledRows(Rows):
         self.matrix = matrix.view(self.own.carrier)
         self.flat = self.matrix.view(-1, self.matrix.shape[-1])
         self.shape, self.steps, self.lanes, self.cells = shape, shape[0], shape[1:], cells
+        self.is_mapped = make_room is not None
         self.is_deferred = False  # where a process may die in the middle of a write
         self._make_room = make_room
-        self._whole = self if whole is None else whole
-        self.table: Table = self._make_table() if whole is None else whole.table
+        self.table: Table = self._make_table() if table is None else table
+
+    @cached_property
+    def sections(self) -> Sections:
+        """Where rows and entries lie in the memory."""
+        return Sections.of(self.pooling, len(self.table.rows))
 
     def _make_table(self) -> Table:
         pooling, memory = self.pooling, self.memory
         parts = Sections.of(pooling, self.cells)
-        self.sections = parts
         entries, stacks, counters = [], [], []
         for g, (group, most) in enumerate(zip(pooling.groups, parts.most, strict=True)):
             at = parts.entries[g]
@@ -153,7 +159,7 @@ class PooledRows(Rows):
     def first(self, steps: int) -> PooledRows:
         """Return the first time steps, as a view."""
         shape = torch.Size([steps, *self.lanes])
-        return PooledRows(self.pooling, self.memory, shape, make_room=self._make_room, whole=self._whole)
+        return PooledRows(self.pooling, self.memory, shape, make_room=self._make_room, table=self.table)
 
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views, without the keys that are pooled."""
@@ -173,10 +179,17 @@ class PooledRows(Rows):
         """
         flat = flat.contiguous()
         block = torch.empty((len(flat), self.layout.row_bytes), dtype=torch.uint8, device=flat.device)
-        if not read_(self.table, flat, self.cells, block):
+        if not read_(self.table, flat, self.cells, block, self._ask_for(flat) if self.is_mapped else None):
             _wrapped(flat, self.cells)
             raise IndexError(f"index {int(flat.min())} is out of range: {self.cells} have been written")
         return block.view(self.layout.carrier)
+
+    def _ask_for(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Ask for the pages of rows and of what they name; return the order in which to read them."""
+        order = ask_for_rows(self.table.rows, flat)
+        if order is not None:
+            ask_for_entries(self.table, flat[order])
+        return order
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` whole rows, not initialised."""

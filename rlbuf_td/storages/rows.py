@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.columns import gather_rows, new_rows
+from rlbuf_td.kernels.read_ahead import ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 
 
@@ -20,10 +21,14 @@ class Rows:
     Args:
         layout: what a row holds.
         matrix: ``[T, *lanes, row_bytes]`` in bytes, contiguous, of any dtype.
+
+    Attributes:
+        is_mapped: whether they lie in a file, whose pages are asked for before rows are read.
     """
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout
+        self.is_mapped = False
         self.matrix = matrix.view(layout.carrier)
         self.flat = self.matrix.view(-1, self.matrix.shape[-1])
         self.shape = self.matrix.shape[:-1]
@@ -40,7 +45,14 @@ class Rows:
 
     def first(self, steps: int) -> Rows:
         """Return the first time steps, as a view."""
-        return Rows(self.layout, self.matrix.narrow(0, 0, steps))
+        rows = Rows(self.layout, self.matrix.narrow(0, 0, steps))
+        rows.is_mapped = self.is_mapped
+        return rows
+
+    def read_ahead(self, flat: torch.Tensor) -> None:
+        """Ask for the pages of rows that are about to be read, if they lie in a file and not in memory."""
+        if self.is_mapped:
+            ask_for_rows(self.flat, flat)
 
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views."""
@@ -50,6 +62,7 @@ class Rows:
 
     def at_cells(self, flat: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
+        self.read_ahead(flat)
         return self.layout.unpack(gather_rows(self.flat, flat))
 
     def blank(self, count: int) -> TensorDict:
@@ -58,6 +71,7 @@ class Rows:
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
+        self.read_ahead(flat)
         return self.layout.unpack_batches(gather_rows(self.flat, flat), size)
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
@@ -66,6 +80,8 @@ class Rows:
         Raises:
             IndexError: one is out of range (on the CPU).
         """
+        if self.is_mapped:
+            ask_for_rows(self.matrix, index.reshape(-1) % max(1, self.steps))
         return self.layout.unpack(_gather(self.matrix, index))
 
     def at_coordinates(self, index: tuple[torch.Tensor, ...]) -> TensorDict:
@@ -77,6 +93,8 @@ class Rows:
         flat: torch.Tensor | int = 0
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + (coordinate % size if coordinate.is_cuda else _wrapped(coordinate, size))
+        if self.is_mapped:
+            self.read_ahead(torch.as_tensor(flat).reshape(-1))
         return self.layout.unpack(_gather(self.flat, flat))
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:

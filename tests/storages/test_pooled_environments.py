@@ -1,0 +1,171 @@
+"""Rows that share observations and frames, filled by real environments through TorchRL's collectors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.envs import (
+    CatFrames,
+    EnvBase,
+    GymEnv,
+    GymWrapper,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    ToTensorImage,
+    TransformedEnv,
+)
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.storages.pooled_rows import PooledRows
+from tests.catalogue import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
+
+
+class Screen(gymnasium.Env):
+    """A dot that walks over a screen; episodes end in both ways."""
+
+    observation_space = Box(0, 255, (1, 12, 12), np.uint8)
+    action_space = Discrete(3)
+
+    def _see(self) -> np.ndarray:
+        screen = np.zeros((1, 12, 12), np.uint8)
+        screen[0, self.steps % 12, self.place % 12] = 255
+        return screen
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps, self.place = 0, int(self.np_random.integers(12))
+        self.last = int(self.np_random.integers(3, 25))
+        return self._see(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps, self.place = self.steps + 1, self.place + int(action) - 1
+        over = self.steps == self.last
+        return self._see(), 1.0, over and self.last % 2 == 0, over and self.last % 2 == 1, {}
+
+
+def cart_pole() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=25))
+
+
+def screen(dim: int = -3, padding: str = "same") -> EnvBase:
+    env = TransformedEnv(GymWrapper(Screen()), CatFrames(N=4, dim=dim, in_keys=["observation"], padding=padding))
+    env.append_transform(RewardSum())
+    return env
+
+
+def floats() -> EnvBase:
+    env = TransformedEnv(GymWrapper(Screen()), ToTensorImage(in_keys=["observation"], from_int=True))
+    env.append_transform(CatFrames(N=3, dim=-3, in_keys=["observation"]))
+    return env
+
+
+def collected(make: Any, how: dict[str, Any], lanes: int, frames: int, capacity: int) -> tuple[ReplayBuffer, ...]:
+    """Return a plain buffer and one that shares, with the same content."""
+    ndim = 1 + (lanes > 1)
+    kinds: list[Any] = [PackedStorage, partial(PackedStorage, **how)]
+    buffers = tuple(ReplayBuffer(storage=kind(capacity * lanes, ndim=ndim), batch_size=32) for kind in kinds)
+    env = make() if lanes == 1 else SerialEnv(lanes, make)
+    env.set_seed(0)
+    for data in Collector(env, None, frames_per_batch=20 * lanes, total_frames=frames * lanes):
+        for rb in buffers:
+            rb.extend(data.clone())
+    return buffers
+
+
+def check(plain: ReplayBuffer, pooled: ReplayBuffer, most: float) -> None:
+    """Compare all rows; each takes at most so many entries."""
+    assert_same(plain[:], pooled[:])
+    torch.manual_seed(0)
+    index = torch.randint(len(plain.storage[:].reshape(-1)), (50,))
+    assert_same(plain.storage.gather(index), pooled.storage.gather(index))
+    rows = pooled.storage._rows
+    assert isinstance(rows, PooledRows)
+    rows.check()
+    assert max(rows.held) <= most * len(plain)
+    pooled.sample()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("capacity", [70, 500])
+@pytest.mark.parametrize("share", [True, "auto", ["observation"]])
+def test_observations_of_cart_pole(share, capacity, lanes) -> None:
+    plain, pooled = collected(cart_pole, {"share_next": share}, lanes, 200, capacity)
+    assert ("observation",) in pooled.storage.saved_bytes
+    check(plain, pooled, most=1.15)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("capacity", [70, 500])
+@pytest.mark.parametrize("padding", ["same", "constant"])
+def test_stacks_of_frames(padding, capacity, lanes) -> None:
+    make = partial(screen, padding=padding)
+    plain, pooled = collected(make, {"frames": {"observation": 4}}, lanes, 200, capacity)
+    check(plain, pooled, most=1.6)
+    assert pooled.storage.nbytes < 0.3 * plain.storage.nbytes or capacity == 500  # a buffer that is not full
+
+
+def test_stacks_along_another_dim() -> None:
+    plain, pooled = collected(partial(screen, dim=-1), {"frames": {"observation": (4, -1)}}, 1, 200, 70)
+    check(plain, pooled, most=1.6)
+
+
+def test_stacks_of_floats() -> None:
+    plain, pooled = collected(floats, {"frames": {"observation": 3}}, 1, 100, 70)
+    assert plain.storage["observation"].dtype is torch.float32
+    check(plain, pooled, most=1.6)
+
+
+def test_pixels_of_cart_pole() -> None:
+    def make() -> EnvBase:
+        env = GymWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), from_pixels=True, pixels_only=True)
+        env = TransformedEnv(env, ToTensorImage(in_keys=["pixels"], from_int=False, dtype=torch.uint8))
+        env.append_transform(CatFrames(N=4, dim=-3, in_keys=["pixels"]))
+        return env
+
+    plain, pooled = collected(make, {"frames": {"pixels": 4}}, 1, 20, 12)
+    assert plain.storage["pixels"].shape[1:] == (12, 400, 600)
+    check(plain, pooled, most=1.6)
+
+
+def test_what_a_policy_writes_back_is_what_it_read() -> None:
+    """Copy a buffer by its batches, in another order: nothing follows any more, and all of it is there."""
+    plain, pooled = collected(cart_pole, {"share_next": True}, 1, 200, 200)
+    order = torch.randperm(200)
+    again = ReplayBuffer(storage=PackedStorage(200, share_next=True))
+    for part in order.split(32):
+        again.extend(pooled.storage.get(part))
+    assert_same(again[:], plain.storage.get(order))
+    rows = again.storage._rows
+    assert isinstance(rows, PooledRows)
+    rows.check()
+
+
+def test_one_key_of_three_repeats() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.rand(101, 6, generator=generator)
+    other = torch.rand(4, 100, 4, generator=generator)
+    data = TensorDict(
+        {
+            "position": seen[:-1],
+            "noise": other[0],
+            "inner": {"view": other[1]},
+            "next": {"position": seen[1:], "noise": other[2], "inner": {"view": other[3]}},
+        },
+        [100],
+    )
+    storage = PackedStorage(100, share_next="auto")
+    storage.set(range(100), data)
+    assert {*storage.saved_bytes} == {("position",)}
+    assert_same(storage[:], data)
+    assert storage.nbytes == 100 * (2 * 16 + 2 * 16 + 8) + 101 * 24
