@@ -144,6 +144,30 @@ def _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
 
 
 @inlined
+def _free(groups, g, name, freed, kept):
+    """Give an entry back, or note it behind ``kept`` others."""
+    if len(freed):
+        freed[kept] = name
+        return kept + 1
+    _give(groups, g, name)
+    return kept
+
+
+@inlined
+def _release_pair(groups, g, own, own_bytes, cell, before, after, freed, kept):
+    """Do what :func:`_release` does for two entries, which only the rows before and after may hold, too."""
+    row = own + cell * own_bytes + groups[g, IDS]
+    root, following = load_int32(row), load_int32(row + 4)
+    if root != 0 and root != load_int32(own + before * own_bytes + groups[g, IDS] + 4):
+        kept = _free(groups, g, root, freed, kept)
+    if following != 0 and following != load_int32(own + after * own_bytes + groups[g, IDS]):
+        kept = _free(groups, g, following, freed, kept)
+    store_int32(row, np.int32(0))
+    store_int32(row + 4, np.int32(0))
+    return kept
+
+
+@inlined
 def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
     """Let a row hold nothing any more; give back, or note behind ``kept`` others, what no other row holds."""
     row = own + cell * own_bytes + groups[g, IDS]
@@ -156,11 +180,7 @@ def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
             repeated |= load_int32(row + 4 * before) == name
         if repeated or _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
             continue
-        if len(freed):
-            freed[kept] = name
-            kept += 1
-        else:
-            _give(groups, g, name)
+        kept = _free(groups, g, name, freed, kept)
     for j in range(groups[g, PIECES] * groups[g, SIDES]):
         store_int32(row + 4 * j, np.int32(0))
     return kept
@@ -256,7 +276,7 @@ def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, co
     """Release and fill rows one by one; see :func:`rlbuf_td.kernels.pool.write_`."""
     for g in range(len(groups)):
         freed = np.empty(count * groups[g, PIECES] * groups[g, SIDES] if deferred else 0, np.int32)
-        kept = 0
+        kept, is_pair = 0, groups[g, PIECES] == 1 and groups[g, SIDES] == 2 and total > lanes
         t, lane = np.int64(0), np.int64(0)
         for i in range(count):
             cell = load_int64(cells + 8 * i) if cells else (start + i) % total
@@ -271,7 +291,10 @@ def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, co
                     prefetch(_entry(groups, g, name) + min(groups[g, BYTES], 64) - 1)
             before = cell - lanes if cell >= lanes else cell - lanes + total
             after = cell + lanes if cell + lanes < total else cell + lanes - total
-            kept = _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept)
+            if is_pair:
+                kept = _release_pair(groups, g, own, own_bytes, cell, before, after, freed, kept)
+            else:
+                kept = _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept)
             _fill_root(groups, parts, sources, g, own, own_bytes, cell, before, t, lane)
             if groups[g, SIDES] == 2:
                 _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane)

@@ -5,8 +5,8 @@ on; 0 is none. A row's observation is the entry that the row before it, in time 
 one, where the bytes agree. So all rows that name an entry lie near each other, and nobody counts them: when a row is
 overwritten, an entry of its that no row within ``reach`` steps names is free.
 
-On the CPU the numba twin goes row by row, O(1) a row; elsewhere torch ops do, all lanes of a time step at once, without
-host synchronisation: a write of many time steps takes a launch of some fifty kernels for each.
+On the CPU the numba twin goes row by row, O(1) a row; elsewhere torch ops do, all lanes of a time step at once: a write
+takes some fifty kernels for each of its time steps. Neither these nor reads make the host wait.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Table:
     rows: Tensor
     row_bytes: int
     lanes: int
-    entries: tuple[Tensor, ...]
-    stacks: tuple[Tensor, ...]
+    entries: list[Tensor]
+    stacks: list[Tensor]
     counters: tuple[Tensor, ...]
     is_compiled: bool = True
     _arrays: list[np.ndarray] = field(default_factory=list)
@@ -214,6 +214,16 @@ def write_by_steps_(
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
     """Return keys as the bytes of their entries, ``[B, pieces, bytes]``."""
     return torch.cat([pieces_of(v, part, group.pieces) for v, part in zip(values, group.parts, strict=True)], 2)
+
+
+def grow_(table: Table, g: int, most: int) -> None:
+    """Give a group room for ``most`` entries, by a copy of those that it has."""
+    entries, stack = table.entries[g], table.stacks[g]
+    table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
+    table.stacks[g] = stack.new_empty(most + 1)
+    table.entries[g][: len(entries) - 1] = entries[:-1]
+    table.stacks[g][: len(stack) - 1] = stack[:-1]
+    table._arrays.clear()
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:

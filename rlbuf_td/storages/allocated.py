@@ -15,7 +15,7 @@ from rlbuf_td.sharing.rows import SharedRows
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
-from rlbuf_td.storages.pooled_rows import PooledRows, Sections
+from rlbuf_td.storages.pooled_rows import PooledRows, Sections, grows
 from rlbuf_td.storages.pooling import Pooling, Sharing, choose
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
@@ -155,10 +155,12 @@ class AllocatedStorage(LazyTensorStorage):
             if self._sharing is not None and self.scratch_dir is None:
                 memory = self._sharing.memory(nbytes)
             elif pooling is not None:
-                _refuse_device(torch.device(device))
                 sections = Sections.of(pooling, prod(shape))
                 about["what"] += " with what they share"
-                memory = allocate_sparse(nbytes, sections.likely(pooling, prod(shape)), sections.stacks[0], **about)
+                if grows(torch.device(device)):
+                    memory = allocate_bytes(sections.fixed, torch.device(device), **about).zero_()
+                else:
+                    memory = allocate_sparse(nbytes, sections.likely(pooling, prod(shape)), sections.fixed, **about)
             else:
                 memory = allocate_bytes(nbytes, torch.device(device), shared=self.shared, **about)
             return self._rows_in(memory, layout, shape, pooling)
@@ -254,14 +256,6 @@ class AllocatedStorage(LazyTensorStorage):
             description["pooled"] = rows.pooling.state()
         written = sharing.place(rows.flat, description)
         self.clock.keep_in(written)
-
-
-def _refuse_device(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError(
-            f"share_next and frames need device='cpu' so far, got {str(device)!r}: keep the rows on the CPU and move "
-            "batches (a transform does), or let each row hold its own"
-        )
 
 
 def _remedy(layout: RowLayout, scratch_dir: Path | None) -> str:

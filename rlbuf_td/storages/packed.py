@@ -38,7 +38,7 @@ class PackedStorage(SavedStorage):
             already is never overwritten.
         shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
             start, see :meth:`ReplayBuffer.share`.
-        share_next: store an observation once that is a row's next one and the following row's own (CPU only). Compared
+        share_next: store an observation once that is a row's next one and the following row's own. Compared
             are the bytes, in the same lane; no flag is asked. Where they differ, at the end of a trajectory, say, both
             are stored. ``True``: all keys at the root that are below ``"next"``, too; a list of such keys; ``"auto"``:
             those that repeat in half of the first write's rows or more (all of them, if that is one time step), unless

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.pool import Table, check, read_, rebuild_, write_, write_by_steps_
+from rlbuf_td.kernels.pool import Table, check, grow_, read_, rebuild_, write_, write_by_steps_
 from rlbuf_td.kernels.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.pooling import NAMES, Pooling
@@ -58,9 +58,14 @@ class Sections:
             at += _pages(group.nbytes * (count + 1))
         return cls(cells * pooling.own.row_bytes, counters, tuple(stacks), tuple(entries), most, at)
 
+    @property
+    def fixed(self) -> int:
+        """Bytes of rows and counters."""
+        return self.stacks[0]
+
     def likely(self, pooling: Pooling, cells: int) -> int:
         """Return the bytes that ``cells`` rows take where each shares its next observation."""
-        return self.stacks[0] + sum(cells * group.nbytes for group in pooling.groups)
+        return self.fixed + sum(cells * group.nbytes for group in pooling.groups)
 
 
 def _pages(nbytes: int) -> int:
@@ -72,7 +77,9 @@ class PooledRows(Rows):
 
     Args:
         pooling: what a row holds, and what of that is in the pool.
-        memory: :attr:`Sections.total` bytes, uint8, zeros at first.
+        memory: :attr:`Sections.total` bytes, uint8, zeros at first. On another device than the CPU, where memory cannot
+            be had bit by bit, the first :attr:`Sections.fixed` of them: entries have memory of their own then, which is
+            copied to a larger one when it is full; before each write the host waits to see whether it is.
         shape: ``[T, *lanes]``.
         make_room: called, before entries are taken, with each section that grows and the bytes that it needs: it raises
             an ``OSError`` if there are not so many.
@@ -110,10 +117,14 @@ class PooledRows(Rows):
         parts = Sections.of(pooling, self.cells)
         entries, stacks, counters = [], [], []
         for g, (group, most) in enumerate(zip(pooling.groups, parts.most, strict=True)):
-            at = parts.entries[g]
-            entries.append(memory[at : at + group.nbytes * (most + 1)].view(most + 1, group.nbytes))
-            at = parts.stacks[g]
-            stacks.append(memory[at : at + 4 * (most + 1)].view(torch.int32))
+            if grows(memory.device):
+                entries.append(memory.new_empty((1, group.nbytes)))
+                stacks.append(memory.new_empty(1, dtype=torch.int32))
+            else:
+                at = parts.entries[g]
+                entries.append(memory[at : at + group.nbytes * (most + 1)].view(most + 1, group.nbytes))
+                at = parts.stacks[g]
+                stacks.append(memory[at : at + 4 * (most + 1)].view(torch.int32))
             at = parts.counters + 16 * g
             counters.append(memory[at : at + 16].view(torch.int64))
         return Table(
@@ -122,10 +133,10 @@ class PooledRows(Rows):
             memory[: self.cells * self.own.row_bytes].view(self.cells, self.own.row_bytes),
             self.layout.row_bytes,
             self.cells // self.steps,
-            tuple(entries),
-            tuple(stacks),
+            entries,
+            stacks,
             tuple(counters),
-            not memory.is_cuda,
+            not grows(memory.device),
         )
 
     @property
@@ -159,7 +170,9 @@ class PooledRows(Rows):
     def first(self, steps: int) -> PooledRows:
         """Return the first time steps, as a view."""
         shape = torch.Size([steps, *self.lanes])
-        return PooledRows(self.pooling, self.memory, shape, make_room=self._make_room, table=self.table)
+        rows = PooledRows(self.pooling, self.memory, shape, make_room=self._make_room, table=self.table)
+        rows.is_deferred = self.is_deferred
+        return rows
 
     def view(self) -> TensorDict:
         """Return all rows as a TensorDict of strided views, without the keys that are pooled."""
@@ -332,13 +345,21 @@ class PooledRows(Rows):
         Raises:
             OSError: the disk is full.
         """
-        if self._make_room is None:
+        if self._make_room is None and not grows(self.matrix.device):
             return
         for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
             needed = used + max(0, rows * self.table.groups[g].names - (0 if self.is_deferred else free))
-            most = min(self.sections.most[g], needed)
-            self._make_room(self.sections.stacks[g], 4 * (most + 1))
-            self._make_room(self.sections.entries[g], self.table.groups[g].nbytes * most)
+            self._make_room_for(g, min(self.sections.most[g], needed))
+
+    def _make_room_for(self, g: int, entries: int) -> None:
+        """Make room for so many entries of a group."""
+        if self._make_room is not None:
+            self._make_room(self.sections.stacks[g], 4 * (entries + 1))
+            self._make_room(self.sections.entries[g], self.table.groups[g].nbytes * entries)
+        elif grows(self.matrix.device):
+            room = len(self.table.entries[g]) - 1
+            if entries > room:
+                grow_(self.table, g, max(entries, min(self.sections.most[g], room * 5 // 4)))
 
     def forget(self, live: int | None = None) -> None:
         """Let all rows (or the first ``live`` ones, the others hold nothing) hold nothing: all entries are unused."""
@@ -364,9 +385,7 @@ class PooledRows(Rows):
         """
         self.forget()
         for g, saved in enumerate(entries):
-            if self._make_room is not None:
-                self._make_room(self.sections.stacks[g], 4 * (len(saved) + 1))
-                self._make_room(self.sections.entries[g], saved.numel())
+            self._make_room_for(g, len(saved))
             self.table.entries[g][: len(saved)].copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
         self.take_in([len(saved) for saved in entries])
@@ -392,6 +411,11 @@ class PooledRows(Rows):
             steps = min(size, first + count - start)
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
             yield steps, self.layout.columns(self._packed(cells).view(steps, *self.lanes, -1))
+
+
+def grows(device: torch.device) -> bool:
+    """Return whether memory on a device is all taken at once, so that it has to grow by copies."""
+    return device.type != "cpu"
 
 
 def _dense(leaf: torch.Tensor, lane_dims: int, shape_dims: int) -> torch.Tensor:

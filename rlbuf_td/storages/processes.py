@@ -55,7 +55,7 @@ class SharedStorage(AllocatedStorage):
                     moved.matrix.copy_(rows.matrix)
             elif rows is not None:
                 if isinstance(rows, PooledRows):
-                    rows.is_deferred = True
+                    rows.is_deferred, self._live = True, None
                 self._describe(sharing, rows)
             self.shared = self.scratch_dir is None
             self.lock = sharing.lock

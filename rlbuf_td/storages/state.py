@@ -205,9 +205,9 @@ def rows_of_state(
         return Rows(layout, matrix.contiguous())
     cells = matrix.shape[:-1].numel()
     sections = Sections.of(pooling, cells)
-    memory = allocate_sparse(sections.total, sections.likely(pooling, cells), sections.stacks[0])
+    memory = allocate_sparse(sections.total, sections.likely(pooling, cells), sections.fixed)
     rows = PooledRows(pooling, memory, matrix.shape[:-1])
-    rows.restore_(matrix, entries)
+    rows.restore_(matrix.cpu(), [found.cpu() for found in entries])
     return rows
 
 

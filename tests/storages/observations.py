@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-
-from rlbuf_td.storages.pooled_rows import PooledRows
 
 FRAMES = 3
 
@@ -66,11 +63,3 @@ class Lanes:
 
 def _where(mask: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.view(-1, *[1] * (left.ndim - 1)), left, right)
-
-
-def use_specification(storage: Any) -> None:
-    """Let a storage's rows go through the torch ops."""
-    rows = storage._rows
-    assert isinstance(rows, PooledRows)
-    rows.table = replace(rows.table, is_compiled=False)
-    storage._live = None

@@ -188,10 +188,33 @@ def test_a_reserved_storage_decides_with_the_first_write() -> None:
     assert storage.pooling is not None
 
 
-def test_another_device_is_refused() -> None:
-    storage = PackedStorage(10, device="meta", share_next=True)
-    with pytest.raises(ValueError, match="need device='cpu'"):
-        storage.set(range(4), chain(4))
+def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuf_td.storages.pooled_rows.grows", lambda device: True)
+    monkeypatch.setattr("rlbuf_td.storages.allocated.grows", lambda device: True)
+    storage, plain = PackedStorage(60, share_next=True), PackedStorage(60)
+    taken = []
+    for start in range(0, 60, 5):
+        data = chain(5)
+        for one in (storage, plain):
+            one.set(range(start, start + 5), data)
+        assert_same(storage[:], plain[:])
+        taken.append(len(pooled(storage).table.entries[0]))
+    assert len(pooled(storage).memory) < 60 * 40 + 2 * 4096
+    assert taken[0] < taken[-1] < 120
+    pooled(storage).check()
+
+
+@pytest.mark.cuda
+def test_rows_on_a_cuda_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    storage, plain = (PackedStorage(40, device="cuda", share_next=share) for share in (True, False))
+    for start in (0, 20, 10):
+        data = chain(20, length=7).to("cuda")
+        for one in (storage, plain):
+            one.set(range(start, start + 20), data)
+        assert_same(storage[:].cpu(), plain[:].cpu())
+    pooled(storage).check()
 
 
 def test_packed_rows_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoun
 from rlbuf_td import PackedStorage, RingWriter, SchemaError
 from rlbuf_td.storages.pooled_rows import PooledRows
 from tests.catalogue import assert_same
-from tests.storages.observations import FRAMES, Lanes, use_specification
+from tests.storages.observations import FRAMES, Lanes
 
 HOW: dict[str, dict[str, Any]] = {
     "all": {"share_next": True},
@@ -31,6 +32,13 @@ HOW: dict[str, dict[str, Any]] = {
     "frames of the root": {"frames": {"pixels": FRAMES}},
     "frames along another dim": {"frames": {"pixels": (FRAMES, -1)}},
 }
+
+
+PLACES = ("pooled_rows", "allocated")  # where it is asked whether rows lie on a device like CUDA
+
+
+def _everywhere(device: torch.device) -> bool:
+    return True
 
 
 class Lockstep(RuleBasedStateMachine):
@@ -53,6 +61,10 @@ class Lockstep(RuleBasedStateMachine):
         self.world = Lanes(self.cells, seed, alphabet)
         if ndim > 1 and writer is TensorDictMaxValueWriter:
             writer = RingWriter
+        self.patches = [] if compiled else [patch(f"rlbuf_td.storages.{name}.grows", _everywhere) for name in PLACES]
+        for each in self.patches:
+            each.start()
+        shared = shared and compiled  # shared memory is always the CPU's
         self.plain = PackedStorage(steps * self.cells, ndim=ndim)
         self.pooled = PackedStorage(steps * self.cells, ndim=ndim, **HOW[how])
         if shared:
@@ -67,8 +79,10 @@ class Lockstep(RuleBasedStateMachine):
             one.register_storage(storage)
         self.ranks = torch.Generator().manual_seed(seed)
         self.extend(1, False)
-        if not compiled:
-            use_specification(self.pooled)
+
+    def teardown(self) -> None:
+        for each in getattr(self, "patches", []):
+            each.stop()
 
     def data(self, count: int) -> TensorDict:
         """Return ``[count, *lanes]`` rows that mostly follow each other and those before."""
@@ -177,8 +191,6 @@ class Lockstep(RuleBasedStateMachine):
         self.pooled = copy.deepcopy(self.pooled) if how == "deepcopy" else pickle.loads(pickle.dumps(self.pooled))
         self.storages = [self.plain, self.pooled]
         self.writers[1].register_storage(self.pooled)
-        if not self.compiled:
-            use_specification(self.pooled)
 
     # -- reads
 
@@ -249,5 +261,5 @@ def assert_same_entry(left: Any, right: Any) -> None:
 
 TestLockstep = Lockstep.TestCase
 TestLockstep.settings = settings(
-    max_examples=200, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=25, deadline=None, derandomize=True, database=None
 )
