@@ -55,6 +55,10 @@ def same_bytes(first, second, count):
         if load_int64(first + at) != load_int64(second + at):
             return False
         at += 8
+    while at + 4 <= count:
+        if load_int32(first + at) != load_int32(second + at):
+            return False
+        at += 4
     while at < count:
         if load_uint8(first + at) != load_uint8(second + at):
             return False
