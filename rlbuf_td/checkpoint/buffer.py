@@ -49,16 +49,17 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None
         storage, journal = rb._storage, None
         if isinstance(storage, PackedStorage) and "rows" in state["storage"]["state"]:
             if _is_own_folder(storage, writer.path):
-                if storage.pooling is not None:
-                    raise CheckpointError(
-                        f"{path} is the scratch_dir of the storage, and rows that share observations cannot be dumped "
-                        "where they lie so far: dump them into another folder"
-                    )
                 sync_file(writer.path / ROWS_FILE)
                 journal = _journal_of(storage._written(), writer.path / DATA / writer.new_name("undo"))
             tensors.append(state["storage"]["state"].pop("rows"))
-            sources.append(Source(storage._all_rows().matrix.nbytes, None if journal is None else journal.file.name))
+            name = None if journal is None else journal.file.name
+            sources.append(Source(storage._all_rows().matrix.nbytes, name))
             state["storage"]["rows"] = 0  # the first tensor
+            if isinstance(storage._rows, PooledRows):
+                entries, offsets = state["storage"]["state"].pop("entries"), storage._rows.sections.entries
+                state["storage"]["entries"] = [*range(1, 1 + len(entries))]
+                tensors += entries
+                sources += [Source(x.nbytes, name, at) for x, at in zip(entries, offsets, strict=True)]
         write_state(writer, state, tensors, sources, progress)
         if isinstance(storage, PackedStorage) and journal is not None:
             storage.journal = journal
@@ -69,6 +70,9 @@ def _is_own_folder(storage: Any, path: Path) -> bool:
 
 
 def _journal_of(rows: Rows, file: Path, kept: Sequence[int] = ()) -> Journal:
+    if isinstance(rows, PooledRows):
+        step_bytes = rows.table.lanes * rows.pooling.own.row_bytes
+        return Journal(file, rows.memory.numpy(), step_bytes, kept, rows.used)
     return Journal(file, flat_bytes(rows.matrix).numpy(), rows.nbytes // max(1, rows.steps), kept)
 
 
@@ -117,7 +121,7 @@ class _Load:
         self.fit = Fit((), 0, True, 0)
         self.journal: Journal | None = None
         self.pooling: Pooling | None = None  # what the saved rows share, and what that is
-        self.entries: list[torch.Tensor] = []
+        self.entries: list[Stored] = []
         self.is_fresh = False  # whether rows are to be made
         self._refuse_other_parts()
         if isinstance(rb._storage, PackedStorage):
@@ -136,9 +140,14 @@ class _Load:
         return self.rows
 
     @property
+    def _tensors(self) -> list[Stored]:
+        """The rows, and what they share."""
+        return [self._stored, *self.entries]
+
+    @property
     def nbytes(self) -> int:
         """How much there is to read."""
-        return 0 if self.rows is None else (2 - self._checks_later) * self.rows.nbytes
+        return (2 - self._checks_later) * sum(stored.nbytes for stored in self._tensors) if self.rows else 0
 
     @property
     def _checks_later(self) -> bool:
@@ -183,7 +192,8 @@ class _Load:
                 f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
             )
         layout, _ = storage.admit_state(state | {"_len": 0, "full": False}, lanes)
-        self.pooling, self.entries = saved_pooling(layout, state), list(state.get("entries", []))
+        self.pooling = saved_pooling(layout, state)
+        self.entries = [self.reader.tensor(number) for number in saved.get("entries", [])]
         self.is_fresh = storage._rows is None or storage._rows.layout != layout
         row_bytes = layout.row_bytes if self.pooling is None else self.pooling.own.row_bytes
         if rows.shape[-1] * rows.dtype.itemsize != row_bytes:
@@ -239,7 +249,7 @@ class _Load:
     def verify(self, report: Any) -> None:
         """Compare the files of the rows with their checksums, unless that is done while new rows are read."""
         if self.rows is not None and not self._checks_later:
-            self.reader.verify([self.rows], report)
+            self.reader.verify(self._tensors, report)
 
     def apply(self, report: Any) -> None:
         """Change the buffer, or (if a part refuses its state) nothing."""
@@ -310,10 +320,21 @@ class _Load:
                 f"{self.reader.path} is the storage's own folder, and its rows can only be used where they lie with "
                 f"the capacity that they were dumped with, {self.saved['storage']['shape'][0]} time steps"
             )
-        opened = storage.map_rows(self.layout, self.lanes)
+        if self.pooling != storage.pooling_like(self.layout, self.pooling):
+            raise CheckpointError(
+                f"{self.reader.path} is the storage's own folder, and its rows can only be used where they lie by a "
+                "storage that shares observations and frames as they do"
+            )
+        opened = storage.map_rows(self.layout, self.lanes, self.pooling)
         live = opened.first(rows.shape[0])
         file = self.reader.path / DATA / journal
         blocks, _ = read_journal(file)
+        if isinstance(opened, PooledRows) and self.pooling is not None:
+            undo_(opened.memory.numpy(), 0, blocks)
+            refuse_foreign(self.pooling, live.matrix, self.entries)
+            opened.take_in([stored.shape[0] for stored in self.entries])
+            self.journal = _journal_of(opened, file, sorted(blocks))
+            return opened
         undo_(flat_bytes(live.matrix).numpy(), 0, blocks)
         self.journal = _journal_of(live, file, sorted(blocks))
         return opened
@@ -345,6 +366,10 @@ class _Load:
         if self.pooling is not None:
             refuse_foreign(self.pooling, matrix, self.entries)
         if isinstance(rows, PooledRows) and rows.pooling == self.pooling and self.fit.is_same:
-            rows.restore_(matrix, self.entries)
+            for entries, stored in zip(rows.room_for([x.shape[0] for x in self.entries]), self.entries, strict=True):
+                self.reader.read_into(stored, 0, flat_bytes(entries), report, check=True)
+            rows.matrix[: len(matrix)].copy_(matrix)
+            rows.take_in([stored.shape[0] for stored in self.entries])
         else:
-            copy_rows(rows_of_state(self.layout, matrix, self.pooling, self.entries), rows, self.fit.ranges)
+            entries = [read_matrix(self.reader, stored, report) for stored in self.entries]
+            copy_rows(rows_of_state(self.layout, matrix, self.pooling, entries), rows, self.fit.ranges)

@@ -33,10 +33,13 @@ class Journal:
         data: the bytes of the dumped rows, 1-D uint8, as the storage has them mapped.
         step_bytes: bytes of a time step.
         kept: numbers of blocks that are in the file already.
+        entries: of rows that share observations, how many entries of each group were dumped.
     """
 
-    def __init__(self, file: Path, data: np.ndarray, step_bytes: int, kept: Sequence[int] = ()) -> None:
-        self.file = file
+    def __init__(
+        self, file: Path, data: np.ndarray, step_bytes: int, kept: Sequence[int] = (), entries: Sequence[int] = ()
+    ) -> None:
+        self.file, self.entries = file, entries
         self._data = data
         self._step_bytes = step_bytes
         self._changed = np.zeros(-(-len(data) // BLOCK), bool)
@@ -53,10 +56,11 @@ class Journal:
             OSError: the disk is full; nothing may be written then.
         """
         head = min(count, steps - start)
-        self._keep_bytes(start * self._step_bytes, (start + head) * self._step_bytes)
-        self._keep_bytes(0, (count - head) * self._step_bytes)
+        self.keep_bytes(start * self._step_bytes, (start + head) * self._step_bytes)
+        self.keep_bytes(0, (count - head) * self._step_bytes)
 
-    def _keep_bytes(self, start: int, stop: int) -> None:
+    def keep_bytes(self, start: int, stop: int) -> None:
+        """Keep the blocks of a range of bytes; see :meth:`keep`."""
         stop = min(stop, len(self._data))
         if start >= stop:
             return
@@ -100,12 +104,7 @@ def read_journal(file: Path) -> tuple[dict[int, np.ndarray], int]:
 
 def undo_(data: np.ndarray, start: int, blocks: dict[int, np.ndarray]) -> None:
     """Put blocks back into ``data``, which holds the file's bytes from ``start`` on."""
-    if not blocks:
-        return
-    for number in range(start // BLOCK, -(-(start + len(data)) // BLOCK)):
-        block = blocks.get(number)
-        if block is None:
-            continue
+    for number, block in blocks.items():
         at = number * BLOCK - start
         first, last = max(0, at), min(len(data), at + len(block))
         if first < last:

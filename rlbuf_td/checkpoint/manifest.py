@@ -45,13 +45,15 @@ class Chunk(NamedTuple):
 class Stored:
     """A tensor that lies in files.
 
-    ``journal`` is the file that holds what has been overwritten of the storage's own file since.
+    ``journal`` is the file that holds what has been overwritten of the storage's own file since; ``offset`` is where the
+    tensor begins in the storage's file.
     """
 
     dtype: torch.dtype
     shape: torch.Size
     chunks: tuple[Chunk, ...]
     journal: str | None = None
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +63,13 @@ class Stored:
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` reads back."""
         name = str(self.dtype).removeprefix("torch.")
-        entry = {"dtype": name, "shape": list(self.shape), "chunks": [list(chunk) for chunk in self.chunks]}
+        entry: dict[str, Any] = {
+            "dtype": name,
+            "shape": list(self.shape),
+            "chunks": [list(chunk) for chunk in self.chunks],
+        }
+        if self.offset:
+            entry["offset"] = self.offset
         return entry if self.journal is None else entry | {"journal": self.journal}
 
     @classmethod
@@ -74,18 +82,19 @@ class Stored:
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks, journal = tuple(Chunk(*chunk) for chunk in entry["chunks"]), entry.get("journal")
+            offset = entry.get("offset", 0)
         except (LookupError, TypeError) as error:
             raise CheckpointError(f"the manifest describes a tensor in a way that cannot be read: {error}") from error
         names = [(chunk.file, CHUNK_NAME) for chunk in chunks if chunk.file != ROWS_FILE]
         for name, pattern in [*names, *([] if journal is None else [(journal, JOURNAL_NAME)])]:
             if not isinstance(name, str) or not pattern.fullmatch(name):
                 raise CheckpointError(f"the manifest names {name!r}, which is not a file of a dump")
-        sizes = [*shape, *(chunk.nbytes for chunk in chunks)] if isinstance(shape, list) else [None]
+        sizes = [offset, *shape, *(chunk.nbytes for chunk in chunks)] if isinstance(shape, list) else [None]
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
             raise CheckpointError("the manifest gives a size that is not a whole number")
         if prod(shape) * dtype.itemsize != sum(chunk.nbytes for chunk in chunks):
             raise CheckpointError(f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}")
-        return cls(dtype, torch.Size(shape), chunks, journal)
+        return cls(dtype, torch.Size(shape), chunks, journal, offset)
 
 
 @dataclass(frozen=True)

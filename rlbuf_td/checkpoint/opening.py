@@ -89,8 +89,9 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
                 rows = storage._adopt(storage._make_rows(layout, lanes, None, pooling))
                 if pooling is not None and isinstance(rows, PooledRows):
                     matrix = read_matrix(reader, stored, lambda done: None)
-                    refuse_foreign(pooling, matrix, saved["state"]["entries"])
-                    rows.restore_(matrix, saved["state"]["entries"])
+                    entries = [reader.read(number) for number in saved["entries"]]
+                    refuse_foreign(pooling, matrix, entries)
+                    rows.restore_(matrix, entries)
                 else:
                     target = flat_bytes(rows.matrix)[: stored.nbytes]
                     reader.read_into(stored, 0, target, lambda done: None)

@@ -81,7 +81,7 @@ class DumpReader:
         undo = {} if stored.journal is None else read_journal(self.path / DATA / stored.journal)[0]
         starts = accumulate((chunk.nbytes for chunk in stored.chunks), initial=0)
         return [
-            _Part(self.path / ROWS_FILE, at, chunk, at, undo)
+            _Part(self.path / ROWS_FILE, stored.offset + at, chunk, at, undo)
             if chunk.file == ROWS_FILE
             else _Part(self.path / DATA / chunk.file, 0, chunk, at, {})
             for at, chunk in zip(starts, stored.chunks, strict=False)

@@ -43,10 +43,12 @@ class Source(NamedTuple):
     Attributes:
         whole: its bytes when the buffer is full, which sets the size of its chunks.
         journal: set if its bytes lie in the storage's own file already, and must only be described.
+        offset: where they begin in that file.
     """
 
     whole: int = 0
     journal: str | None = None
+    offset: int = 0
 
 
 class DumpWriter:
@@ -92,7 +94,7 @@ class DumpWriter:
                 jobs.append([pool.submit(self._put, part, source.journal) for part in parts if len(part)])
             wait_for([job for part in jobs for job in part], report)
             return tuple(
-                Stored(tensor.dtype, tensor.shape, tuple(job.result() for job in part), source.journal)
+                Stored(tensor.dtype, tensor.shape, tuple(job.result() for job in part), source.journal, source.offset)
                 for tensor, part, source in zip(tensors, jobs, sources, strict=True)
             )
 

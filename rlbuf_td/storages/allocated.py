@@ -199,14 +199,17 @@ class AllocatedStorage(LazyTensorStorage):
             self._describe(self._sharing, rows)
         return rows
 
-    def map_rows(self, layout: RowLayout, lanes: torch.Size) -> Rows:
+    def map_rows(self, layout: RowLayout, lanes: torch.Size, pooling: Pooling | None = None) -> Rows:
         """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
-        return self._map(layout, torch.Size([self._steps(lanes), *lanes]), None)
+        return self._map(layout, torch.Size([self._steps(lanes), *lanes]), pooling)
 
     def keep_for_dump(self, start: int, count: int) -> None:
         """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
         if self.journal is not None and self._rows is not None:
             self.journal.keep(start, count, self._rows.steps)
+            if isinstance(self._rows, PooledRows):
+                for first, last in self._rows.about_to_change(start, count, self.journal.entries):
+                    self.journal.keep_bytes(first, last)
 
     def _steps(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""
@@ -244,6 +247,7 @@ class AllocatedStorage(LazyTensorStorage):
 
     def _empty(self) -> None:
         if isinstance(self._rows, PooledRows):
+            self.keep_for_dump(0, self._rows.steps)
             self._rows.forget(self._len_value.value)
         self._len_value.value = 0
         if self._rows is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -361,6 +361,33 @@ class PooledRows(Rows):
             if entries > room:
                 grow_(self.table, g, max(entries, min(self.sections.most[g], room * 5 // 4)))
 
+    def about_to_change(self, start: int, count: int, dumped: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield byte ranges of the memory that a write of time steps may change, beside the rows themselves.
+
+        Args:
+            start: the first time step.
+            count: how many, wrapping.
+            dumped: how many entries of each group matter.
+        """
+        lanes = self.cells // self.steps
+        cells = (start * lanes + torch.arange(min(count, self.steps) * lanes)) % self.cells
+        for g, group in enumerate(self.table.groups):
+            free = int(self.table.counters[g][0])
+            taken = self.table.stacks[g][max(0, free - len(cells) * group.names) : free]
+            names = torch.cat([self.table.ids(g)[cells].flatten(), taken]).unique().tolist()
+            at, width = self.sections.entries[g], group.nbytes
+            first = last = 0
+            for name in names:
+                if not 0 < name <= dumped[g]:
+                    continue
+                if name != last + 1:
+                    if last:
+                        yield at + (first - 1) * width, at + last * width
+                    first = name
+                last = name
+            if last:
+                yield at + (first - 1) * width, at + last * width
+
     def forget(self, live: int | None = None) -> None:
         """Let all rows (or the first ``live`` ones, the others hold nothing) hold nothing: all entries are unused."""
         for g, counters in enumerate(self.table.counters):
@@ -383,12 +410,17 @@ class PooledRows(Rows):
         Raises:
             SchemaError: they name entries that there are none of; rows hold nothing then.
         """
-        self.forget()
-        for g, saved in enumerate(entries):
-            self._make_room_for(g, len(saved))
-            self.table.entries[g][: len(saved)].copy_(saved)
+        for room, saved in zip(self.room_for([len(saved) for saved in entries]), entries, strict=True):
+            room.copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
         self.take_in([len(saved) for saved in entries])
+
+    def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
+        """Let rows hold nothing, and return memory for so many entries of each group, which :meth:`take_in` takes."""
+        self.forget()
+        for g, count in enumerate(used):
+            self._make_room_for(g, count)
+        return [entries[:count] for entries, count in zip(self.table.entries, used, strict=True)]
 
     def take_in(self, used: list[int]) -> None:
         """Take rows and entries that have been put in place; so many entries of each group are used.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from threading import RLock
@@ -179,8 +179,13 @@ def saved_pooling(layout: RowLayout, state: dict[str, Any]) -> Pooling | None:
     return Pooling.from_state(layout, state["pooled"]) if "pooled" in state else None
 
 
-def refuse_foreign(pooling: Pooling, matrix: torch.Tensor, entries: list[torch.Tensor]) -> None:
+def refuse_foreign(pooling: Pooling, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
     """Refuse saved rows that name entries which were not saved with them, or entries of another size.
+
+    Args:
+        pooling: what they share.
+        matrix: the rows.
+        entries: of each group: tensors, or what else has a dtype and a shape.
 
     Raises:
         SchemaError: see above.
@@ -189,10 +194,10 @@ def refuse_foreign(pooling: Pooling, matrix: torch.Tensor, entries: list[torch.T
     groups = pooling.groups
     fits = len(entries) == len(groups) and names.shape[1] == pooling.own.row_bytes
     for group, found in zip(groups, entries, strict=False):
-        fits = fits and found.ndim == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
+        fits = fits and len(found.shape) == 2 and found.dtype is torch.uint8 and found.shape[1] == group.nbytes
         if fits and len(names):
             ids = names.narrow(1, group.ids, 4 * group.names).view(torch.int32)
-            fits = int(ids.min()) > 0 and int(ids.max()) <= len(found)
+            fits = int(ids.min()) > 0 and int(ids.max()) <= found.shape[0]
     if not fits:
         raise SchemaError("the saved rows and the observations that they share do not belong together")
 
