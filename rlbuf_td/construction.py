@@ -99,6 +99,8 @@ class FromEnvironment:
         device: torch.device | str = "cpu",
         scratch_dir: Any = None,
         shared: bool = False,
+        share_next: Any = False,
+        frames: Any = None,
         **kwargs: Any,
     ) -> Self:
         """Return a buffer whose rows are allocated for transitions like an example.
@@ -107,9 +109,11 @@ class FromEnvironment:
             schema: a time step, ``[]`` or ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
             capacity: see :meth:`from_env`.
             flat: rows ``[T]``, although there are lanes: each transition is a row of its own.
-            device: see :class:`PackedStorage`; also ``scratch_dir`` and ``shared``.
+            device: see :class:`PackedStorage`; also ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
             scratch_dir: see ``device``.
             shared: see ``device``.
+            share_next: see ``device``.
+            frames: see ``device``.
             **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
 
         Raises:
@@ -124,6 +128,8 @@ class FromEnvironment:
         """
         if flat:
             schema = schema.flatten()[0] if schema.ndim else schema
-        storage = PackedStorage(capacity, ndim=1 + schema.ndim, device=device, scratch_dir=scratch_dir, shared=shared)
+        where: dict[str, Any] = {"device": device, "scratch_dir": scratch_dir, "shared": shared}
+        how = where | {"share_next": share_next, "frames": frames}
+        storage = PackedStorage(capacity, ndim=1 + schema.ndim, **how)
         storage.reserve(schema)
         return cls(storage=storage, **kwargs)

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 class Stored:
     """A tensor that lies in files.
 
-    ``journal`` is the file that holds what has been overwritten of the storage's own file since; ``offset`` is where the
+    ``journal`` is the file that holds what has been overwritten of the storage's own file since, ``offset`` where the
     tensor begins in the storage's file.
     """
 

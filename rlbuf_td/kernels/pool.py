@@ -234,9 +234,9 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
         used: the largest name in use of each group, if the counters do not say.
     """
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
-        most = int(counters[1]) if used is None else used[g]
-        named = torch.zeros(most + 1, dtype=torch.bool, device=stack.device)
         ids = table.ids(g)
+        most = max(int(counters[1]), int(ids.max())) if used is None else used[g]
+        named = torch.zeros(most + 1, dtype=torch.bool, device=stack.device)
         for first in range(0, len(ids), _CHUNK):
             named[ids[first : first + _CHUNK].flatten().long()] = True
         named[0] = True

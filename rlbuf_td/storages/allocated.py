@@ -211,6 +211,13 @@ class AllocatedStorage(LazyTensorStorage):
                 for first, last in self._rows.about_to_change(start, count, self.journal.entries):
                     self.journal.keep_bytes(first, last)
 
+    def _about_to_write(self, rows: Rows, start: int, count: int) -> None:
+        """Let what must survive a killed process be noted, before time steps from ``start`` on are overwritten."""
+        if self._sharing is not None:
+            lanes = rows.cells // rows.steps
+            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
+        self.keep_for_dump(start, count)
+
     def _steps(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""
         if not prod(lanes):
@@ -247,7 +254,7 @@ class AllocatedStorage(LazyTensorStorage):
 
     def _empty(self) -> None:
         if isinstance(self._rows, PooledRows):
-            self.keep_for_dump(0, self._rows.steps)
+            self._about_to_write(self._rows, 0, self._rows.steps)
             self._rows.forget(self._len_value.value)
         self._len_value.value = 0
         if self._rows is not None:

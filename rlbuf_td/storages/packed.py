@@ -214,13 +214,6 @@ class PackedStorage(SavedStorage):
         self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
 
-    def _about_to_write(self, rows: Rows, start: int, count: int) -> None:
-        """Let what must survive a killed process be noted, before time steps from ``start`` on are overwritten."""
-        if self._sharing is not None:
-            lanes = rows.cells // rows.steps
-            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
-        self.keep_for_dump(start, count)
-
     def write_packed(self, start: int, block: torch.Tensor) -> None:
         """Write one time step whose rows are packed as those of this storage are: one copy, and nothing is checked.
 

@@ -201,6 +201,10 @@ def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(len(pooled(storage).table.entries[0]))
     assert len(pooled(storage).memory) < 60 * 40 + 2 * 4096
     assert taken[0] < taken[-1] < 120
+    data = chain(60, length=1)
+    for one in (storage, plain):
+        one.set(torch.ones(60, dtype=torch.bool), data)
+    assert_same(storage[:], plain[:])
     pooled(storage).check()
 
 
