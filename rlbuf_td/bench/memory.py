@@ -128,14 +128,14 @@ def cold_reads(rows: int, rounds: int) -> dict[str, float]:
     return {kind: medians["TorchRL"] / medians[kind] for kind in ("plain", "shared")}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print all ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's, and on the disk")
     parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")
     parser.add_argument("--images", type=float, default=1e4, help="rows with Atari's stacks, 56 KB each while plain")
     parser.add_argument("--rounds", type=int, default=200)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     once, frames = {"share_next": True}, {"frames": {"observation": 4}}
     cases: list[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]] = [
         ("HalfCheetah", int(options.rows), lambda n: vector_rows(n, 17), once),

@@ -77,8 +77,9 @@ class AllocatedStorage(LazyTensorStorage):
 
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes that full rows take less, by key at the root, because they share observations or frames."""
-        return self._rows.saved_bytes() if isinstance(self._rows, PooledRows) else {}
+        """Bytes that the rows written take less, by key at the root, because they share observations or frames."""
+        rows = self._written() if self._rows is not None else None
+        return rows.saved_bytes() if isinstance(rows, PooledRows) else {}
 
     @property
     def pooling(self) -> Pooling | None:
