@@ -38,12 +38,13 @@ class PackedStorage(SavedStorage):
             already is never overwritten.
         shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
             start, see :meth:`ReplayBuffer.share`.
-        share_next: store an observation once that is a row's next one and the following row's own. Compared
-            are the bytes, in the same lane; no flag is asked. Where they differ, at the end of a trajectory, say, both
-            are stored. ``True``: all keys at the root that are below ``"next"``, too; a list of such keys; ``"auto"``:
-            those that repeat in half of the first write's rows or more (all of them, if that is one time step), unless
-            they are too small to be worth it. Keys of less than 8 bytes and flags are never shared. ``False`` is the
-            default: a column, a slice or an int then gives views of every key, of a shared one it gives a copy.
+        share_next: store an observation once that is a row's next one and the following row's own. Compared are the
+            bytes, in the same lane; no flag is asked. Where they differ, at the end of a trajectory, say, both are
+            stored. ``True``: all keys at the root that are below ``"next"``, too; a list of such keys; ``"auto"``:
+            those that repeat in half of the first write's rows or more, unless they are too small to be worth it (if
+            that is one time step, all keys of 16 bytes or more, each by itself, which takes 8 bytes a row and key).
+            Keys of less than 8 bytes, flags and rewards are never shared. ``False`` is the default: a column, a slice
+            or an int then gives views of every key, of a shared one it gives a copy.
         frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the key along which they lie, 0 if not
             given, ``{"pixels": (4, -1)}``: the newest frame of a stack is last. A row stores its newest frame where its
             stack is that of the row before, moved on by one (which is compared), else the whole stack; of the stack

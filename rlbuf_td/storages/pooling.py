@@ -88,7 +88,8 @@ def choose(sharing: Sharing, layout: RowLayout, data: TensorDictBase | None = No
     Args:
         sharing: what was asked for.
         layout: what whole rows hold.
-        data: the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is of one time step.
+        data: the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is of one time step. Of that,
+            or of a single row, nothing can be told: all keys of some size are shared then, each by itself.
 
     Raises:
         SchemaError: a key that was named cannot be shared.
@@ -103,8 +104,12 @@ def choose(sharing: Sharing, layout: RowLayout, data: TensorDictBase | None = No
         keys = [key for key in dict.fromkeys(asked) if key not in taken]
     else:
         keys = [] if asked is False else [key for key in _candidates(leaves) if key not in taken]
-        if asked == "auto":
-            keys = keys if data is None else [key for key in keys if _repeats(data, leaves[key])]
+        if asked == "auto" and (
+            data is None or len(data) < 2
+        ):  # nobody knows: what does not repeat must not spoil others
+            return (*groups, *(Pooled((key,)) for key in keys if leaves[key].nbytes >= _WORTH))
+        if asked == "auto" and data is not None:
+            keys = [key for key in keys if _repeats(data, leaves[key])]
             keys = keys if sum(leaves[key].nbytes for key in keys) >= _WORTH else []
     if keys:
         groups.append(Pooled(tuple(sorted(keys, key=lambda key: (-leaves[key].dtype.itemsize, key)))))
