@@ -15,6 +15,7 @@ from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_
 from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.kernels.pool import assemble_
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -35,6 +36,7 @@ class _Bound:
     cells: int
     parts: Parts | None  # of a row of bytes, on the CPU
     address: int  # of the rows
+    pooled: PooledRows | None  # the rows, if they share what they hold
 
 
 class NStepSampler(SamplerWrapper):
@@ -161,9 +163,15 @@ class NStepSampler(SamplerWrapper):
         """Make n-step transitions of a batch that nobody has revised, or of blank memory."""
         boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
         if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
-            start, given = reward.data_ptr() - bound.parts.reward, (flat, self._n_steps, self._gamma, reward.ndim)
-            live = len(storage) if is_blank else 0
-            steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
+            given = flat, self._n_steps, self._gamma, reward.ndim
+            if bound.pooled is not None:  # of the rows as they are stored, which name what comes next
+                block = torch.empty((len(flat), bound.parts.row_bytes), dtype=torch.uint8)
+                steps = n_step_(boundaries, bound.address, block.data_ptr(), bound.parts, *given, len(storage))
+                start = reward.data_ptr() - bound.pooled.pooling.offsets[self.reward_key]
+                assemble_(bound.pooled.table, block, start)
+            else:
+                live, start = len(storage) if is_blank else 0, reward.data_ptr() - bound.parts.reward
+                steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
         else:
             is_shared = isinstance(getattr(storage, "_rows", None), PooledRows)
             if revise is None and isinstance(boundaries, FlagBoundaries) and not is_shared:
@@ -250,10 +258,11 @@ class NStepSampler(SamplerWrapper):
         lanes = columns.batch_size[1 : storage.ndim].numel()
         rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         parts, address = None, 0
-        if rows is not None and reward.dtype in _REWARDS and not isinstance(rows, PooledRows):
+        pooled = rows if isinstance(rows, PooledRows) else None
+        if rows is not None and reward.dtype in _REWARDS and (pooled is None or pooled.table.is_compiled):
             parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
         cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
-        return _Bound(columns, trajectories, ends, lanes, cells, parts, address)
+        return _Bound(columns, trajectories, ends, lanes, cells, parts, address, pooled)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -287,7 +296,14 @@ def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
             reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
         elif width:
             (taken if key[0] == "next" else kept).append((start, width))
-    return Parts.of(reward, rows.layout.row_bytes, _joined(taken), _joined(kept))
+    row_bytes = rows.layout.row_bytes
+    if isinstance(rows, PooledRows):
+        row_bytes = rows.pooling.own.row_bytes
+        for group in rows.pooling.groups:
+            width = 4 * group.pieces
+            kept.append((group.ids, width))
+            taken += [(group.ids + width, width)] * (group.sides - 1)
+    return Parts.of(reward, row_bytes, _joined(taken), _joined(kept))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

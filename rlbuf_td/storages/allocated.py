@@ -15,10 +15,11 @@ from rlbuf_td.sharing.rows import SharedRows
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
-from rlbuf_td.storages.pooled_rows import PooledRows, Sections, grows
+from rlbuf_td.storages.pooled_rows import PooledRows, grows
 from rlbuf_td.storages.pooling import Pooling, Sharing, choose
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.sections import Sections
 
 
 class AllocatedStorage(LazyTensorStorage):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -12,64 +11,16 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.pool import Table, check, grow_, read_, rebuild_, write_, write_by_steps_
+from rlbuf_td.kernels.pool import Table, check, grow_, read_, rebuild_, write_
+from rlbuf_td.kernels.pool_by_steps import write_by_steps_
 from rlbuf_td.kernels.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.pooling import NAMES, Pooling
 from rlbuf_td.storages.rows import Rows, _wrapped
 from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.sections import Sections
 
-_PAGE = 4096
-_MOST_NAMES = 2**31 - 2
 _CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied
-
-
-@dataclass(frozen=True)
-class Sections:
-    """Where the parts of a pooled storage lie in one block of memory, in bytes; each begins at a page.
-
-    Rows come first, then the counters, then of each group the stack of free names and the entries. Of these, memory is
-    taken as they are used: there is room for rows that share nothing, and for as many that replace them at once.
-    """
-
-    rows: int
-    counters: int
-    stacks: tuple[int, ...]
-    entries: tuple[int, ...]
-    most: tuple[int, ...]
-    total: int
-
-    @classmethod
-    def of(cls, pooling: Pooling, cells: int) -> Sections:
-        """Return the sections for ``cells`` rows.
-
-        Raises:
-            SchemaError: they are more than can be named.
-        """
-        most = tuple(2 * cells * group.names for group in pooling.groups)
-        if max(most) > _MOST_NAMES:
-            raise SchemaError(f"{cells:,} rows are too many to share observations: {max(most):,} entries have no name")
-        at, stacks, entries = _pages(cells * pooling.own.row_bytes), [], []
-        counters, at = at, at + _pages(16 * len(most))
-        for group, count in zip(pooling.groups, most, strict=True):
-            stacks.append(at)
-            at += _pages(4 * (count + 1))
-            entries.append(at)
-            at += _pages(group.nbytes * (count + 1))
-        return cls(cells * pooling.own.row_bytes, counters, tuple(stacks), tuple(entries), most, at)
-
-    @property
-    def fixed(self) -> int:
-        """Bytes of rows and counters."""
-        return self.stacks[0]
-
-    def likely(self, pooling: Pooling, cells: int) -> int:
-        """Return the bytes that ``cells`` rows take where each shares its next observation."""
-        return self.fixed + sum(cells * group.nbytes for group in pooling.groups)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
 
 
 class PooledRows(Rows):
