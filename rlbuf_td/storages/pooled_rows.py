@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlbuf_td.kernels.columns import new_rows
 from rlbuf_td.kernels.pool import Table, check, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.pool_by_steps import write_by_steps_
 from rlbuf_td.kernels.read_ahead import ask_for_entries, ask_for_rows
@@ -142,7 +143,7 @@ class PooledRows(Rows):
             IndexError: a position is out of range (on the CPU).
         """
         flat = flat.contiguous()
-        block = torch.empty((len(flat), self.layout.row_bytes), dtype=torch.uint8, device=flat.device)
+        block = self._whole(len(flat))
         if not read_(self.table, flat, self.cells, block, self._ask_for(flat) if self.is_mapped else None):
             _wrapped(flat, self.cells)
             raise IndexError(f"index {int(flat.min())} is out of range: {self.cells} have been written")
@@ -157,9 +158,10 @@ class PooledRows(Rows):
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` whole rows, not initialised."""
-        size = count, self.layout.row_bytes
-        block = torch.empty(size, dtype=torch.uint8, device=self.matrix.device)
-        return self.layout.unpack(block.view(self.layout.carrier))
+        return self.layout.unpack(self._whole(count).view(self.layout.carrier))
+
+    def _whole(self, count: int) -> torch.Tensor:
+        return new_rows(torch.empty((0, self.layout.row_bytes), dtype=torch.uint8, device=self.matrix.device), count)
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
