@@ -346,7 +346,7 @@ class _Load:
             storage._adopt(fresh)
             storage.journal = self.journal
         elif storage._rows is not None:
-            storage.keep_for_dump(0, storage._rows.steps)
+            storage._about_to_write(storage._rows, 0, storage._rows.steps)
             self._read_rows(storage._rows, report)
         storage.restore_counters(self.saved["storage"]["state"])
 
@@ -365,7 +365,8 @@ class _Load:
         matrix = read_matrix(self.reader, self._stored, report)
         if self.pooling is not None:
             refuse_foreign(self.pooling, matrix, self.entries)
-        if isinstance(rows, PooledRows) and rows.pooling == self.pooling and self.fit.is_same:
+        is_alike = isinstance(rows, PooledRows) and rows.pooling == self.pooling and not rows.is_deferred
+        if isinstance(rows, PooledRows) and is_alike and self.fit.is_same:
             for entries, stored in zip(rows.room_for([x.shape[0] for x in self.entries]), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report, check=True)
             rows.matrix[: len(matrix)].copy_(matrix)

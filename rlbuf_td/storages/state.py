@@ -119,8 +119,8 @@ class SavedStorage(SharedStorage):
         if self._rows is not None and self._rows.layout != layout:
             self._release()
         rows = self._rows or self._allocate(layout, lanes, matrix.device, self.pooling_like(layout, pooling))
-        self.keep_for_dump(0, rows.steps)
-        if isinstance(rows, PooledRows) and rows.pooling == pooling:
+        self._about_to_write(rows, 0, rows.steps)
+        if isinstance(rows, PooledRows) and rows.pooling == pooling and not rows.is_deferred:
             rows.restore_(matrix, entries)
         elif pooling is None and not isinstance(rows, PooledRows):
             rows.matrix[: matrix.shape[0]].copy_(matrix)

@@ -215,6 +215,38 @@ def test_a_writer_of_torchrls_is_undone_as_well(monkeypatch):
     check(rb, rows(6, CAPACITY), 30)
 
 
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("how", ["a state", "a dump"])
+def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch, tmp_path):
+    def buffer(first: int) -> ReplayBuffer:
+        rb = ReplayBuffer(
+            storage=PackedStorage(CAPACITY, share_next=share_next), sampler=ProportionalSampler(CAPACITY), batch_size=8
+        )
+        number = torch.arange(first, first + 31).repeat_interleave(4).view(31, 4)
+        rb.extend(TensorDict({"x": number[:-1], "next": {"x": number[1:], "done": number[1:, :1] < 0}}, [30]))
+        return rb
+
+    rb, other = buffer(0), buffer(500)
+    expected = rb.chronological()
+    other.dumps(tmp_path)
+    rb.share()
+
+    def work() -> None:
+        monkeypatch.setattr(PackedStorage, "restore_counters", die)  # the rows are in place
+        if how == "a state":
+            rb.load_state_dict(other.state_dict())
+        else:
+            rb.loads(tmp_path)
+
+    killed(work)
+    assert (rb.chronological() == expected).all()
+    assert rb.write_count == 30
+    sum_tree.check(rb.sampler._tree, rb.sampler.alpha, rb.sampler.eps)
+    rb.load_state_dict(other.state_dict())
+    assert (rb.chronological() == other.chronological()).all()
+    assert (rb.sample()["x"] >= 500).all()
+
+
 def test_emptying_is_done_or_not_done(monkeypatch):
     rb = make()
 
