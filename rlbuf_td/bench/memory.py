@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.bench.compare import one_thread
 from rlbuf_td.bench.contenders import small_rows
 
 BATCH, CHUNK = 256, 20_000
@@ -142,16 +143,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("Humanoid", int(options.wide), lambda n: vector_rows(n, 376), once),
         ("Atari", int(options.images), image_rows, frames),
     ]
+    with one_thread():
+        _print_all(cases, int(options.rows), options.rounds)
+
+
+def _print_all(
+    cases: Sequence[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]], on_disk: int, rounds: int
+) -> None:
     print(f"relative to a plain PackedStorage, batches of {BATCH}:")
     for name, rows, make, how in cases:
         if rows:
-            found = compare(rows, make, how, options.rounds if name != "Atari" else options.rounds // 4)
+            found = compare(rows, make, how, rounds if name != "Atari" else rounds // 4)
             print(
                 f"  {name:<12} {rows:>9,} rows: " + ", ".join(f"{what} {x:.2f}x" for what, x in found.items()),
                 flush=True,
             )
-    if options.rows and hasattr(os, "posix_fadvise"):
-        found = cold_reads(int(options.rows), max(5, options.rounds // 20))
+    if on_disk and hasattr(os, "posix_fadvise"):
+        found = cold_reads(on_disk, max(5, rounds // 20))
         print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
         print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))
 
