@@ -31,7 +31,7 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """
     if path_of(matrix) == "triton":
         return gpu_twin().gather_rows(matrix, rows)
-    if rows.shape[0] * matrix.shape[1] < _LARGE or matrix.is_cuda:
+    if rows.numel() * matrix.shape[1] < _LARGE or matrix.is_cuda:
         return matrix.index_select(0, rows)
     return torch.index_select(matrix, 0, rows, out=new_rows(matrix, rows.shape[0]))
 

@@ -62,8 +62,14 @@ class Rows:
 
     def at_cells(self, flat: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
-        self.read_ahead(flat)
+        if self.is_mapped:
+            self.read_ahead(flat)
         return self.layout.unpack(gather_rows(self.flat, flat))
+
+    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows at flat positions into ``[B, row_bytes]``, in bytes, of the layout's carrier dtype."""
+        self.read_ahead(flat)
+        torch.index_select(self.flat, 0, flat, out=out)
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
