@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.batches import merge_, one_a_row
 from rlbuf_td.indices import coordinates, device_of
+from rlbuf_td.kernels.numbers import DeviceNumbers
 from rlbuf_td.kernels.paths import has_triton
+from rlbuf_td.staleness import SAMPLED_AT
 from rlbuf_td.storages import PackedStorage
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class CapturedStep:
         self._ring, self._warmup = ring, warmup
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Any, tuple[Any, Any]]] = []
         self._next = 0
+        self._now = DeviceNumbers(1, "cpu")  # how many time steps have been written
         self._key: Any = None
         self._alive: Any = None  # what the key names by address, so that nothing else comes to lie there
 
@@ -67,6 +70,9 @@ class CapturedStep:
         with buffer._replay_lock, buffer._write_lock:
             storage = self._checked()
             buffer._sampler.prepare_replay(storage)
+            if self._now.tensor.device != storage.device:
+                self._now = DeviceNumbers(1, storage.device)
+            self._now.set_(0, storage.clock.now)
             if device_of(storage).type != "cuda":
                 return self._run(storage)[0]
             key = self._what_is_baked(storage)
@@ -106,15 +112,20 @@ class CapturedStep:
         else:
             flat, info = buffer._sampler.draw(storage, self._batch_size)
             batch = storage.gather(flat)
+        if buffer._prioritized is not None:
+            info[SAMPLED_AT] = self._now.tensor.long().repeat(flat.shape[0])
         info["index"] = index = coordinates(flat, storage)
         buffer._note_draw(index, info)
         merge_(batch, info)
         batch = buffer._transformed(batch)
-        output = batch if self._step is None else self._step(batch)
+        weight = info.get("priority_weight")
+        if self._step is None:  # errors in the batch, if any, are what was written with its rows
+            return batch, (index, weight)
+        output = self._step(batch)
         sampler, td_error = buffer._prioritized, batch.get(buffer.priority_key, None)
         if sampler is not None and td_error is not None:
             sampler.update_priority(flat, one_a_row(td_error, 1, sampler.reduction), storage=storage)
-        return output, (index, info.get("priority_weight"))
+        return output, (index, weight)
 
     def _what_is_baked(self, storage: PackedStorage) -> Any:
         """Return what a graph goes on with as it was when it was captured."""
@@ -131,7 +142,7 @@ class CapturedStep:
                 "torch's default (set_rng(None))"
             )
         self._graphs.clear()
-        self._next = 0
+        self._next, self._key = 0, None
         with torch.cuda.device(device):
             current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
             beside.wait_stream(current)

@@ -15,6 +15,7 @@ from rlbuf_td.batches import merge_, one_a_row
 from rlbuf_td.indices import coordinates
 from rlbuf_td.staleness import SAMPLED_AT
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.layout import RowLayout
 
 if TYPE_CHECKING:
     from rlbuf_td.buffers import ReplayBuffer
@@ -25,16 +26,17 @@ class _Sent(NamedTuple):
 
     block: torch.Tensor
     arrived: torch.cuda.Event | None
+    storage: PackedStorage
+    layout: RowLayout
     flat: torch.Tensor
-    stamp: torch.Tensor | None
+    sampled_at: int
     weighted: bool
 
 
 class _Learned(NamedTuple):
     """TD errors on their way back."""
 
-    flat: torch.Tensor
-    stamp: torch.Tensor | None
+    sent: _Sent
     td_error: torch.Tensor
     arrived: torch.cuda.Event | None
 
@@ -45,7 +47,8 @@ class DeviceFeed:
     A batch is gathered into pinned memory, rows packed as they are stored, with indices and importance weights behind
     them; one asynchronous copy takes all of it, and views are made anew on the device. Copies run on a stream of their
     own, ``ahead`` batches before they are asked for. Priorities come back the same way: they are applied when they have
-    arrived, and rows that have been replaced meanwhile are left out.
+    arrived, and rows that have been replaced meanwhile are left out. After another sampler or storage has been set, or
+    a state loaded, batches are drawn anew. One thread uses a feed; others may write.
 
     Args:
         buffer: over a :class:`PackedStorage` on the CPU, without a wrapping sampler.
@@ -61,18 +64,42 @@ class DeviceFeed:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.batch_size, self.ahead = device, batch_size, ahead
         self._buffer = buffer
+        self._sent: deque[_Sent] = deque()
+        self._parts: tuple[Any, ...] = ()
+        self._checked()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
-        self._sent: deque[_Sent] = deque()
         self._given: deque[tuple[Any, _Sent]] = deque(maxlen=ahead + 8)
         self._learned: deque[_Learned] = deque()
 
     def sample(self) -> TensorDictBase:
         """Return a batch on the device, as fresh memory; waits for a copy only if it was not asked for ahead."""
         self._apply_what_has_arrived()
+        self._checked()
         while len(self._sent) <= self.ahead:
             self._sent.append(self._send())
         return self._unpacked(self._sent.popleft())
+
+    def _checked(self) -> PackedStorage:
+        """Return the storage; forget what has been sent from other memory, or by another sampler.
+
+        Raises:
+            TypeError: the buffer's parts are not such as a feed takes.
+        """
+        buffer = self._buffer
+        if not buffer._initialized:
+            buffer._init()
+        storage, sampler = buffer._storage, buffer._sampler
+        if not buffer._is_direct or buffer._wrapper is not None or storage.device.type != "cpu":
+            raise TypeError(
+                f"a feed takes rows of a PackedStorage on the CPU and a sampler that wraps none, got {storage} "
+                f"and {type(sampler).__name__}"
+            )
+        parts = storage, sampler, storage._rows
+        if len(self._parts) != len(parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
+            self._sent.clear()
+            self._parts = parts
+        return storage
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -100,7 +127,7 @@ class DeviceFeed:
             return
         td_error = one_a_row(td_error, 1, buffer._prioritized.reduction)
         if self._stream is None:
-            self._learned.append(_Learned(sent.flat, sent.stamp, td_error.clone(), None))
+            self._learned.append(_Learned(sent, td_error.clone(), None))
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
@@ -109,7 +136,7 @@ class DeviceFeed:
                 td_error.record_stream(self._stream)
                 arrived = torch.cuda.Event()
                 arrived.record(self._stream)
-            self._learned.append(_Learned(sent.flat, sent.stamp, host, arrived))
+            self._learned.append(_Learned(sent, host, arrived))
         self._apply_what_has_arrived()
 
     def flush(self) -> None:
@@ -126,70 +153,71 @@ class DeviceFeed:
             and self._learned
             and (self._learned[0].arrived is None or self._learned[0].arrived.query())
         ):
-            flat, stamp, td_error, _ = self._learned.popleft()
+            sent, td_error, _ = self._learned.popleft()
+            if sent.storage is not buffer._storage:  # these rows are in another one
+                continue
             with buffer._replay_lock, buffer._write_lock:
-                stale: int | torch.Tensor = 0
-                if stamp is not None:
-                    flat, stale = buffer._storage.skip_rewritten(flat, stamp)
-                sampler.update_priority(flat, td_error, storage=buffer._storage)
+                stamp = torch.full_like(sent.flat, sent.sampled_at)
+                flat, stale = sent.storage.skip_rewritten(sent.flat, stamp)
+                sampler.update_priority(flat, td_error, storage=sent.storage)
                 buffer._stale_updates.add(stale)
 
     def _send(self) -> _Sent:
         """Draw a batch, gather it into pinned memory and begin to copy it."""
         buffer = self._buffer
-        storage: PackedStorage = buffer._storage
         with buffer._replay_lock, buffer._write_lock:
+            storage = self._checked()
             now = storage.clock.now
             flat, info = buffer._sampler.draw(storage, self.batch_size)
             buffer._note_draw(coordinates(flat, storage), info)
-            rows = storage._written().flat
-            host = self._slot(rows.shape[1] * rows.element_size())
-            packed, places, weights = self._parts(host, rows)
-            torch.index_select(rows, 0, flat, out=packed)
+            rows = storage._written()
+            host = self._slot(rows.layout)
+            packed, places, weights = _split(host, rows.layout, self.batch_size)
+            rows.pack_(flat, packed)
         places.copy_(flat)
         weight = info.get("priority_weight")
         if weight is not None:
             weights.copy_(weight)
-        stamp = None if weight is None else torch.full_like(flat, now)
         with self._beside():
-            block = host.to(self.device, non_blocking=True) if self._stream is not None else host.clone()
+            block = host.to(self.device, non_blocking=self._stream is not None, copy=True)
             arrived = torch.cuda.Event() if self._stream is not None else None
             if arrived is not None:
                 arrived.record(self._stream)
         self._slots.append((host, arrived))
-        return _Sent(block, arrived, flat, stamp, weight is not None)
+        return _Sent(block, arrived, storage, rows.layout, flat, now, weight is not None)
 
     def _unpacked(self, sent: _Sent) -> TensorDictBase:
         """Make views of what has arrived, on the stream that asks."""
-        buffer, storage = self._buffer, self._buffer._storage
         if sent.arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(sent.arrived)
             sent.block.record_stream(current)
-        packed, places, weights = self._parts(sent.block, storage._written().flat)
-        batch = storage.layout.unpack(packed)
-        info: dict[str, Any] = {"index": coordinates(places, storage)}
+        packed, places, weights = _split(sent.block, sent.layout, sent.flat.shape[0])
+        batch = sent.layout.unpack(packed)
+        info: dict[str, Any] = {"index": coordinates(places, sent.storage)}
         if sent.weighted:
-            info |= {"priority_weight": weights, SAMPLED_AT: torch.full_like(places, int(sent.stamp[0]))}  # type: ignore[index]
+            info |= {"priority_weight": weights, SAMPLED_AT: torch.full_like(places, sent.sampled_at)}
         merge_(batch, info)
         self._given.append((entries_of(batch).get("index"), sent))
-        return buffer._transformed(batch)
+        return self._buffer._transformed(batch)
 
-    def _slot(self, row_bytes: int) -> torch.Tensor:
+    def _slot(self, layout: RowLayout) -> torch.Tensor:
         """Return pinned memory that nobody copies from any more."""
-        size = self.batch_size * (row_bytes + 8 + 4)
-        if len(self._slots) > self.ahead and self._slots[0][0].numel() == size:
+        size = self.batch_size * (layout.row_bytes + 8 + 4)
+        while len(self._slots) > self.ahead:
             host, copied = self._slots.popleft()
             if copied is not None:
                 copied.synchronize()
-            return host
+            if host.numel() == size:
+                return host
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-
-    def _parts(self, block: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return packed rows, flat indices and importance weights, as views of the bytes of a batch."""
-        count, row_bytes = self.batch_size, rows.shape[1] * rows.element_size()
-        packed, places, weights = block.split([count * row_bytes, count * 8, count * 4])
-        return packed.view(rows.dtype).view(count, -1), places.view(torch.int64), weights.view(torch.float32)
 
     def _beside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _split(block: torch.Tensor, layout: RowLayout, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return packed rows, flat indices and importance weights, as views of the bytes of a batch."""
+    packed, places, weights = block.split([count * layout.row_bytes, count * 8, count * 4])
+    rows = packed.view(layout.carrier).view(count, layout.row_bytes // layout.carrier.itemsize)
+    return rows, places.view(torch.int64), weights.view(torch.float32)

@@ -32,13 +32,14 @@ class FeedsLearner(_Base):
 
         The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
         Write between calls, with :meth:`extend`, on the same stream. On the CPU the same is done without a graph.
+        A call holds the buffer's lock to its end: on the CPU threads and processes that write wait for the step.
 
         **Aliasing:** outputs lie in memory that is used again: what call ``k`` returns holds until call ``k + ring``.
 
         Args:
-            step: takes a batch, and may return tensors. If it sets the batch's ``priority_key``, the rows' priorities
-                are updated. It must be what a CUDA graph can hold: no host synchronisation, optimizers with
-                ``capturable=True``. ``None``: return the batch.
+            step: takes a batch, and may return tensors. The TD errors that the batch then has in ``priority_key``
+                become the rows' priorities; without that key they stay. It must be what a CUDA graph can hold: no host
+                synchronisation, optimizers with ``capturable=True``. ``None``: return the batch, and update nothing.
             batch_size: default: the buffer's.
             ring: so many outputs, at least 2.
             warmup: everything is done so often, for real, before it is captured.
@@ -66,11 +67,4 @@ class FeedsLearner(_Base):
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("say how many rows a batch has: batch_size")
-        if not self._initialized:
-            self._init()
-        if not self._is_direct or self._wrapper is not None or self._storage.device.type != "cpu":
-            raise TypeError(
-                f"a feed takes rows of a PackedStorage on the CPU and a sampler that wraps none, got {self._storage} "
-                f"and {type(self._sampler).__name__}"
-            )
         return DeviceFeed(self, torch.device(device), size, ahead)

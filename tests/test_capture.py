@@ -162,6 +162,31 @@ def test_goals_and_n_steps_are_taken_along(device):
         assert torch.equal(batch["next", "reward"][:, 0], x + torch.where(more, gamma * (x + 1), 0.0))
 
 
+def test_a_batch_without_a_step_changes_no_priority_and_knows_when_it_was_sampled(device):
+    rb = ReplayBuffer(storage=PackedStorage(20, device=device), sampler=ProportionalSampler(20), batch_size=500)
+    rb.extend(data(20).set("td_error", torch.full((20,), 7.0)).to(device))
+    rows = torch.arange(20, device=device)
+    rb.update_priority(rows, torch.ones(20, device=device))
+    captured = rb.capture()
+    captured()
+    rb.extend(data(5, 20).set("td_error", torch.full((5,), 1.0)).to(device))
+    batch = captured().clone()
+    assert (rb.sampler.priority(rows) == 1.0).all()
+    rb.extend(data(5, 25).set("td_error", torch.full((5,), 1.0)).to(device))
+    batch["td_error"] = torch.full((500,), 3.0, device=device)
+    rb.update_tensordict_priority(batch)
+    stale = (rows >= 5) & (rows < 10)
+    assert torch.equal(rb.sampler.priority(rows).cpu(), torch.where(stale, 1.0, 3.0).double().cpu())
+
+
+def test_capturing_on_the_cpu_leaves_the_stream_of_later_draws_as_it_was():
+    plain, captured = (buffer(UniformSampler(), torch.device("cpu")) for _ in range(2))
+    captured.capture()()
+    for rb in (plain, captured):
+        rb.set_rng(torch.Generator().manual_seed(3))
+    assert torch.equal(plain.sample()["x"], captured.sample()["x"])
+
+
 class Graph:
     """Stands in for a CUDA graph: counts its replays."""
 
@@ -208,6 +233,26 @@ def test_graphs_are_made_anew_only_when_something_is_baked_in_them(graphs_that_d
         rb.extend(data(5))
         captured()
         assert len(runs) == 5 * again
+
+
+def test_a_capture_that_fails_is_made_anew(graphs_that_do_nothing):
+    rb = buffer(ProportionalSampler(20), torch.device("cpu"))
+    fails: list[bool] = []
+
+    def step(batch: TensorDictBase) -> TensorDictBase:
+        if fails:
+            raise ZeroDivisionError
+        return batch
+
+    captured = rb.capture(step)
+    captured()
+    rb.sampler.stratified = False
+    fails.append(True)
+    with pytest.raises(ZeroDivisionError):
+        captured()
+    rb.sampler.stratified = True  # what the graphs were made with that are gone now
+    fails.clear()
+    assert captured().shape == (500,)
 
 
 def test_a_generator_elsewhere_is_refused(graphs_that_do_nothing):

@@ -83,6 +83,50 @@ def test_rows_that_were_replaced_meanwhile_keep_their_priority(device):
     assert rb.health()["stale_updates"] == (rows < 20).sum()
 
 
+def test_shared_observations_come_whole(device):
+    seen = torch.randn(301, 17)
+    rb = ReplayBuffer(storage=PackedStorage(500, share_next=True), sampler=ProportionalSampler(500), batch_size=64)
+    rb.extend(TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [300]))
+    assert rb.storage.pooling is not None
+    batch = rb.feed(device).sample().cpu()
+    assert torch.equal(batch["observation"], seen[batch["index"]])
+    assert torch.equal(batch["next", "observation"], seen[batch["index"] + 1])
+
+
+def test_other_parts_of_the_buffer_begin_anew(device):
+    rb = buffer(ProportionalSampler(50))
+    feed = rb.feed(device, ahead=2)
+    before = feed.sample()
+    rb.set_sampler(UniformSampler())
+    assert "priority_weight" not in feed.sample()
+    rb.set_sampler(ProportionalSampler(50))
+    rb.set_storage(PackedStorage(50))
+    x = torch.arange(100, 150)
+    rb.extend(TensorDict({"y": x, "next": {"y": x + 1, "z": x.int()}}, [50]))  # as many bytes, in other leaves
+    for _ in range(4):
+        batch = feed.sample().cpu()
+        assert torch.equal(batch["next", "y"], batch["y"] + 1)
+    before["td_error"] = torch.full((16,), 9.0, device=device)
+    feed.update_tensordict_priority(before)
+    feed.flush()
+    assert (rb.sampler.priority(torch.arange(50)) == 1.0).all()
+    rb.set_sampler(NStepSampler(UniformSampler(), 2, 0.9))
+    with pytest.raises(TypeError, match="NStepSampler"):
+        feed.sample()
+
+
+def test_a_batch_size_may_change_between_batches(device):
+    feed = buffer(UniformSampler()).feed(device, ahead=1)
+    sizes = []
+    for size in (16, 16, 4, 4, 30, 30, 30):
+        feed.batch_size = size
+        batch = feed.sample()
+        assert_rows(batch)
+        sizes.append(len(batch))
+    assert sizes == [16, 16, 16, 4, 4, 30, 30]
+    assert len(feed._slots) == 2
+
+
 def test_what_cannot_be_fed_is_refused():
     rb = buffer(UniformSampler())
     with pytest.raises(ValueError, match="ahead must be at least 0"):

@@ -7,6 +7,7 @@ specification, without host synchronisation.
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from types import ModuleType
 from typing import NoReturn
 
@@ -31,9 +32,14 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """
     if path_of(matrix) == "triton":
         return gpu_twin().gather_rows(matrix, rows)
-    if rows.shape[0] * matrix.shape[1] < _LARGE or matrix.is_cuda:
+    if rows.numel() < few_of(matrix):
         return matrix.index_select(0, rows)
     return torch.index_select(matrix, 0, rows, out=new_rows(matrix, rows.shape[0]))
+
+
+def few_of(matrix: Tensor) -> float:
+    """Return below how many rows a batch is so small that its pages do not matter; all are on a GPU."""
+    return inf if matrix.is_cuda else _LARGE / max(1, matrix.shape[1])
 
 
 def new_rows(matrix: Tensor, count: int) -> Tensor:

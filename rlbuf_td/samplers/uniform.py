@@ -11,6 +11,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td._signature import OwnSignature
 from rlbuf_td.indices import Index, coordinates, device_of
 from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.paths import path_of
 
 
 class UniformSampler(Sampler):
@@ -65,7 +66,7 @@ class UniformSampler(Sampler):
         source = device if self._rng is None else self._rng.device
         if self.unique:
             flat = self._distinct(rows, batch_size, source)
-        elif self._live is not None:
+        elif self._live is not None and self._live.tensor.device == device:
             self._live.set_(0, rows)
             uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
             return (uniform.to(device) * self._live.tensor).long(), {}
@@ -86,7 +87,7 @@ class UniformSampler(Sampler):
         return drawn[:batch_size]
 
     def prepare_replay(self, storage: Storage) -> None:
-        """Put where captured draws read it what the host knows.
+        """Put where captured draws read it what the host knows; nothing on the CPU.
 
         Raises:
             ValueError: ``unique=True``, whose permutation has as many entries as there are rows.
@@ -94,6 +95,9 @@ class UniformSampler(Sampler):
         if self.unique:
             raise ValueError("UniformSampler(unique=True) cannot be captured: take unique=False")
         device = device_of(storage)
+        if path_of(torch.empty(0, device=device)) == "numba":
+            self._live = None
+            return
         if self._live is None or self._live.tensor.device != device:
             self._live = DeviceNumbers(1, device)
         self._live.set_(0, len(storage))

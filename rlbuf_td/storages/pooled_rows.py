@@ -136,6 +136,10 @@ class PooledRows(Rows):
         """Return the rows at flat positions."""
         return self.layout.unpack(self._packed(flat))
 
+    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write whole rows at flat positions into memory like what :meth:`_packed` returns."""
+        out.copy_(self._packed(flat))
+
     def _packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Return whole rows, packed as :attr:`layout` says.
 

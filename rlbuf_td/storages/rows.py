@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.columns import gather_rows, new_rows
+from rlbuf_td.kernels.columns import few_of, gather_rows, new_rows
+from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.read_ahead import ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 
@@ -35,6 +36,8 @@ class Rows:
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
+        # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
+        self._few = few_of(self.flat) if path_of(self.flat) == "numba" else 0
         self._begin = 0  # addresses, from the first longer write on
         self._end: int | None = None
 
@@ -62,8 +65,16 @@ class Rows:
 
     def at_cells(self, flat: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
-        self.read_ahead(flat)
+        if self.is_mapped:
+            self.read_ahead(flat)
+        if flat.numel() < self._few:
+            return self.layout.unpack(self.flat.index_select(0, flat))
         return self.layout.unpack(gather_rows(self.flat, flat))
+
+    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows at flat positions into ``[B, row_bytes]``, in bytes, of the layout's carrier dtype."""
+        self.read_ahead(flat)
+        torch.index_select(self.flat, 0, flat, out=out)
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
