@@ -89,7 +89,8 @@ def read(groups, parts, runs, own, own_bytes, live, cells, order, count, target,
         for g in range(len(groups)):
             pieces = groups[g, PIECES]
             for j in range(pieces * groups[g, SIDES]):
-                name = load_int32(row + groups[g, IDS] + 4 * j)
+                # A row that is being written meanwhile may name nothing: what is read is torn then, but is memory.
+                name = max(load_int32(row + groups[g, IDS] + 4 * j), np.int32(1))
                 side = np.int64(j >= pieces)
                 _copy_piece(groups, parts, g, name, j - side * pieces, side, to)
     return True

@@ -257,7 +257,7 @@ class AllocatedStorage(LazyTensorStorage):
     def _empty(self) -> None:
         if isinstance(self._rows, PooledRows):
             self._about_to_write(self._rows, 0, self._rows.steps)
-            self._rows.forget(self._len_value.value)
+            self._rows.forget()
         self._len_value.value = 0
         if self._rows is not None:
             self.clock.forget(self._rows.steps)

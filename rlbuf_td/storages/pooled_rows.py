@@ -22,6 +22,7 @@ from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.sections import Sections
 
 _CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied
+_LOOK = 4096  # rows of which is asked at once whether any holds entries
 
 
 class PooledRows(Rows):
@@ -55,6 +56,7 @@ class PooledRows(Rows):
         self.flat = self.matrix.view(-1, self.matrix.shape[-1])
         self.shape, self.steps, self.lanes, self.cells = shape, shape[0], shape[1:], cells
         self.is_mapped = make_room is not None
+        self._begin, self._end = 0, None
         self.is_deferred = False  # where a process may die in the middle of a write
         self._make_room = make_room
         self.table: Table = self._make_table() if table is None else table
@@ -198,7 +200,8 @@ class PooledRows(Rows):
         Keys that are pooled are fresh memory.
         """
         found = self.view()[index]
-        if isinstance(index, int | np.integer) and -self.steps <= index < self.steps:
+        is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)  # True is a mask
+        if is_step and -self.steps <= index < self.steps:
             cells = self.cells_at(np.array([index % self.steps])).view(self.lanes)
         else:
             cells = torch.arange(self.cells, device=self.matrix.device).view(self.shape)[index]
@@ -224,7 +227,9 @@ class PooledRows(Rows):
     # -- writing leaves that fit
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, wrapping at the end."""
+        """Write ``count`` time steps from ``start`` on, wrapping at the end; leaves may be views of these rows."""
+        if self._holds_any(leaves):
+            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
         self._ensure(count * (self.cells // self.steps))
         self._copy_own(start, count, [leaves[slot] for slot in self.pooling.kept])
         lanes = self.cells // self.steps
@@ -345,11 +350,38 @@ class PooledRows(Rows):
             if last:
                 yield at + (first - 1) * width, at + last * width
 
-    def forget(self, live: int | None = None) -> None:
-        """Let all rows (or the first ``live`` ones, the others hold nothing) hold nothing: all entries are unused."""
+    def forget(self) -> None:
+        """Let all rows hold nothing: all entries are unused.
+
+        Rows that hold nothing are only looked at, so that no memory is taken for those that never were written.
+        """
         for g, counters in enumerate(self.table.counters):
-            self.table.ids(g)[:live].zero_()
+            self._let_go(g)
             counters.zero_()
+
+    def begin_load(self) -> None:
+        """Let all rows hold nothing, before others are written to them by several calls that :meth:`end_load` ends.
+
+        Where a process may die, no entry that they held is taken before that.
+        """
+        if not self.is_deferred:
+            return self.forget()
+        for g in range(len(self.table.groups)):
+            self._let_go(g)
+
+    def end_load(self) -> None:
+        """Find anew which entries are free, where :meth:`begin_load` left those that rows held."""
+        if self.is_deferred:
+            self.rebuild()
+
+    def _let_go(self, g: int) -> None:
+        ids = self.table.ids(g)
+        if grows(ids.device):
+            ids.zero_()
+            return
+        for part in ids.split(_LOOK):
+            if part.any():
+                part.zero_()
 
     def rebuild(self) -> None:
         """Find anew which entries are free, from what the rows name."""

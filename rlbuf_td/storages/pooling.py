@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 
 from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.kernels.pool import Group, Part
@@ -63,23 +64,43 @@ class Sharing:
         if isinstance(share_next, str) and share_next != "auto":
             raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
         if not isinstance(share_next, bool | str):
-            share_next = tuple(_long(key) for key in share_next)
+            if not isinstance(share_next, Sequence | Set):
+                raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
+            share_next = tuple(_key(key, "share_next") for key in share_next)
             if any(key[:1] == ("next",) for key in share_next):
                 raise ValueError(f"share_next names keys as they are at the root, without 'next': got {share_next}")
-        stacks = []
-        for key, how in (frames or {}).items():
-            count, dim = how if isinstance(how, Sequence) else (how, 0)
-            if count != int(count) or count < 2:
-                raise ValueError(f"frames of {key!r} must be a whole number, at least 2, got {count}")
-            stacks.append((_long(key), int(count), int(dim)))
+        stacks: list[tuple[Key, int, int]] = []
+        if frames is not None and not isinstance(frames, Mapping):
+            raise ValueError(f"frames must be a dict of a number of frames by key, got {frames!r}")
+        for name, how in (frames or {}).items():
+            key, count, dim = _key(name, "frames"), *_count_and_dim(name, how)
+            if key[:1] == ("next",):
+                raise ValueError(f"frames names keys as they are at the root, without 'next': got {name!r}")
+            if any(key == other for other, _, _ in stacks):
+                raise ValueError(f"frames names {show_key(key)} twice")
+            stacks.append((key, count, dim))
         return cls(share_next, tuple(stacks))
 
     def __bool__(self) -> bool:
         return self.share_next is not False or bool(self.frames)
 
 
-def _long(key: NestedKey) -> Key:
-    return (key,) if isinstance(key, str) else tuple(key)
+def _key(key: Any, argument: str) -> Key:
+    path = (key,) if isinstance(key, str) else key
+    if not isinstance(path, tuple) or not path or not all(isinstance(name, str) for name in path):
+        raise ValueError(f"{argument} names keys, a string or a tuple of strings each: got {key!r}")
+    return path
+
+
+def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
+    """Return how many frames a stack has, and along which dim they lie."""
+    pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
+    if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
+        raise ValueError(
+            f"frames of {key!r} must be a whole number, at least 2, or (that number, the dim along which they lie), "
+            f"got {how!r}"
+        )
+    return int(pair[0]), int(pair[1])
 
 
 def choose(sharing: Sharing, layout: RowLayout, data: TensorDictBase | None = None) -> tuple[Pooled, ...]:

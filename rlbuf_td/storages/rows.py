@@ -129,7 +129,7 @@ class Rows:
         """Return whether any of some tensors is a view of these rows; costs 0.1 us each."""
         if self._end is None:
             self._begin = self.matrix.data_ptr()
-            self._end = self._begin + self.nbytes
+            self._end = self._begin + self.matrix.numel() * self.matrix.element_size()
         begin, end = self._begin, self._end
         for address in map(torch.Tensor.data_ptr, leaves):  # noqa: SIM110 (any() takes twice as long)
             if begin <= address < end:

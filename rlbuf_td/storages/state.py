@@ -218,9 +218,13 @@ def rows_of_state(
 
 
 def copy_rows(source: Rows, target: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-    """Write time steps of ``source``, (first, count) one after the other, to ``target``, which shares other keys."""
+    """Let ``target``, which shares other keys, hold time steps of ``source``, (first, count) one after the other."""
     at = 0
+    if isinstance(target, PooledRows):
+        target.begin_load()
     for first, total in ranges:
         for count, leaves in source.chunks(first, total):
             target.copy_(at, count, leaves)
             at += count
+    if isinstance(target, PooledRows):
+        target.end_load()

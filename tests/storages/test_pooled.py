@@ -161,6 +161,18 @@ def test_what_is_read_is_fresh_memory_and_what_is_written_is_copied() -> None:
         ({"share_next": "yes"}, "must be 'auto'"),
         ({"share_next": [("next", "observation")]}, "without 'next'"),
         ({"frames": {"pixels": 1}}, "at least 2"),
+        ({"share_next": None}, "must be 'auto'"),
+        ({"share_next": 1}, "must be 'auto'"),
+        ({"share_next": [3]}, "names keys"),
+        ({"share_next": [()]}, "names keys"),
+        ({"frames": 4}, "must be a dict"),
+        ({"frames": {3: 4}}, "names keys"),
+        ({"frames": {"pixels": "4"}}, "'pixels' must be a whole number"),
+        ({"frames": {"pixels": (4,)}}, "'pixels' must be a whole number"),
+        ({"frames": {"pixels": (4, 1.5)}}, "'pixels' must be a whole number"),
+        ({"frames": {"pixels": float("nan")}}, "'pixels' must be a whole number"),
+        ({"frames": {("next", "pixels"): 4}}, "without 'next'"),
+        ({"frames": {"pixels": 4, ("pixels",): 4}}, "twice"),
     ],
 )
 def test_refused_arguments(arguments, message) -> None:
@@ -266,3 +278,70 @@ def test_state_goes_to_plain_storages_and_to_larger_ones() -> None:
     storage.load_state_dict(plain.state_dict())
     assert_same(storage[:], data)
     assert pooled(storage).held == [9]
+
+
+@pytest.mark.parametrize("start", [1, 0])
+def test_rows_can_be_moved_within_the_storage(start) -> None:
+    """What a slice gives holds views of what rows do not share."""
+    storage, data = PackedStorage(10, share_next=True), chain(10)
+    data["action"] = torch.arange(10.0)
+    storage.set(range(10), data)
+    storage.set(range(start, start + 9), storage[1 - start : 10 - start])
+    expected = data.clone()
+    expected[start : start + 9] = data[1 - start : 10 - start]
+    assert_same(storage[:], expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
+    storage, plain, data = PackedStorage(10, share_next=True, shared=shared), PackedStorage(10), chain(10)
+    storage.set(range(10), data)
+    plain.set(range(5), chain(5))
+    storage.load_state_dict(plain.state_dict())
+    assert_same(storage[:], plain[:])
+    assert pooled(storage).held == [6]
+    pooled(storage).check()
+    storage._empty()
+    for start in (0, 3):
+        storage.set(range(start, 10), data[start:])
+    assert_same(storage[:], data)
+    pooled(storage).check()
+
+
+def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuf_td.storages.pooled_rows._CHUNK", 1)
+    storage, other = (PackedStorage(10, share_next=True, shared=shared) for shared in (True, False))
+    storage.set(range(10), chain(10))
+    other.set(range(10), chain(10))
+    rows = pooled(storage)
+    names = rows.table.ids(0).unique().long() - 1
+    entries = rows.table.entries[0][names].clone()
+    monkeypatch.setattr(PooledRows, "end_load", lambda rows: None)
+    storage.load_state_dict(other.state_dict())
+    assert_same(storage[:], other[:])
+    assert (rows.table.entries[0][names] == entries).all()
+
+
+def test_a_write_that_was_cut_short_does_not_outlive_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    storage, data = PackedStorage(10, share_next=True), chain(10)
+    storage.set(range(4), data[:4])
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_advance", dies)
+        with pytest.raises(KeyboardInterrupt):
+            storage.set(range(4, 9), data[4:9])
+    storage._empty()
+    for start in (0, 3):
+        storage.set(range(start, 10), data[start:])
+    assert_same(storage[:], data)
+    pooled(storage).check()
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_bool_is_a_mask(index) -> None:
+    storage, plain, data = PackedStorage(4, ndim=2, share_next=True), PackedStorage(4, ndim=2), chain(4).view(2, 2)
+    for one in (storage, plain):
+        one.set(range(2), data)
+    assert_same(storage.get(index), plain.get(index))
