@@ -393,6 +393,11 @@ class PooledRows(Rows):
         """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
         return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
 
+    def takes(self, entries: Sequence[torch.Tensor]) -> bool:
+        """Return whether :meth:`restore_` may put saved entries in place: they fit, and nobody may have to undo it."""
+        most = self.sections.most
+        return not self.is_deferred and all(len(x) <= room for x, room in zip(entries, most, strict=True))
+
     def restore_(self, matrix: torch.Tensor, entries: list[torch.Tensor]) -> None:
         """Put saved rows, the first time steps, and their entries in place of what is here.
 
@@ -405,10 +410,14 @@ class PooledRows(Rows):
         self.take_in([len(saved) for saved in entries])
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Let rows hold nothing, and return memory for so many entries of each group, which :meth:`take_in` takes."""
-        self.forget()
+        """Let rows hold nothing, and return memory for so many entries of each group, which :meth:`take_in` takes.
+
+        Raises:
+            OSError: the disk is full; rows are as they were.
+        """
         for g, count in enumerate(used):
             self._make_room_for(g, count)
+        self.forget()
         return [entries[:count] for entries, count in zip(self.table.entries, used, strict=True)]
 
     def take_in(self, used: list[int]) -> None:

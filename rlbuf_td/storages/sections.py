@@ -35,7 +35,11 @@ class Sections:
         """
         most = tuple(2 * cells * group.names for group in pooling.groups)
         if max(most) > _MOST_NAMES:
-            raise SchemaError(f"{cells:,} rows are too many to share observations: {max(most):,} entries have no name")
+            fit = cells * _MOST_NAMES // max(most)
+            raise SchemaError(
+                f"{cells:,} rows are too many to share observations or frames: {fit:,} of these fit. Take a smaller "
+                "max_size, or several storages"
+            )
         at, stacks, entries = _pages(cells * pooling.own.row_bytes), [], []
         counters, at = at, at + _pages(16 * len(most))
         for group, count in zip(pooling.groups, most, strict=True):

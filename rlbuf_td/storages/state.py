@@ -120,7 +120,7 @@ class SavedStorage(SharedStorage):
             self._release()
         rows = self._rows or self._allocate(layout, lanes, matrix.device, self.pooling_like(layout, pooling))
         self._about_to_write(rows, 0, rows.steps)
-        if isinstance(rows, PooledRows) and rows.pooling == pooling and not rows.is_deferred:
+        if isinstance(rows, PooledRows) and rows.pooling == pooling and rows.takes(entries):
             rows.restore_(matrix, entries)
         elif pooling is None and not isinstance(rows, PooledRows):
             rows.matrix[: matrix.shape[0]].copy_(matrix)
@@ -209,22 +209,27 @@ def rows_of_state(
     """Return saved rows, to be read only."""
     if pooling is None:
         return Rows(layout, matrix.contiguous())
-    cells = matrix.shape[:-1].numel()
+    lanes, steps = matrix.shape[1:-1], len(matrix)
+    for group, found in zip(pooling.groups, entries, strict=True):  # more than so few rows have: others were there once
+        steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
+    cells = steps * lanes.numel()
     sections = Sections.of(pooling, cells)
     memory = allocate_sparse(sections.total, sections.likely(pooling, cells), sections.fixed)
-    rows = PooledRows(pooling, memory, matrix.shape[:-1])
+    rows = PooledRows(pooling, memory, torch.Size([steps, *lanes]))
     rows.restore_(matrix.cpu(), [found.cpu() for found in entries])
-    return rows
+    return rows.first(len(matrix))
 
 
 def copy_rows(source: Rows, target: Rows, ranges: Iterable[tuple[int, int]]) -> None:
     """Let ``target``, which shares other keys, hold time steps of ``source``, (first, count) one after the other."""
-    at = 0
-    if isinstance(target, PooledRows):
-        target.begin_load()
-    for first, total in ranges:
-        for count, leaves in source.chunks(first, total):
-            target.copy_(at, count, leaves)
-            at += count
-    if isinstance(target, PooledRows):
-        target.end_load()
+    at, pooled = 0, target if isinstance(target, PooledRows) else None
+    if pooled is not None:
+        pooled.begin_load()
+    try:
+        for first, total in ranges:
+            for count, leaves in source.chunks(first, total):
+                target.copy_(at, count, leaves)
+                at += count
+    finally:  # also after an error: entries that are neither free nor named would be lost
+        if pooled is not None:
+            pooled.end_load()

@@ -345,3 +345,29 @@ def test_a_bool_is_a_mask(index) -> None:
     for one in (storage, plain):
         one.set(range(2), data)
     assert_same(storage.get(index), plain.get(index))
+
+
+def test_more_rows_than_can_be_named_are_refused() -> None:
+    storage = PackedStorage(10**9, share_next=True)
+    with pytest.raises(SchemaError, match=r"536,870,911 of these fit\. Take a smaller max_size"):
+        storage.set(0, chain(1)[0])
+    assert storage.layout is None
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("capacity", [10, 100])
+@pytest.mark.parametrize("arguments", [{}, {"share_next": True}, {"share_next": True, "shared": True}])
+def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments, capacity, ndim) -> None:
+    shape, lanes = ((-1,), 1) if ndim == 1 else ((-1, 2), 2)
+    shared = PackedStorage(100 * lanes, ndim=ndim, share_next=True, shared=True)
+    few = PackedStorage(100 * lanes, ndim=ndim, share_next=True)
+    shared.set(range(90), chain(90 * lanes).view(*shape))
+    few.set(range(9), chain(9 * lanes).view(*shape))
+    shared.load_state_dict(few.state_dict())
+    assert pooled(shared).used[0] > 90 * lanes
+    other = PackedStorage(capacity * lanes, ndim=ndim, **arguments)
+    other.load_state_dict(shared.state_dict())
+    assert_same(other[:], few[:])
+    buffers = [ReplayBuffer(storage=storage, batch_size=4) for storage in (shared, other)]
+    buffers[1].load_state_dict(buffers[0].state_dict())
+    assert_same(other[:], few[:])

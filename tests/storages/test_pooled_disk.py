@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.kernels import read_ahead
@@ -169,3 +170,22 @@ def test_a_copy_of_rows_in_a_file_has_its_own(tmp_path: Path) -> None:
     storage.set(range(10), chain(10))
     assert_same(other[:], data)
     pooled(other).check()
+
+
+def test_a_full_disk_is_an_error_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, other = PackedStorage(3000, scratch_dir=tmp_path, share_next=True), PackedStorage(3000, share_next=True)
+    seen = torch.rand(3001, 8)
+    data = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [3000])
+    storage.set(range(9), data[:9])
+    other.set(range(3000), data)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="no space"):
+            storage.load_state_dict(other.state_dict())
+    assert_same(storage[:], data[:9])
+    storage.load_state_dict(other.state_dict())
+    assert_same(storage[:], data)
