@@ -42,14 +42,15 @@ def _at_rest(rb: Any) -> Iterator[tuple[Any, ...]]:
         yield tuple(prefetched["queue"])
 
 
-def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None) -> None:
+def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
     """See :meth:`rlbuf_td.ReplayBuffer.dumps`."""
-    with writing(path, KIND) as writer, _at_rest(rb) as prefetched:
+    with writing(path, KIND, sync=sync) as writer, _at_rest(rb) as prefetched:
         state, tensors, sources = parts.capture(rb, prefetched), [], []
         storage, journal = rb._storage, None
         if isinstance(storage, PackedStorage) and "rows" in state["storage"]["state"]:
             if _is_own_folder(storage, writer.path):
-                sync_file(writer.path / ROWS_FILE)
+                if sync:
+                    sync_file(writer.path / ROWS_FILE)
                 journal = _journal_of(storage._written(), writer.path / DATA / writer.new_name("undo"))
             tensors.append(state["storage"]["state"].pop("rows"))
             name = None if journal is None else journal.file.name

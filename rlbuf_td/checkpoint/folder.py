@@ -72,13 +72,14 @@ def wait_for(jobs: Sequence[Any], report: Report) -> None:
         raise
 
 
-def write_file(path: Path, data: np.ndarray | bytes) -> None:
-    """Write a new file, through to the disk."""
+def write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
+    """Write a new file, through to the disk if it is to be synced."""
     with open(path, "xb", buffering=0) as file:
         rest: Any = memoryview(data)  # type: ignore[arg-type]
         while rest.nbytes:
             rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def sync_file(path: Path) -> None:

@@ -17,7 +17,7 @@ else:
 class SavedBuffer(_Base):
     """Dumps, loads, and the state of a buffer."""
 
-    def dumps(self, path: str | Path, *, progress: bool | None = None) -> None:
+    def dumps(self, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
         """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
 
         The dump is built beside the one that is there and takes its place at once: killed at any moment, the folder
@@ -27,6 +27,8 @@ class SavedBuffer(_Base):
         Args:
             path: made if it is not there. A manifest that is not ours is never overwritten.
             progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+            sync: wait until everything is on the disk. ``False`` takes half the time: the death of this process still
+                loses nothing, but that of the machine may cost both dumps; a load would notice.
 
         Raises:
             CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
@@ -34,7 +36,7 @@ class SavedBuffer(_Base):
         """
         if not self._initialized:
             self._init()
-        dump_buffer(self, path, progress)
+        dump_buffer(self, path, progress, sync=sync)
 
     def loads(
         self,

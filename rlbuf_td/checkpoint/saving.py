@@ -47,7 +47,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 @contextmanager
-def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
+def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
     """Make the folder ``path``, keep others from it, and give a writer; in the end, clean up behind it."""
     folder = Path(path).absolute()
     try:
@@ -55,7 +55,7 @@ def writing(path: str | Path, kind: str) -> Iterator[DumpWriter]:
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} cannot be made: there is a file; a dump is a folder") from error
     with locked(folder):
-        writer = DumpWriter(folder, _about(kind))
+        writer = DumpWriter(folder, _about(kind), sync=sync)
         try:
             yield writer
         finally:

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DATA, WRITERS, Report, flat_bytes, sync_folder, wait_for, write_file
+from rlbuf_td.checkpoint.folder import (
+    DATA,
+    WRITERS,
+    Report,
+    flat_bytes,
+    sync_file,
+    sync_folder,
+    wait_for,
+    write_file,
+)
 from rlbuf_td.checkpoint.manifest import (
     CHUNK_NAME,
     FORMAT,
@@ -57,15 +66,17 @@ class DumpWriter:
     Args:
         path: the folder, which exists.
         about: what the manifest says of the dump as a whole.
+        sync: bring everything to the disk; else that is left to the system.
 
     Raises:
         CheckpointError: the folder holds a manifest that is not ours, or of a newer version, which is not replaced.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path = path
-        self.about = about
+    def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
+        self.path, self.sync = path, sync
+        self.about = about | {"synced": sync}
         previous = _previous(path)
+        self._is_known_synced = previous is not None and previous.about.get("synced") is True
         self.generation = previous.generation + 1 if previous else 0
         self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
         self._numbers = count()
@@ -105,22 +116,26 @@ class DumpWriter:
             return Chunk(ROWS_FILE, len(data), digest)
         known = self._known.get((len(data), digest))
         if known is not None:
+            if self.sync and not self._is_known_synced:
+                sync_file(self.path / DATA / known.file)
             return known
         name = self.new_name("bin")
-        write_file(self.path / DATA / name, data)
+        write_file(self.path / DATA / name, data, sync=self.sync)
         return Chunk(name, len(data), digest)
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> Manifest:
         """Make the new dump the valid one: from here on, the previous one is gone."""
         manifest = Manifest(self.generation, state, tensors, self.about)
-        sync_folder(self.path / DATA)
+        if self.sync:
+            sync_folder(self.path / DATA)
         temporary = self.path / f"{MANIFEST}.{self._prefix}"
         try:
-            write_file(temporary, manifest.to_bytes())
+            write_file(temporary, manifest.to_bytes(), sync=self.sync)
             temporary.replace(self.path / MANIFEST)
         finally:
             temporary.unlink(missing_ok=True)
-        sync_folder(self.path)
+        if self.sync:
+            sync_folder(self.path)
         return manifest
 
     def clean(self) -> None:

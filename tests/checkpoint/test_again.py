@@ -66,6 +66,31 @@ def test_only_what_has_changed_is_written(small_chunks, tmp_path):
     assert len(sizes(tmp_path)) == len(after)
 
 
+def test_a_dump_that_waits_for_the_disk_waits_for_files_of_one_that_did_not(small_chunks, tmp_path, monkeypatch):
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    rb = make()
+    extend(rb, ROWS, 0)
+    rb.dumps(tmp_path, sync=False)
+    assert synced == []
+    files = {number for number, _ in sizes(tmp_path).values()}
+    rb.dumps(tmp_path)
+    assert files & {number for number, _ in sizes(tmp_path).values()}  # some are taken over
+    assert {number for number, _ in sizes(tmp_path).values()} <= set(synced)
+    synced.clear()
+    rb.dumps(tmp_path)
+    assert not files & set(synced)
+    again = make()
+    again.loads(tmp_path)
+    assert (again.chronological() == rb.chronological()).all()
+
+
 def test_changes_that_no_writer_made_are_noticed(small_chunks, tmp_path):
     rb = make(sampler="uniform")
     extend(rb, ROWS, 0)
