@@ -21,6 +21,7 @@ from rlbuf_td import (
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
+    RolloutBuffer,
     SequenceSampler,
     UniformSampler,
     plan,
@@ -358,3 +359,25 @@ def test_sequences_and_steps_are_those_of_a_plain_storage() -> None:
         torch.manual_seed(0)
         batches.append(rb.sample())
     assert_same(*batches)
+
+
+# -- rollouts
+
+
+@pytest.mark.parametrize("kind", ["once", "both"])
+def test_epochs_over_a_rollout_are_the_same(kind):
+    data = Lanes(3, 4).steps(16, 0.2).transpose(0, 1).contiguous()
+    value = torch.randn(3, 17, 1, generator=torch.Generator().manual_seed(0))
+    data["state_value"], data["next", "state_value"] = value[:, :-1].clone(), value[:, 1:].clone()
+    data["next", "reward"], data["next", "terminated"] = torch.ones(3, 16, 1), data["next", "done"].clone()
+    epochs = []
+    for make in (PackedStorage, KINDS[kind]):
+        torch.manual_seed(1)
+        rollout = RolloutBuffer(16, 3, batch_size=8, epochs=2, storage=make(48, ndim=2))
+        rollout.extend(copied(data))
+        epochs.append(list(rollout))
+        check(rollout)
+    assert len(epochs[0]) == 12
+    for plain, shared in zip(*epochs, strict=True):
+        assert_same(shared, plain)
+    assert float(epochs[0][0]["advantage"].abs().sum()) > 0
