@@ -67,7 +67,7 @@ def test_the_docstring_of_a_function_names_each_argument_what_comes_back_and_wha
         sections = [] if issubclass(thing, Exception) else ["Cost"]
     else:
         arguments, sections = list(inspect.signature(thing).parameters), ["Args", "Returns", "Raises", "Cost"]
-    for argument in arguments:
+    for argument in (name for name in arguments if not name.startswith("_")):  # Ray adds one to classes that it has run
         assert re.search(rf"^ +.*\*{{0,2}}\b{argument}\b.*:", thing.__doc__, re.MULTILINE), argument
     for section in sections:
         assert re.search(rf"^ *{section}:", thing.__doc__, re.MULTILINE), section

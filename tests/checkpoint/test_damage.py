@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -269,7 +270,9 @@ def test_forged_manifests_neither_crash_nor_hang_nor_execute(data, sampler, tmp_
         rows = rb.storage._rows.matrix.view(torch.uint8)
         before = rows.clone()
         try:
-            target.loads(path)
+            with warnings.catch_warnings():  # a generator of a device that is not here is left out
+                warnings.filterwarnings("ignore", "the dump's generator is of")
+                target.loads(path)
         except CheckpointError:
             assert torch.equal(rows, before)
             continue

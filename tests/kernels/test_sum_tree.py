@@ -53,7 +53,7 @@ def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha
         weights = naive_weights(capacity, history[: step + 1], alpha, eps)
         expected = torch.tensor([weights.get(row, 0.0) for row in range(capacity)], dtype=torch.float64)
         torch.testing.assert_close(tree.weight[:capacity], expected, rtol=1e-12, atol=0.0)
-        torch.testing.assert_close(float(tree.total), sum(weights.values()), rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(float(tree.total), float(sum(weights.values())), rtol=1e-12, atol=0.0)
         positive = [w for w in weights.values() if w > 0]
         assert float(tree.smallest) == pytest.approx(min(positive, default=np.inf), rel=1e-12)
 
