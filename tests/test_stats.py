@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 from torchrl.record import CSVLogger, TensorboardLogger
 
 from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
+from rlbuf_td.kernels import _episodes_numba
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -384,16 +386,27 @@ def test_a_copy_of_its_state_goes_on_alike():
         EpisodeStats().load_state_dict(stats.state_dict())
 
 
+@pytest.mark.parametrize("hint", [0, 7, 8, 19])
+def test_an_open_episode_is_looked_for_among_the_slots_there_are(hint):
+    memory = np.full(32, _episodes_numba.FREE)
+    keys = memory[:8]
+    memory[8:] = 5  # what lies behind is none of them
+    keys[3] = 7
+    assert _episodes_numba._slot(keys, 7, hint) == 3
+    assert 0 <= _episodes_numba._slot(keys, 5, hint) < 8  # a free one
+    keys[:] = 1
+    assert _episodes_numba._slot(keys, 5, hint) == -1
+
+
 def test_many_lanes_may_follow_few():
-    stats, whole = make(3)[0], make(3)[0]
-    few, many = play(3, 20, 1, ids=True), play(40, 20, 2, ids=True)
-    many["collector", "traj_ids"] += 1_000
-    for part in (few, many, few):
-        stats.update(part)
-    for lane in (*few, *many, *few):
-        whole.update(lane)
-    assert stats.episodes == whole.episodes > 0
-    assert stats.steps == whole.steps == 40 * 20 + 2 * 3 * 20
+    stats, oracle = make(15)
+    for lanes in (3, 40, 3):
+        data = play(lanes, 10, lanes)
+        stats.update(data)
+        for t in range(10):
+            for lane in range(lanes):
+                tell(oracle, data[lane, t], lane)
+        agree(stats, oracle)
 
 
 def test_numbers_of_any_dtype_are_exact():

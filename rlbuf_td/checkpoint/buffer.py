@@ -366,12 +366,12 @@ class _Load:
         matrix = read_matrix(self.reader, self._stored, report)
         if self.pooling is not None:
             refuse_foreign(self.pooling, matrix, self.entries)
-        is_alike = isinstance(rows, PooledRows) and rows.pooling == self.pooling and not rows.is_deferred
-        if isinstance(rows, PooledRows) and is_alike and self.fit.is_same:
-            for entries, stored in zip(rows.room_for([x.shape[0] for x in self.entries]), self.entries, strict=True):
+        used = [stored.shape[0] for stored in self.entries]
+        if isinstance(rows, PooledRows) and self.fit.is_same and rows.takes(self.pooling, used):
+            for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report, check=True)
             rows.matrix[: len(matrix)].copy_(matrix)
-            rows.take_in([stored.shape[0] for stored in self.entries])
+            rows.take_in(used)
         else:
             entries = [read_matrix(self.reader, stored, report) for stored in self.entries]
             copy_rows(rows_of_state(self.layout, matrix, self.pooling, entries), rows, self.fit.ranges)

@@ -323,24 +323,16 @@ def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, sta
                 else:
                     store_int32(stack + 4 * free, name)
                     free += 1
-        if shared == 0 or not _agrees(parts, sources, first, last, base + shared * width, np.int64(0), t, lane):
-            if free > 0:
-                free -= 1
-                shared = load_int32(stack + 4 * free)
-            else:
-                used += 1
-                shared = np.int32(used)
-            _put(parts, sources, first, last, base + shared * width, np.int64(0), t, lane)
-        if newer == 0 or not _agrees(parts, sources, first, last, base + newer * width, np.int64(1), t, lane):
-            if free > 0:
-                free -= 1
-                newer = load_int32(stack + 4 * free)
-            else:
-                used += 1
-                newer = np.int32(used)
-            _put(parts, sources, first, last, base + newer * width, np.int64(1), t, lane)
-        store_int32(row, shared)
-        store_int32(row + 4, newer)
+        for side, name in enumerate((shared, newer)):
+            if name == 0 or not _agrees(parts, sources, first, last, base + name * width, side, t, lane):
+                if free > 0:
+                    free -= 1
+                    name = load_int32(stack + 4 * free)
+                else:
+                    used += 1
+                    name = np.int32(used)
+                _put(parts, sources, first, last, base + name * width, side, t, lane)
+            store_int32(row + 4 * side, name)
         lane += 1
         if lane == given_lanes:
             t, lane = t + 1, np.int64(0)

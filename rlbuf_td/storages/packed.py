@@ -247,15 +247,24 @@ class PackedStorage(SavedStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         data = as_tensordict(data)
-        if isinstance(cursor, tuple) or is_mask(cursor):
-            rows = self._written()
-            cells = rows.cells_of(cursor)
-            leaves = rows.layout.collect(data, cells.shape)
-            self.keep_for_dump(0, rows.steps)
-            self._announce(cells.reshape(-1))
-            rows.replace_(cells, leaves)
-            self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
-            return self._bump_mutation_revision()
+        with self.lock:  # the buffer's writes hold it already; rows that share entries must be written one at a time
+            if isinstance(cursor, tuple) or is_mask(cursor):
+                self._replace(cursor, data)
+            else:
+                self._set_steps(cursor, data, set_cursor)
+
+    def _replace(self, cursor: Any, data: TensorDictBase) -> None:
+        """Write at a mask or at coordinates of rows that are there."""
+        rows = self._written()
+        cells = rows.cells_of(cursor)
+        leaves = rows.layout.collect(data, cells.shape)
+        self.keep_for_dump(0, rows.steps)
+        self._announce(cells.reshape(-1))
+        rows.replace_(cells, leaves)
+        self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
+        self._bump_mutation_revision()
+
+    def _set_steps(self, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
         live = 0 if self._rows is None else self._written().steps

@@ -393,10 +393,14 @@ class PooledRows(Rows):
         """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
         return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
 
-    def takes(self, entries: Sequence[torch.Tensor]) -> bool:
-        """Return whether :meth:`restore_` may put saved entries in place: they fit, and nobody may have to undo it."""
-        most = self.sections.most
-        return not self.is_deferred and all(len(x) <= room for x, room in zip(entries, most, strict=True))
+    def takes(self, pooling: Pooling | None, used: Sequence[int]) -> bool:
+        """Return whether saved rows may be put in place as they are.
+
+        They share the same, there is room for so many entries of each group, and nobody may have to undo it.
+        """
+        if self.is_deferred or pooling != self.pooling:
+            return False
+        return all(count <= room for count, room in zip(used, self.sections.most, strict=True))
 
     def restore_(self, matrix: torch.Tensor, entries: list[torch.Tensor]) -> None:
         """Put saved rows, the first time steps, and their entries in place of what is here.

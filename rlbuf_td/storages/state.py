@@ -120,7 +120,7 @@ class SavedStorage(SharedStorage):
             self._release()
         rows = self._rows or self._allocate(layout, lanes, matrix.device, self.pooling_like(layout, pooling))
         self._about_to_write(rows, 0, rows.steps)
-        if isinstance(rows, PooledRows) and rows.pooling == pooling and rows.takes(entries):
+        if isinstance(rows, PooledRows) and rows.takes(pooling, [len(found) for found in entries]):
             rows.restore_(matrix, entries)
         elif pooling is None and not isinstance(rows, PooledRows):
             rows.matrix[: matrix.shape[0]].copy_(matrix)
