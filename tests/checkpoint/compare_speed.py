@@ -3,8 +3,9 @@
     python tests/checkpoint/compare_speed.py --rows 1000000 --rounds 5
 
 Medians of interleaved rounds. ``cp`` returns when the bytes are in memory; ``cp + sync`` when they are on the disk, as
-they are when a dump of ours returns, unless it is told not to wait. A new buffer takes its pages from the system: the
-time of that alone is shown, too; it depends on how much memory lies free, and on a virtual machine on its host.
+they are when a dump of ours returns, unless it is told not to wait. A new buffer takes its pages from the system, as
+``cp`` does: the time of that alone is shown, too. On a virtual machine that gives free pages back to its host, pages
+cost many times more some seconds after they were freed: ``--pause 5`` lets all contenders pay for that alike.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def theirs(rows: int) -> Any:
     return TensorDictReplayBuffer(storage=LazyTensorStorage(rows), sampler=sampler, batch_size=256)
 
 
-def main(rows: int, rounds: int) -> None:
+def main(rows: int, rounds: int, pause: float) -> None:
     """Print the table."""
     data, root = transitions(rows), Path(tempfile.mkdtemp())
     rb, other = ours(rows), theirs(rows)
@@ -65,6 +66,7 @@ def main(rows: int, rounds: int) -> None:
     taken: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> None:
+        time.sleep(pause)
         start = time.perf_counter()
         call()
         taken.setdefault(name, []).append(time.perf_counter() - start)
@@ -106,5 +108,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each call")
     arguments = parser.parse_args()
-    main(arguments.rows, arguments.rounds)
+    main(arguments.rows, arguments.rounds, arguments.pause)
