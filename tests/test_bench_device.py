@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -42,11 +45,26 @@ def test_every_timing_runs_and_measures_what_it_says(monkeypatch):
 
     for name in ("wall", "on_device", "launches"):
         monkeypatch.setattr(device, name, once)
-    found = [line for timing in device.TIMINGS for line in timing(torch.device("cpu"), 600, 0.0)]
+    here = [timing for timing in device.TIMINGS if timing is not device.flashbax]  # JAX has threads, tests fork
+    found = [line for timing in here for line in timing(torch.device("cpu"), 600, 0.0)]
     assert len({line.what for line in found}) == len(found) > 15
     assert {line.goal for line in found if line.goal} == {20, 150, 8, 3, 200, 60, 15}
     share = next(line for line in found if line.unit == "%")
     assert (share.value, share.verdict) == (100.0, "yes")
+
+
+def test_flashbax_is_timed_in_two_programs_and_in_one():
+    program = (
+        "import torch; from rlbuf_td.bench import device; torch.cuda.synchronize = None;"
+        "lines = list(device.flashbax(torch.device('cpu'), 600, 0.001));"
+        "print(*(f'{line.what}: {line.value > 1}' for line in lines), sep='\\n')"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [
+        f"Flashbax: proportional, sample + update{how}, batch {batch}: True"
+        for batch in ("256", "65,536")
+        for how in ("", ", one program")
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

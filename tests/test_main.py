@@ -43,6 +43,7 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path):
     assert "1,000 small" in done.stdout
     assert "64 image" in done.stdout
     assert done.stdout.count("(") > 2 * len(OPERATIONS)
+    assert "Flashbax" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

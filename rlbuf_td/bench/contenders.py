@@ -197,11 +197,11 @@ class StableBaselines3(Contender):
         observation = Box(low, high, shape, dtype.type)
         action = Box(-1.0, 1.0, self.new_rows["action"].shape[1:], np.float32)
         self.buffer = Buffer(self.rows, observation, action, device="cpu")
-        self.row = _arrays(self.new_row)
+        self.row = arrays_of(self.new_row)
 
     def fill(self, data: TensorDict) -> None:
         # As ``add`` would, but without its loop over single transitions.
-        columns, start = _arrays(data), self.buffer.pos
+        columns, start = arrays_of(data), self.buffer.pos
         stop = start + len(data)
         self.buffer.observations[start:stop, 0] = columns["observation"]
         self.buffer.next_observations[start:stop, 0] = columns["next_observation"]
@@ -229,15 +229,16 @@ class Cpprb(Contender):
         import cpprb
 
         fields = {
-            name: {"shape": column.shape[1:], "dtype": column.dtype} for name, column in _arrays(self.new_rows).items()
+            name: {"shape": column.shape[1:], "dtype": column.dtype}
+            for name, column in arrays_of(self.new_rows).items()
         }
         self.plain = cpprb.ReplayBuffer(self.rows, fields)
         self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
-        self.batch_columns, self.row = _arrays(self.new_rows), _arrays(self.new_row)
+        self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
         self.td_error = np.random.default_rng(0).random(self.batch)
 
     def fill(self, data: TensorDict) -> None:
-        columns = _arrays(data)
+        columns = arrays_of(data)
         self.plain.add(**columns)
         self.prioritized.add(**columns)
 
@@ -265,7 +266,8 @@ class Cpprb(Contender):
         self.plain.add(**self.row)
 
 
-def _arrays(data: TensorDict) -> dict[str, np.ndarray]:
+def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
+    """Return the columns by the names that other libraries have for them."""
     return {
         "observation": data["observation"].numpy(),
         "action": data["action"].numpy(),
@@ -282,4 +284,8 @@ def available() -> list[type[Contender]]:
         found.append(StableBaselines3)
     if importlib.util.find_spec("cpprb"):
         found.append(Cpprb)
+    if importlib.util.find_spec("flashbax"):
+        from rlbuf_td.bench.flashbax import Flashbax
+
+        found.append(Flashbax)
     return found

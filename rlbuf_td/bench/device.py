@@ -50,21 +50,22 @@ class Measured:
         return "yes" if (self.value >= self.goal if self.at_least else self.value <= self.goal) else "NO"
 
 
-def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
+def wall(call: Callable[[], object], seconds: float, wait: Callable[[], None] | None = None, rounds: int = 5) -> float:
     """Return microseconds a call: the median of blocks of about ``seconds``, the device being waited for after each."""
+    wait = torch.cuda.synchronize if wait is None else wait
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     for _ in range(5):
         call()
-    torch.cuda.synchronize()
+    wait()
     count, blocks = max(5, int(seconds / ((time.perf_counter() - start) / 5))), []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(count):
             call()
-        torch.cuda.synchronize()
+        wait()
         blocks.append((time.perf_counter() - start) / count * 1e6)
     return sorted(blocks)[len(blocks) // 2]
 
@@ -200,8 +201,8 @@ def from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measu
     yield Measured("rows on the host: rb.sample().to(device)", wall(lambda: rb.sample().to(device), seconds), "us")
 
 
-def others(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Time other libraries on the same GPU."""
+def torchrl(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time TorchRL's own parts on the same GPU."""
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(rows, device=device), sampler=PrioritizedSampler(rows, 0.6, 0.4), batch_size=256
     )
@@ -210,8 +211,20 @@ def others(device: torch.device, rows: int, seconds: float) -> Iterator[Measured
         rb.extend(part[: min(len(part), rows - start)])
     took = wall(cycle(rb, torch.rand(256, device=device)), seconds)
     yield Measured("TorchRL: proportional, sample + update, batch 256", took, "us")
+
+
+def flashbax(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Time Flashbax on the same GPU, as two programs, between which a learner computes, and as one."""
     if importlib.util.find_spec("flashbax") is None:
         print("Flashbax is not installed: left out", file=sys.stderr)
+        return
+    from rlbuf_td.bench.flashbax import Flashbax
+
+    platform = "gpu" if device.type == "cuda" else "cpu"
+    for batch in (256, 65_536):
+        theirs = Flashbax(rows, batch, small_rows, platform)
+        for call, how in ((theirs.cycle, "sample + update"), (theirs.cycle_at_once, "sample + update, one program")):
+            yield Measured(f"Flashbax: proportional, {how}, batch {batch:,}", wall(call, seconds, theirs.wait), "us")
 
 
 TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
@@ -220,7 +233,8 @@ TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = 
     images,
     advantages,
     from_host,
-    others,
+    torchrl,
+    flashbax,
 )
 
 

@@ -23,6 +23,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     },
     "SB3": {"marker": "^", "color": "0.55", "label": "Stable-Baselines3"},
     "cpprb": {"marker": "s", "color": "#2a6f97", "label": "cpprb"},
+    "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
 }
 _WORDS = {
     **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
