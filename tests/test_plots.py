@@ -23,7 +23,8 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.plots import WIDTH, plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
+from rlbuf_td.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
+from rlbuf_td.plots.figure import WIDTH
 
 LANES, STEPS = 3, 50
 

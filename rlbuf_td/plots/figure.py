@@ -1,0 +1,68 @@
+"""How all pictures look: a column of a paper wide, small letters, and lines that differ in grey, too."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+WIDTH = 3.4  # inches
+INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"  # in grey: black, middle, light, dashed
+SMALL = 7  # points
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": INK, "linestyle": "-", "linewidth": 1.2},
+    {"color": ACCENT, "linestyle": "--", "linewidth": 1.2},
+    {"color": "0.55", "linestyle": "-", "linewidth": 1.2},
+    {"color": "#2a6f97", "linestyle": "-.", "linewidth": 1.2},
+    {"color": "0.35", "linestyle": ":", "linewidth": 1.2},
+    {"color": "0.75", "linestyle": "--", "linewidth": 1.2},
+)
+
+
+class Picture(Figure):
+    """A figure that Jupyter shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        png = BytesIO()
+        self.savefig(png, dpi=160, format="png")
+        return png.getvalue()
+
+
+def empty_figure(height: float) -> Picture:
+    """Return a figure without panels, so many inches high."""
+    figure = Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
+    """Return a figure with its panels, row by row, each so many inches high."""
+    figure = empty_figure(rows * height + 0.35)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
+
+
+def dress(axes: Axes, title: str, x: str, y: str) -> None:
+    """Label a panel."""
+    axes.set_title(title, fontsize=SMALL, loc="left", pad=3)
+    if x:
+        axes.set_xlabel(x, fontsize=SMALL, labelpad=2)
+    axes.set_ylabel(y, fontsize=SMALL, labelpad=2)
+    axes.tick_params(which="both", labelsize=SMALL - 0.5, length=2, width=0.5, pad=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_linewidth(0.5)
+
+
+def title(figure: Figure, words: str) -> None:
+    """Say above all panels what they show."""
+    figure.suptitle(words, fontsize=SMALL + 0.5)
+
+
+def numbers_of(x: torch.Tensor) -> np.ndarray:
+    """Return a tensor as an array."""
+    return x.detach().cpu().numpy()
