@@ -371,3 +371,14 @@ def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments
     buffers = [ReplayBuffer(storage=storage, batch_size=4) for storage in (shared, other)]
     buffers[1].load_state_dict(buffers[0].state_dict())
     assert_same(other[:], few[:])
+
+
+@pytest.mark.parametrize("share_next", [True, False])
+def test_a_storage_takes_its_own_snapshot_back(share_next: bool) -> None:
+    storage, data = PackedStorage(30, share_next=share_next), chain(20)
+    storage.set(range(20), data)
+    taken = storage.snapshot()
+    storage.set(range(20, 25), chain(5))
+    storage.load_state_dict(taken)
+    assert len(storage) == 20
+    assert_same(storage[:], data)
