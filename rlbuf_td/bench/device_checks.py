@@ -32,7 +32,7 @@ from rlbuf_td.kernels.goals import Law, choose_goals
 from rlbuf_td.kernels.n_step import sums_ahead
 from rlbuf_td.kernels.paths import Path, forced
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sorted_order import SortedOrder
 
 PATHS: tuple[Path, Path] = ("triton", "torch")
 

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels import _rank_chunks, rank_order
+from rlbuf_td.kernels import _rank_chunks
 from rlbuf_td.kernels.chunked_order import ChunkedOrder
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import LARGEST, SortedOrder, make_order
+from rlbuf_td.kernels.rank_order import LARGEST, as_float32, make_order
+from rlbuf_td.kernels.sorted_order import SortedOrder
 
 
 def empty(capacity: int) -> torch.Tensor:
@@ -343,4 +344,4 @@ def test_the_specification_runs_on_the_device_without_waiting_for_it(device: tor
     assert expected is not None
     assert torch.equal(drawn[0].cpu(), expected[0])
     torch.testing.assert_close(drawn[1].cpu(), expected[1], rtol=1e-5, atol=0.0)
-    assert rank_order.as_float32(td_error) is td_error
+    assert as_float32(td_error) is td_error
