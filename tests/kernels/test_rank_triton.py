@@ -8,11 +8,8 @@ import torch
 from rlbuf_td.kernels.paths import forced
 from rlbuf_td.kernels.rank_law import rank_law
 from rlbuf_td.kernels.sorted_order import SortedOrder
+from tests.kernels.orders import empty
 from tests.statistics import assert_follows, power
-
-
-def empty(capacity: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    return torch.full((capacity,), -1.0, device=device)
 
 
 @pytest.mark.parametrize("one_program", [16, 1024])
