@@ -19,7 +19,7 @@ from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.kernels.goals import Law, choose_goals
 from rlbuf_td.kernels.n_step import sums_ahead
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sorted_order import SortedOrder
 from rlbuf_td.kernels.sum_tree import SumTree
 
 SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills

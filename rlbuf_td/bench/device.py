@@ -22,6 +22,9 @@ from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuff
 from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
 from rlbuf_td.kernels.columns import gather_rows
+from rlbuf_td.kernels.merged_order import MergedOrder
+from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.sorted_order import SortedOrder
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,24 @@ def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Mea
     yield Measured("by rank, exact, sample + update, eager, batch 256", wall(cycle(rb, td_error), seconds), "us", 200)
     captured = rb.capture(partial(with_errors, td_error))
     yield Measured("by rank, exact, sample + update, graph, batch 256", wall(captured, seconds), "us", 200)
+    data = small_rows(256).to(device)
+    yield Measured("by rank, extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+
+
+def orders(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Compare the orders by rank that a GPU can keep: the one that merges what changes, and the one that sorts."""
+    law = rank_law(0.7, device)
+    for batch in (256, 65_536):
+        index, td_error = torch.randint(rows, (batch,), device=device), torch.rand(batch, device=device)
+        uniform = torch.rand(batch, dtype=torch.float64, device=device)
+        for form in (MergedOrder, SortedOrder):
+            order = form(torch.rand(rows, device=device))
+
+            def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
+                order.update_(index, error, rows)
+                order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
+
+            yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}", on_device(call, 20), "us")
 
 
 def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
@@ -229,6 +250,7 @@ def flashbax(device: torch.device, rows: int, seconds: float) -> Iterator[Measur
 
 TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
     prioritized,
+    orders,
     plain,
     images,
     advantages,

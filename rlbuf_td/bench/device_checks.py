@@ -29,10 +29,11 @@ from rlbuf_td.kernels import scan, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
 from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.kernels.goals import Law, choose_goals
+from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.n_step import sums_ahead
 from rlbuf_td.kernels.paths import Path, forced
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sorted_order import SortedOrder
 
 PATHS: tuple[Path, Path] = ("triton", "torch")
 
@@ -62,18 +63,30 @@ def trees(device: torch.device, rows: int, batch: int) -> None:
 
 
 def ranks(device: torch.device, rows: int, batch: int) -> None:
-    """Compare updates and draws by rank with the specification."""
-    magnitude = torch.rand(rows, device=device)
-    order, expected = SortedOrder(magnitude), SortedOrder(magnitude.clone())
-    index, td_error = torch.randint(-1, rows, (batch,), device=device), torch.randn(batch, device=device)
-    uniform = torch.rand(batch, dtype=torch.float64, device=device)
-    drawn = []
-    for path, mine in zip(PATHS, (order, expected), strict=True):
-        with forced(path):
-            mine.update_(index, td_error, rows)
-            drawn.append(mine.draw(rank_law(0.7, device), uniform, stratified=True, beta=0.4, norm="buffer"))
-    _require(torch.equal(order.magnitude, expected.magnitude), "magnitudes differ")
-    _same(drawn[0], drawn[1])
+    """Compare updates, fills, draws and ranks of both orders that a GPU can keep with the specification."""
+    magnitude, every = torch.rand(rows, device=device), torch.arange(rows, device=device)
+    magnitude[::7] = -1.0
+    expected, law = SortedOrder(magnitude.clone()), rank_law(0.7, device)
+    with forced("triton"):
+        orders = SortedOrder(magnitude.clone()), MergedOrder(magnitude)
+    for size in (batch, batch // 16):
+        index, td_error = torch.randint(-1, rows, (size,), device=device), torch.randn(size, device=device)
+        td_error[::17] = torch.nan
+        uniform = torch.rand(size, dtype=torch.float64, device=device)
+
+        def change(order: SortedOrder | MergedOrder, path: Path, given: Any = (index, td_error, uniform)) -> Any:
+            with forced(path):
+                order.update_(given[0], given[1], rows)
+                order.fill_(rows // 3, len(given[0]), 1.0)
+                return order.draw(law, given[2], stratified=True, beta=0.4, norm="buffer"), order.ranks_of(every)
+
+        theirs = change(expected, "torch")
+        for order in orders:
+            mine = change(order, "triton")
+            _require(torch.equal(order.magnitude, expected.magnitude), "magnitudes differ")
+            _require(torch.equal(mine[1], theirs[1]), f"the ranks of {type(order).__name__} differ")
+            _require(int(order.refused) == int(expected.refused) > 0, "refused priorities are counted wrongly")
+            _same(mine[0], theirs[0])
 
 
 def estimates(device: torch.device, rows: int, batch: int) -> None:
@@ -149,6 +162,21 @@ def replays(device: torch.device, rows: int, batch: int) -> None:
         _require(statistic < stored + 5 * (2 * stored) ** 0.5, f"replays do not follow the law: {statistic:.0f}")
 
 
+def ranks_in_replays(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether ranks are those of the priorities while captured steps change them and rows are written."""
+    rb = ReplayBuffer(storage=PackedStorage(rows, device=device), sampler=RankSampler(rows))
+    part = rows // 8
+    rb.extend(transitions(rows - part).to(device))
+    captured = rb.capture(lambda drawn: drawn.set("td_error", torch.rand_like(drawn["priority_weight"])), batch)
+    for _ in range(3):
+        captured()
+        captured()
+        rb.extend(transitions(part).to(device))
+        stored = torch.arange(len(rb), device=device)
+        by_rank = rb.sampler.priority(stored).sort(descending=True, stable=True).indices
+        _require(torch.equal(rb.sampler.rank(by_rank), stored + 1), "ranks differ from the order of the priorities")
+
+
 def no_waiting(device: torch.device, rows: int, batch: int) -> None:
     """Ask whether nothing that a training loop calls waits for the device."""
     data = transitions(2_000).to(device)
@@ -197,6 +225,7 @@ CHECKS: dict[str, Callable[[torch.device, int, int], None]] = {
     "trajectories": trajectories,
     "gathers": gathers,
     "captured steps": replays,
+    "ranks in captured steps": ranks_in_replays,
     "nothing waits": no_waiting,
 }
 

@@ -1,7 +1,7 @@
-"""GPU twins of :class:`rlbuf_td.kernels.rank_order.SortedOrder`: an update in one or two launches, a draw in one.
+"""GPU twins of updates and draws by rank: an update of magnitudes in one or two launches, a draw in one.
 
-The sort itself is torch's. ``expm1`` and ``log1p``, which Triton has not, are made of ``exp`` and ``log`` by Kahan's
-quotients, exact to a few units in the last place.
+What orders the rows is elsewhere: torch's sort, or :mod:`rlbuf_td.kernels._rank_merge_triton`. ``expm1`` and ``log1p``,
+which Triton has not, are made of ``exp`` and ``log`` by Kahan's quotients, exact to a few units in the last place.
 """
 
 from __future__ import annotations
@@ -13,38 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlbuf_td.kernels._mentions_triton import mentions, passes, take_note, winners
+from rlbuf_td.kernels._rank_merge_triton import COUNT, ROW, SIDE, exchange
 from rlbuf_td.kernels.paths import launching_on
 
-ALPHA, SHIFT, BETA, NAMED = (tl.constexpr(at) for at in range(4))  # as in rank_order
+ALPHA, SHIFT, BETA, NAMED = (tl.constexpr(at) for at in range(4))  # as in _rank_device
 HEAD = tl.constexpr(1024)  # rank_law.HEAD
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
-_ONE_PROGRAM = 1024  # mentions that one program takes
 _EXACT = {"enable_fp_fusion": False}  # Kahan's quotients are made of what has been rounded
 
 
 @triton.jit(do_not_specialize=["count"])
 def _assign(
-    index, td_error, count, numbers, claims, magnitude, largest, refused,
+    index, td_error, count, numbers, claims, magnitude, largest, refused, state, lists,
     CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Let mentions claim their rows, or winners write, or both; as in the twin of the sum tree."""
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    row = tl.load(index + at, mask=at < count, other=-1)
-    error = tl.abs(tl.load(td_error + at, mask=at < count, other=0.0))
-    named = (row >= 0) & (row < tl.load(numbers + NAMED).to(tl.int64))
-    valid = named & (error < float("inf"))
-    value = tl.minimum(tl.where(valid, error, 0.0), LARGEST).to(tl.float32)
-    if CLAIM:
-        tl.atomic_max(claims + row, at, mask=valid, sem="relaxed")
-    if CLAIM and WRITE:
-        tl.debug_barrier()
+    """Let mentions claim their rows, or winners write, or both; list keys that go and come if there are lists."""
+    at, row, error, named, valid = mentions(index, td_error, count, numbers + NAMED, SIZE)
+    wins = winners(claims, row, at, valid, CLAIM, WRITE)
     if WRITE:
-        wins = valid & (tl.load(claims + row, mask=valid, other=-1, cache_modifier=".cg") == at)
-        tl.store(claims + row, -1, mask=wins)
+        value = tl.minimum(tl.where(valid, error, 0.0), LARGEST).to(tl.float32)
+        if lists is not None:
+            exchange(magnitude, row, value, wins, state, lists, at, count)
         tl.store(magnitude + row, value, mask=wins)
-        tl.atomic_max(largest, tl.max(tl.where(valid, value.to(tl.float64), -1.0), 0), sem="relaxed")
-        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0), sem="relaxed")
+        take_note(largest, refused, value.to(tl.float64), named, valid)
 
 
 @triton.jit
@@ -91,13 +84,16 @@ def _rank_of_mass(value, head, alpha, shift, inside):
 @triton.jit(do_not_specialize=["count"])
 def _draw(
     uniform, numbers, head, rows, by_rank, index, weight, count,
-    STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
+    capacity, HALVES: tl.constexpr, STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows. NORM: 0 divides by the buffer's largest weight, 2 by nothing; 1 returns logarithms, up to a scale."""
+    """Draw rows. NORM: 0 divides by the buffer's largest weight, 2 by nothing; 1 returns logarithms, up to a scale.
+
+    HALVES: ``rows`` is the state of a merged order, and ``by_rank`` its keys, which end in rows.
+    """
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     alpha, shift, beta = tl.load(numbers + ALPHA), tl.load(numbers + SHIFT), tl.load(numbers + BETA)
-    there_are = tl.load(rows)
+    there_are = tl.load(rows + COUNT) if HALVES else tl.load(rows)
     total = _mass(there_are, head, alpha, shift)
     value = tl.load(uniform + at, mask=inside, other=0.0)
     if STRATIFIED:
@@ -105,7 +101,10 @@ def _draw(
     else:
         value = value * total
     rank = tl.maximum(tl.minimum(_rank_of_mass(value, head, alpha, shift, inside), there_are), 1)
-    tl.store(index + at, tl.load(by_rank + rank - 1, mask=inside, other=0), mask=inside)
+    if HALVES:
+        by_rank += tl.load(rows + SIDE) * capacity
+    row = tl.load(by_rank + rank - 1, mask=inside, other=0) & ROW
+    tl.store(index + at, tl.where(there_are > 0, row, 0), mask=inside)
     log = alpha * beta * tl.log(rank.to(tl.float64))
     if NORM == 1:
         tl.store(weight + at, log, mask=inside)
@@ -115,30 +114,33 @@ def _draw(
         tl.store(weight + at, tl.exp(log + scale).to(tl.float32), mask=inside)
 
 
-def update(order: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
-    """Do as :meth:`rlbuf_td.kernels.rank_order.SortedOrder.update_`."""
-    count, state = index.shape[0], order.on_device
-    given = index, td_error, count, state.numbers.tensor, state.claims, order.magnitude, largest, state.refused
+def update(
+    order: Any, index: Tensor, td_error: Tensor, largest: Tensor, exchanged: tuple[Tensor, Tensor] | None
+) -> None:
+    """Do as :func:`rlbuf_td.kernels._rank_torch.write`, and as :func:`exchange` with the state and the lists given."""
+    count, on_device = index.shape[0], order.on_device
+    own = on_device.claims, order.magnitude, largest, on_device.refused, *(exchanged or (None, None))
     with launching_on(index):
-        if count <= _ONE_PROGRAM:
-            size = max(32, triton.next_power_of_2(count))
-            _assign[(1,)](*given, CLAIM=True, WRITE=True, SIZE=size, num_warps=8 if size > 256 else 4, **_EXACT)
-        else:
-            grid = (triton.cdiv(count, 256),)
-            _assign[grid](*given, CLAIM=True, WRITE=False, SIZE=256, **_EXACT)
-            _assign[grid](*given, CLAIM=False, WRITE=True, SIZE=256, **_EXACT)
+        for grid, options in passes(count):
+            _assign[grid](index, td_error, count, on_device.numbers.tensor, *own, **options, **_EXACT)
 
 
 def draw(
-    order: Any, uniform: Tensor, by_rank: Tensor, rows: Tensor, stratified: bool, norm: str | None
+    on_device: Any, uniform: Tensor, by_rank: Tensor, rows: Tensor, stratified: bool, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as :meth:`rlbuf_td.kernels.rank_order.SortedOrder.draw`, of an order that has been sorted."""
-    count, state, by_batch = uniform.shape[0], order.on_device, norm == "batch"
+    """Do as :meth:`rlbuf_td.kernels.rank_order.RankOrder.draw`, by the law that the device has.
+
+    ``by_rank`` are ``[n]`` rows by rank, of which there are ``rows`` (0-dim), or the ``[2, capacity]`` keys of a merged
+    order, of which ``rows`` is the state.
+    """
+    count, by_batch = uniform.shape[0], norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     weight = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
     with launching_on(uniform):
         _draw[(triton.cdiv(count, 128),)](
-            *(uniform, state.numbers.tensor, state.head, rows, by_rank, index, weight, count),
+            *(uniform, on_device.numbers.tensor, on_device.head, rows, by_rank, index, weight, count),
+            by_rank.shape[-1],
+            HALVES=by_rank.dim() == 2,
             STRATIFIED=stratified,
             NORM=1 if by_batch else 0 if norm == "buffer" else 2,
             SIZE=128,

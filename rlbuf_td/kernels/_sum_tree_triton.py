@@ -4,10 +4,10 @@ A draw descends as the specification does: a thread a draw, and one cache line o
 cost about the same per draw then; to scan the sums of large blocks instead would read a hundred times as much.
 
 An update takes three or four launches, since a launch is the only thing that all programs wait for: (1) every mention
-of a row claims it for its position in the batch, the greatest wins; (2) winners write (where one program holds the
-batch, in the launch of the claims); (3) every dirty subtree of 512 rows is recomputed; (4) one program recomputes what
-is above. Sums are added in the order of the specification, so that equal weights give equal bits. A weight is
-``exp(alpha log p)`` where the specification has ``pow``: they may differ in the last bits.
+of a row claims it; (2) winners write (where one program holds the batch, in the launch of the claims); (3) every dirty
+subtree of 512 rows is recomputed; (4) one program recomputes what is above. Sums are added in the order of the
+specification, so that equal weights give equal bits. A weight is ``exp(alpha log p)`` where the specification has
+``pow``: they may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlbuf_td.kernels._mentions_triton import mentions, passes, take_note, winners
 from rlbuf_td.kernels.paths import launching_on
 
 ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = (tl.constexpr(at) for at in range(6))  # as in _sum_tree_device
@@ -26,7 +27,6 @@ SMALLEST, LARGEST = tl.constexpr(1e-290), tl.constexpr(1e290)
 WIDTH = tl.constexpr(8)  # sum_tree.BLOCK
 SUBTREE = tl.constexpr(512)  # rows of three levels
 
-_ONE_PROGRAM = 1024  # mentions that one program takes
 #: Products that are not rounded would lead a draw to another row than its mass says, even to one of weight 0.
 _EXACT = {"enable_fp_fusion": False}
 
@@ -47,23 +47,12 @@ def _assign(
     CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Let mentions claim their rows, or winners write, or both where one program holds the batch."""
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    row = tl.load(index + at, mask=at < count, other=-1)
-    error = tl.abs(tl.load(td_error + at, mask=at < count, other=0.0).to(tl.float64))
-    named = (row >= 0) & (row < tl.load(numbers + NAMED).to(tl.int64))
-    valid = named & (error < float("inf"))  # NaN is not
-    if CLAIM:
-        tl.atomic_max(claims + row, at, mask=valid, sem="relaxed")
-    if CLAIM and WRITE:
-        tl.debug_barrier()
+    at, row, error, named, valid = mentions(index, td_error, count, numbers + NAMED, SIZE)
+    wins = winners(claims, row, at, valid, CLAIM, WRITE)
     if WRITE:
-        # A winner gives its claim back at once: who reads it later finds -1, which is not its position either.
-        wins = valid & (tl.load(claims + row, mask=valid, other=-1, cache_modifier=".cg") == at)
-        tl.store(claims + row, -1, mask=wins)
         tl.store(magnitude + row, error, mask=wins)
         tl.store(weight + row, _weight_of(error, numbers), mask=wins)
-        tl.atomic_max(largest, tl.max(tl.where(valid, error, -1.0), 0), sem="relaxed")
-        tl.atomic_add(refused, tl.sum((named & ~valid).to(tl.int64), 0), sem="relaxed")
+        take_note(largest, refused, error, named, valid)
 
 
 @triton.jit(do_not_specialize=["start", "count"])
@@ -210,13 +199,8 @@ def update(tree: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
     own = state.claims, tree.magnitude, tree.weight, largest, state.refused
     given = index, td_error, count, state.numbers.tensor, *own
     with launching_on(index):
-        if count <= _ONE_PROGRAM:
-            size = max(32, triton.next_power_of_2(count))
-            _assign[(1,)](*given, CLAIM=True, WRITE=True, SIZE=size, num_warps=8 if size > 256 else 4, **_EXACT)
-        else:
-            grid = (triton.cdiv(count, 256),)
-            _assign[grid](*given, CLAIM=True, WRITE=False, SIZE=256, **_EXACT)
-            _assign[grid](*given, CLAIM=False, WRITE=True, SIZE=256, **_EXACT)
+        for grid, options in passes(count):
+            _assign[grid](*given, **options, **_EXACT)
         subtrees = triton.cdiv(tree.weight.shape[0], SUBTREE.value)
         _recompute(tree, index if count < subtrees else None, 0, min(count, subtrees))
 

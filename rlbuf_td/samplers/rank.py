@@ -7,9 +7,11 @@ from typing import Any, final
 import torch
 
 from rlbuf_td.indices import flat_rows
+from rlbuf_td.kernels._rank_device import NAMED, DeviceOrder
 from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order import NAMED, RankOrder, SortedOrder, make_order, order_bytes
+from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
+from rlbuf_td.kernels.sorted_order import SortedOrder
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 
@@ -34,8 +36,8 @@ class RankSampler(Prioritized):
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
-        stale_updates: on CUDA, where the order comes from a sort, sort again only after more updates than this; 0 is
-            exact. New rows are ranked at once. On the CPU the order is always exact.
+        stale_updates: on CUDA without Triton, where the order comes from a sort, sort again only after more updates
+            than this; 0 is exact. New rows are ranked at once. Everywhere else the order is always exact.
 
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
@@ -47,7 +49,8 @@ class RankSampler(Prioritized):
         MemoryError: the priorities can never fit into memory.
 
     Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 15 to 27 bytes a row, about 22
-    after random updates. On CUDA a sort of all rows at the first draw after a change.
+    after random updates. On CUDA O(B) to draw, one pass over all ranked rows to update or write, and 24 bytes a row;
+    without Triton a sort of all rows at the first draw after a change.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
     sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
@@ -157,7 +160,7 @@ class RankSampler(Prioritized):
         return REFUSED if largest is None else largest
 
     def _put_numbers(self, rows: int) -> torch.Tensor | None:
-        if not isinstance(self._order, SortedOrder):
+        if not isinstance(self._order, DeviceOrder):
             return None
         self._order.on_device.take(self._law, self.beta)
         self._order.on_device.numbers.set_(NAMED, rows)
@@ -169,7 +172,7 @@ class RankSampler(Prioritized):
         return super().replay_key(), law, self._order
 
     def forget_order(self) -> None:
-        """Sort again at the next draw: a graph has changed priorities."""
+        """Sort again at the next draw, where that is how the order is kept: a graph has changed priorities."""
         if isinstance(self._order, SortedOrder):
             self._order.forget_order()
 

@@ -16,9 +16,10 @@ from triton.runtime.jit import JITFunction
 
 from rlbuf_td.kernels import columns, goals, n_step, scan, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.paths import forced
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sorted_order import SortedOrder
 
 compiled: dict[str, set[str]] = {}
 
@@ -60,12 +61,13 @@ def of_sum_tree() -> None:
 
 def of_rank() -> None:
     for dtype, batch in ((torch.float32, 7), (torch.float64, 256), (torch.float32, 3_000)):
-        order = SortedOrder(torch.rand(5_000))
-        order.update_(torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=dtype), 5_000)
-        for norm in ("buffer", "batch", None):
-            for stratified in (True, False):
-                uniform = torch.rand(100, dtype=torch.float64)
-                order.draw(rank_law(0.7), uniform, stratified=stratified, beta=0.4, norm=norm)
+        for order in (SortedOrder(torch.rand(20_000)), MergedOrder(torch.rand(20_000))):
+            order.update_(torch.zeros(batch, dtype=torch.int64), torch.ones(batch, dtype=dtype), 20_000)
+            order.fill_(3, batch, 1.0)
+            for norm in ("buffer", "batch", None):
+                for stratified in (True, False):
+                    uniform = torch.rand(100, dtype=torch.float64)
+                    order.draw(rank_law(0.7), uniform, stratified=stratified, beta=0.4, norm=norm)
 
 
 def of_scan() -> None:

@@ -13,44 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels import _rank_chunks, rank_order
+from rlbuf_td.kernels import _rank_chunks
 from rlbuf_td.kernels.chunked_order import ChunkedOrder
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import LARGEST, SortedOrder, make_order
-
-
-def empty(capacity: int) -> torch.Tensor:
-    return torch.full((capacity,), -1.0)
-
-
-class NaiveOrder:
-    """A list of magnitudes, sorted whenever someone asks."""
-
-    def __init__(self, capacity: int) -> None:
-        self.magnitude: list[float | None] = [None] * capacity
-
-    def update(self, index: list[int], td_error: list[float]) -> None:
-        for row, error in zip(index, td_error, strict=True):
-            if row >= 0:
-                self.magnitude[row] = abs(error)
-
-    def ranks(self) -> list[int]:
-        given = sorted((-m, row) for row, m in enumerate(self.magnitude) if m is not None)
-        ranks = [0] * len(self.magnitude)
-        for rank, (_, row) in enumerate(given, 1):
-            ranks[row] = rank
-        return ranks
-
-
-VALUES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "continuous": lambda rng, n: rng.standard_normal(n),
-    "few": lambda rng, n: rng.integers(-2, 3, n).astype(float),
-    "equal": lambda rng, n: np.full(n, float(rng.integers(3))),
-    "rising": lambda rng, n: 1.0 + np.sort(rng.random(n)),
-    "falling": lambda rng, n: 1.0 - np.sort(rng.random(n)),
-    "neighbours": lambda rng, n: 0.5 + 1e-6 * rng.integers(0, 50, n),
-    "outliers": lambda rng, n: np.where(rng.random(n) < 0.1, 1e30, rng.random(n)),
-}
+from rlbuf_td.kernels.rank_order import LARGEST, as_float32, make_order
+from rlbuf_td.kernels.sorted_order import SortedOrder
+from tests.kernels.orders import VALUES, NaiveOrder, empty
 
 
 class LockstepWithSorting(RuleBasedStateMachine):
@@ -343,4 +311,4 @@ def test_the_specification_runs_on_the_device_without_waiting_for_it(device: tor
     assert expected is not None
     assert torch.equal(drawn[0].cpu(), expected[0])
     torch.testing.assert_close(drawn[1].cpu(), expected[1], rtol=1e-5, atol=0.0)
-    assert rank_order.as_float32(td_error) is td_error
+    assert as_float32(td_error) is td_error

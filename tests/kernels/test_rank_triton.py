@@ -7,18 +7,15 @@ import torch
 
 from rlbuf_td.kernels.paths import forced
 from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.rank_order import SortedOrder
+from rlbuf_td.kernels.sorted_order import SortedOrder
+from tests.kernels.orders import empty
 from tests.statistics import assert_follows, power
-
-
-def empty(capacity: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    return torch.full((capacity,), -1.0, device=device)
 
 
 @pytest.mark.parametrize("one_program", [16, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_updates_leave_what_the_specification_leaves(gpu, monkeypatch, one_program, dtype):
-    monkeypatch.setattr("rlbuf_td.kernels._rank_triton._ONE_PROGRAM", one_program)
+    monkeypatch.setattr("rlbuf_td.kernels._mentions_triton.ONE_PROGRAM", one_program)
     order, expected = SortedOrder(empty(40, gpu)), SortedOrder(empty(40))
     generator = torch.Generator().manual_seed(0)
     for size in (1, 9, 300):

@@ -62,7 +62,7 @@ def test_one_program_and_many_set_the_same_priorities(gpu, monkeypatch):
     td_error = torch.linspace(0.1, 9.0, 600, dtype=torch.float64).to(gpu)
     trees = []
     for one_program in (1024, 16):
-        monkeypatch.setattr("rlbuf_td.kernels._sum_tree_triton._ONE_PROGRAM", one_program)
+        monkeypatch.setattr("rlbuf_td.kernels._mentions_triton.ONE_PROGRAM", one_program)
         trees.append(SumTree.empty(700, gpu))
         with forced("triton"):
             sum_tree.update_(trees[-1], index, td_error, 700, 0.6, 1e-6)
