@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", default="cpu", help="where the rows are to lie")
     plan.add_argument("--scratch-dir", type=Path, default=None, help="a folder, for rows in a memory-mapped file")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
+    plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
     doctor = commands.add_parser("doctor", help="look for faults in a saved buffer")
     doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
     doctor.add_argument("--env", default=None, help="a Gymnasium environment: are observations within its bounds?")

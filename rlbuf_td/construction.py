@@ -29,7 +29,7 @@ class FromEnvironment:
         """Return a buffer whose rows are allocated for the transitions of an environment.
 
         Every write is checked against them. The first one may bring more keys, which are then part of every row: a
-        policy's outputs, a collector's ``("collector", "traj_ids")``. Memory is taken from the system as rows are
+        policy's outputs, a collector's ``("collector", "traj_ids")``. RAM is taken from the system as rows are
         written.
 
         Args:
@@ -99,6 +99,7 @@ class FromEnvironment:
         device: torch.device | str = "cpu",
         scratch_dir: Any = None,
         shared: bool = False,
+        offload: bool = False,
         share_next: Any = False,
         frames: Any = None,
         **kwargs: Any,
@@ -109,9 +110,11 @@ class FromEnvironment:
             schema: a time step, ``[]`` or ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
             capacity: see :meth:`from_env`.
             flat: rows ``[T]``, although there are lanes: each transition is a row of its own.
-            device: see :class:`PackedStorage`; also ``scratch_dir``, ``shared``, ``share_next`` and ``frames``.
+            device: see :class:`PackedStorage`; also ``scratch_dir``, ``shared``, ``offload``, ``share_next`` and
+                ``frames``.
             scratch_dir: see ``device``.
             shared: see ``device``.
+            offload: see ``device``.
             share_next: see ``device``.
             frames: see ``device``.
             **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
@@ -129,7 +132,7 @@ class FromEnvironment:
         if flat:
             schema = schema.flatten()[0] if schema.ndim else schema
         where: dict[str, Any] = {"device": device, "scratch_dir": scratch_dir, "shared": shared}
-        how = where | {"share_next": share_next, "frames": frames}
+        how = where | {"offload": offload, "share_next": share_next, "frames": frames}
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **how)
         storage.reserve(schema)
         return cls(storage=storage, **kwargs)

@@ -83,6 +83,8 @@ def _storage(storage: Any) -> str:
         words.append(f"mapped file in {storage.scratch_dir}")
     if getattr(storage, "shared", False):
         words.append("shared memory")
+    if getattr(storage, "offload", False):
+        words.append("page-locked RAM")
     return f"{type(storage).__name__}({', '.join(words)})"
 
 

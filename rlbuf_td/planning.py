@@ -20,6 +20,7 @@ from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.spaces import schema_of
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.page_locked import refuse_offload
 from rlbuf_td.storages.pooling import Pooling, Sharing, choose
 from rlbuf_td.storages.schema import Leaf, show_key
 
@@ -101,7 +102,9 @@ class MemoryPlan:
         if self.fits:
             return ""
         ways = [f"take a capacity of at most {self.most_rows:,}"]
-        ways += [f"put the rows elsewhere: {_argument(room)}" for room in self.places[1:] if self._fits_in(room)]
+        on_gpu = self.memory.place.startswith("cuda")
+        others = [room for room in self.places[1:] if self._fits_in(room)]
+        ways += [f"put the rows elsewhere: {_argument(room, on_gpu)}" for room in others]
         largest = self.leaves[0]
         smaller = f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
@@ -154,6 +157,7 @@ def plan(
     device: torch.device | str | None = None,
     scratch_dir: str | Path | None = None,
     shared: bool = False,
+    offload: bool = False,
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
@@ -170,6 +174,7 @@ def plan(
         device: where the rows are to lie, default ``"cpu"``, or where those of the storage do.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
+        offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
         share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
             keys that may be shared), which leaves out one observation more for each trajectory.
         frames: as for :class:`PackedStorage`.
@@ -179,7 +184,7 @@ def plan(
         ``fits`` ...; ``print`` it.
 
     Raises:
-        ValueError: there is no capacity, or one below 1.
+        ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.
         TypeError: the source tells no keys, dtypes and shapes; or the sampler is none.
         SchemaError: a key has no fixed size in bytes.
 
@@ -202,6 +207,7 @@ def plan(
     if issubclass(type(source), Storage):
         scratch_dir = scratch_dir or getattr(source, "scratch_dir", None)
         shared = shared or getattr(source, "shared", False)
+        offload = offload or getattr(source, "offload", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
         pooling = getattr(source, "pooling", None)
@@ -217,13 +223,15 @@ def plan(
         pooled = choose(Sharing.of(share_next, frames), layout)
         pooling = Pooling(layout, pooled) if pooled else None
     folder = None if scratch_dir is None else Path(scratch_dir)
+    if offload:
+        refuse_offload(device, scratch_dir=folder, shared=shared, sharing=pooling is not None)
     return MemoryPlan(
         capacity=steps * lanes,
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=tuple(_places(device, folder, shared)),
+        places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
         memory=room_for(device),
         pooling=pooling,
     )
@@ -294,10 +302,12 @@ def _places(device: torch.device, scratch_dir: Path | None, shared: bool) -> Ite
         yield disk(Path())
 
 
-def _argument(room: Room) -> str:
-    """Return what to pass to put the rows there."""
+def _argument(room: Room, on_gpu: bool) -> str:
+    """Return what to pass to put the rows there; ``on_gpu``: priorities and index are to lie on a GPU."""
     if room.place.startswith("disk"):
-        return "scratch_dir=... keeps them in a file"
+        return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
+    if room.place == "RAM" and on_gpu:
+        return "offload=True keeps them in RAM, where the GPU reads them"
     return f"device={'cpu' if room.place == 'RAM' else room.place!r}"
 
 
@@ -309,7 +319,7 @@ def main(options: argparse.Namespace) -> int:
     """
     import gymnasium
 
-    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared")}
+    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}
     try:
         env = gymnasium.make_vec(options.env, options.num_envs) if options.num_envs else gymnasium.make(options.env)
         needed = plan(env, int(options.capacity), **settings)

@@ -105,10 +105,17 @@ def launches(call: Callable[[], object]) -> int:
 
 
 def filled(
-    rows: int, sampler: Any, device: torch.device, batch: int, make_rows: Any = small_rows, part: int = 100_000
+    rows: int,
+    sampler: Any,
+    device: torch.device,
+    batch: int,
+    make_rows: Any = small_rows,
+    part: int = 100_000,
+    offload: bool = False,
 ) -> ReplayBuffer:
-    """Return a full buffer on the device, the same ``part`` rows over and over."""
-    rb = ReplayBuffer(storage=PackedStorage(rows, device=device), sampler=sampler, batch_size=batch)
+    """Return a full buffer on the device, the same ``part`` rows over and over; on a GPU they may lie in RAM."""
+    storage = PackedStorage(rows, device=device, offload=offload and device.type == "cuda")
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch)
     part = min(rows, part)
     data = make_rows(part).to(device)
     for start in range(0, rows, part):
@@ -117,7 +124,7 @@ def filled(
 
 
 def cycle(rb: Any, td_error: torch.Tensor) -> Callable[[], object]:
-    """Return a call that samples and updates priorities."""
+    """Return a call that samples and updates priorities, of a buffer or of its feed."""
 
     def call() -> None:
         batch = rb.sample()
@@ -215,11 +222,33 @@ def advantages(device: torch.device, rows: int, seconds: float) -> Iterator[Meas
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Time batches from rows on the host."""
+    """Time batches from rows on the host: gathered there and copied, or read by the device itself."""
     rb = filled(rows, UniformSampler(), torch.device("cpu"), 256)
     feed = rb.feed(device, ahead=2)
     yield Measured("rows on the host: a batch of 256 by rb.feed", wall(feed.sample, seconds), "us")
     yield Measured("rows on the host: rb.sample().to(device)", wall(lambda: rb.sample().to(device), seconds), "us")
+    td_error, what = torch.rand(256, device=device), "proportional, sample + update, batch 256"
+    rb = filled(rows, ProportionalSampler(rows), torch.device("cpu"), 256)
+    yield Measured(f"rows on the host, rb.feed: {what}", wall(cycle(rb.feed(device, ahead=2), td_error), seconds), "us")
+    rb = filled(rows, ProportionalSampler(rows), device, 256, offload=True)
+    yield Measured(
+        f"rows on the host, offload, graph: {what}", wall(rb.capture(partial(with_errors, td_error)), seconds), "us"
+    )
+    yield Measured(f"rows on the host, offload, eager: {what}", wall(cycle(rb, td_error), seconds), "us")
+    data = small_rows(256).to(device)
+    yield Measured("rows on the host, offload: extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+
+
+def images_from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Compare both ways for image rows: what they move of rows in a second."""
+    for offload in (False, True):
+        at = device if offload else torch.device("cpu")
+        rb = filled(min(rows, 20_000), UniformSampler(), at, 256, image_rows, part=2_000, offload=offload)
+        draw = rb.sample if offload else rb.feed(device, ahead=2).sample
+        name = "offload" if offload else "rb.feed"
+        speed = 256 * rb.storage.row_bytes / wall(draw, seconds) / 1e3
+        yield Measured(f"rows on the host, {name}: sample 256 image rows", speed, "GB/s")
+        del rb, draw
 
 
 def torchrl(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
@@ -255,6 +284,7 @@ TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = 
     images,
     advantages,
     from_host,
+    images_from_host,
     torchrl,
     flashbax,
 )

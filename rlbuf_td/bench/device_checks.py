@@ -7,8 +7,10 @@ small sizes, the kernels in Triton's interpreter.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -177,19 +179,56 @@ def ranks_in_replays(device: torch.device, rows: int, batch: int) -> None:
         _require(torch.equal(rb.sampler.rank(by_rank), stored + 1), "ranks differ from the order of the priorities")
 
 
+def offloaded(device: torch.device, rows: int, batch: int) -> None:
+    """Compare a buffer whose rows lie in RAM with one on the device: writes, batches, dumps."""
+    on_gpu = device.type == "cuda"
+    buffers = []
+    for offload in (False, on_gpu):
+        storage = PackedStorage(500, device=device, offload=offload)
+        sampler = NStepSampler(ProportionalSampler(500), 3, 0.99)
+        buffers.append(ReplayBuffer(storage=storage, sampler=sampler, batch_size=batch))
+    plain, mine = buffers
+    td_error = torch.rand(batch, device=device)
+    for first in (0, 300, 600):  # the second write goes round the end
+        drawn = []
+        for rb in buffers:
+            rb.extend(transitions(300, first).to(device))
+            rb.add(transitions(1, first + 300)[0])
+            torch.manual_seed(first)
+            sampled = [rb.sample(), rb.capture(batch_size=batch)()]
+            drawn += [copy.deepcopy(one.exclude("sampled_at")) for one in sampled]
+            rb.update_tensordict_priority(sampled[0].set("td_error", td_error))
+        _require(torch.equal(plain.storage["x"], mine.storage["x"]), "rows differ")
+        _require(all(bool((a == b).all()) for a, b in zip(drawn[:2], drawn[2:], strict=True)), "batches differ")
+    _require(mine.storage.device == plain.storage.device == drawn[0].device, "rows or batches lie elsewhere")
+    for source, target in ((mine, plain), (plain, mine)):
+        rows_before = source.storage[:].clone()
+        source.extend(transitions(70, 900).to(device))
+        with tempfile.TemporaryDirectory() as folder:
+            source.dumps(folder, sync=False)
+            target.loads(folder)
+        _require(bool((target.storage[:] == source.storage[:]).all()), "loaded rows differ")
+        _require(not bool((target.storage[:] == rows_before).all()), "nothing was loaded")
+        again = copy.deepcopy(target)
+        _require(again.storage.offload == target.storage.offload, "a copy keeps its rows elsewhere")
+        _require(bool((again.storage[:] == target.storage[:]).all()), "copied rows differ")
+
+
 def no_waiting(device: torch.device, rows: int, batch: int) -> None:
     """Ask whether nothing that a training loop calls waits for the device."""
     data = transitions(2_000).to(device)
     one, td_error = data[0], torch.rand(batch, device=device)
     given = [torch.randn(8, 128, 1, device=device) for _ in range(3)] + [torch.zeros(8, 128, 1, device=device) > 0] * 2
-    for sampler in (
+    samplers = (
         UniformSampler(),
         ProportionalSampler(2_000),
         RankSampler(2_000),
         NStepSampler(ProportionalSampler(2_000), 3, 0.99),
         HindsightSampler(ProportionalSampler(2_000), lambda batch: batch["desired_goal"][:, 0]),
-    ):
-        rb = ReplayBuffer(storage=PackedStorage(2_000, device=device), sampler=sampler, batch_size=batch)
+    )
+    for sampler, offload in product(samplers, {False, device.type == "cuda"}):
+        storage = PackedStorage(2_000, device=device, offload=offload)
+        rb = ReplayBuffer(storage=storage, sampler=copy.deepcopy(sampler), batch_size=batch)
 
         def loop(rb: ReplayBuffer = rb) -> None:
             rb.extend(data[:256])
@@ -226,6 +265,7 @@ CHECKS: dict[str, Callable[[torch.device, int, int], None]] = {
     "gathers": gathers,
     "captured steps": replays,
     "ranks in captured steps": ranks_in_replays,
+    "offloaded rows": offloaded,
     "nothing waits": no_waiting,
 }
 

@@ -302,7 +302,7 @@ class _Load:
         storage, rows = self.rb._storage, self._stored
         if rows.journal is not None and self._is_in_place:
             return self._open_in_place(storage, rows, rows.journal)
-        if storage.scratch_dir is not None and storage.is_reserved:
+        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for both
             storage._release()
         made = storage._make_rows(self.layout, self.lanes, None, storage.pooling_like(self.layout, self.pooling))
         if storage.scratch_dir is None:

@@ -28,6 +28,7 @@ class AllocatedStorage(LazyTensorStorage):
     device: torch.device | str
     scratch_dir: Path | None
     shared: bool
+    offload: bool
     clock: WriteClock
     lock: Any  # what every buffer over this storage takes
     journal: Any  # keeps what a dump in ``scratch_dir`` needs of rows that are about to change
@@ -105,8 +106,8 @@ class AllocatedStorage(LazyTensorStorage):
     def reserve(self, schema: TensorDictBase) -> None:
         """Allocate, before the first write, for transitions that hold at least the keys of a schema.
 
-        The first write may bring more keys, such as a policy's outputs or a collector's; it then fixes the rows. No
-        memory is touched until it does.
+        The first write may bring more keys, such as a policy's outputs or a collector's; it then fixes the rows. RAM
+        is not touched until it does, unless it is page-locked.
 
         Args:
             schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
@@ -151,7 +152,7 @@ class AllocatedStorage(LazyTensorStorage):
             "scratch_dir": self.scratch_dir,
             "quiet": self._is_reserved,
             "what": f"{prod(shape):,} rows of {(pooling.own if pooling else layout).row_bytes:,} bytes take",
-            "remedy": _remedy(layout, self.scratch_dir),
+            "remedy": self._remedy(layout),
         }
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
             if self._sharing is not None and self.scratch_dir is None:
@@ -164,7 +165,8 @@ class AllocatedStorage(LazyTensorStorage):
                 else:
                     memory = allocate_sparse(nbytes, sections.likely(pooling, prod(shape)), sections.fixed, **about)
             else:
-                memory = allocate_bytes(nbytes, torch.device(device), shared=self.shared, **about)
+                about |= {"shared": self.shared, "offload": self.offload}
+                memory = allocate_bytes(nbytes, torch.device(device), **about)
             return self._rows_in(memory, layout, shape, pooling)
 
     def _bytes_of(self, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> int:
@@ -270,15 +272,21 @@ class AllocatedStorage(LazyTensorStorage):
         written = sharing.place(rows.flat, description)
         self.clock.keep_in(written)
 
-
-def _remedy(layout: RowLayout, scratch_dir: Path | None) -> str:
-    """Return what to do if the rows do not fit."""
-    largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
-    elsewhere = "another scratch_dir" if scratch_dir else "scratch_dir=..., which keeps the rows in a file"
-    return (
-        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a row. "
-        "rlbuf_td.plan(...) tells more."
-    )
+    def _remedy(self, layout: RowLayout) -> str:
+        """Return what to do if the rows do not fit."""
+        largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
+        elsewhere = "another scratch_dir" if self.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+        if self.offload:
+            elsewhere = (
+                "raise the limits on locked memory (ulimit -l, those of a container), or keep the rows on the CPU with "
+                "scratch_dir=..., in a file, and bring batches to the GPU by rb.feed(device)"
+            )
+        elif self.device != "auto" and torch.device(self.device).type == "cuda":
+            elsewhere = "offload=True, which keeps the rows in RAM"
+        return (
+            f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a "
+            "row. rlbuf_td.plan(...) tells more."
+        )
 
 
 def as_tensordict(data: Any) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""Where the bytes of the rows live: RAM, shared memory, a memory-mapped file, or a CUDA device."""
+"""Where the bytes of the rows live: RAM, shared memory, a memory-mapped file, a CUDA device, or RAM that one reads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from rlbuf_td._huge_pages import advise_huge_pages
 from rlbuf_td._room import require_room, room_for, show_bytes
+from rlbuf_td.storages.page_locked import page_locked
 
 ROWS_FILE = "rows.bin"
 
@@ -22,20 +23,22 @@ def allocate_bytes(
     *,
     scratch_dir: Path | None = None,
     shared: bool = False,
+    offload: bool = False,
     quiet: bool = False,
     what: str = "The rows take",
     remedy: str = "",
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8, not initialised.
 
-    In RAM, pages are taken from the system when they are first written; in shared memory, on a disk and on a CUDA
-    device all is taken at once.
+    In RAM, pages are taken from the system when they are first written; in shared memory, on a disk, on a CUDA device
+    and in RAM that one reads all is taken at once.
 
     Args:
         nbytes: bytes.
         device: where the memory lies.
         scratch_dir: in a file there.
         shared: in shared memory.
+        offload: in page-locked RAM, as a tensor of ``device``, a CUDA device.
         quiet: do not warn: that has been done.
         what: what it is for, and what to do if it cannot be had: words for the errors.
         remedy: see ``what``.
@@ -48,12 +51,13 @@ def allocate_bytes(
     Warns:
         MemoryWarning: there is less RAM free than the rows will take when all are written.
     """
+    place = torch.device("cpu") if offload else device
     require_room(
         nbytes,
-        device,
+        place,
         scratch_dir=scratch_dir,
         shared=shared,
-        lazily=scratch_dir is None and not shared,
+        lazily=scratch_dir is None and not shared and not offload,
         quiet=quiet,
         what=what,
         remedy=remedy,
@@ -64,10 +68,12 @@ def allocate_bytes(
         if shared:
             storage = torch.UntypedStorage._new_shared(nbytes)
             return torch.empty(0, dtype=torch.uint8).set_(storage)
+        if offload:
+            return page_locked(nbytes, device)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        room = room_for(device, shared=shared)
-        raise MemoryError(f"{what} {show_bytes(nbytes)}, which cannot be had: {room.words()}. {remedy}") from error
+    except (OSError, RuntimeError) as error:
+        words = room_for(place, shared=shared).words() + (f", but {error}" if offload else "")
+        raise MemoryError(f"{what} {show_bytes(nbytes)}, which cannot be had: {words}. {remedy}") from error
     if device.type == "cpu":
         advise_huge_pages(memory)
     return memory

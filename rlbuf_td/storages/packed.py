@@ -16,6 +16,7 @@ from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.allocated import as_tensordict
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.page_locked import refuse_offload
 from rlbuf_td.storages.pooled_rows import PooledRows
 from rlbuf_td.storages.pooling import Sharing
 from rlbuf_td.storages.rows import Rows
@@ -38,6 +39,9 @@ class PackedStorage(SavedStorage):
             already is never overwritten.
         shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
             start, see :meth:`ReplayBuffer.share`.
+        offload: keep the rows of a CUDA device in page-locked RAM, which it reads and writes itself over the bus: there
+            may be more of them than it has memory. All else stays on the device: batches, priorities, trajectories.
+            The RAM is taken at once. (Linux; not with ``share_next`` or ``frames``.)
         share_next: store an observation once that is a row's next one and the following row's own. Compared are the
             bytes, in the same lane; no flag is asked. Where they differ, at the end of a trajectory, say, both are
             stored. ``True``: all keys at the root that are below ``"next"``, too; a list of such keys; ``"auto"``:
@@ -57,13 +61,15 @@ class PackedStorage(SavedStorage):
         ValueError: an argument is out of range, or two of them exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing has been written.
         MemoryError: (on the first write) the rows can never fit: the machine has less memory, or their place less room.
+            With ``offload``: less RAM is free, or the driver does not lock so much.
         OSError: (on the first write) the disk of ``scratch_dir`` has less room.
 
     Warns:
         MemoryWarning: (on the first write) less RAM is free than the rows will take once all are written.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. Rows that share
-    observations take as much longer to read and write as :mod:`rlbuf_td.bench.memory` says on your machine.
+    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. With
+    ``offload``, what is read or written of rows crosses the bus, and nothing else. Rows that share observations take as
+    much longer to read and write as :mod:`rlbuf_td.bench.memory` says on your machine.
 
     Differs from TorchRL's ``LazyTensorStorage``: a missing key is an error rather than uninitialised memory, an unknown
     key is an error rather than dropped, and only TensorDicts of tensors are taken.
@@ -96,6 +102,7 @@ class PackedStorage(SavedStorage):
         ndim: int = 1,
         scratch_dir: str | Path | None = None,
         shared: bool = False,
+        offload: bool = False,
         share_next: bool | str | Sequence[NestedKey] = False,
         frames: Mapping[NestedKey, Any] | None = None,
     ) -> None:
@@ -103,14 +110,17 @@ class PackedStorage(SavedStorage):
             raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
         if ndim < 1:
             raise ValueError(f"ndim must be at least 1, got {ndim}")
+        asked = Sharing.of(share_next, frames)
+        if offload:
+            refuse_offload(device, scratch_dir=scratch_dir, shared=shared, sharing=bool(asked))
         if scratch_dir is not None and shared:
             raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
         if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
             raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self.shared = shared
-        self._asked = Sharing.of(share_next, frames)
+        self.shared, self.offload = shared, offload
+        self._asked = asked
         self._rows = None
         self._live = None
         self._is_reserved = False
@@ -301,16 +311,16 @@ class PackedStorage(SavedStorage):
 
         The first time, the rows are made to fit.
         """
-        rows = self._rows
-        if rows is None or self._is_reserved:
-            rows = self._fix_rows(data, self.ndim - single)
+        if self._rows is None or self._is_reserved:
+            self._fix_rows(data, self.ndim - single)
+        rows = self._all_rows()
         if single:
             return rows, rows.layout.collect(data, rows.lanes), 1
         lead = data.batch_size[:1] + rows.lanes
         return rows, rows.layout.collect(data, lead), lead[0]
 
-    def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> Rows:
-        """Return rows for the first write, and for all that follow."""
+    def _fix_rows(self, data: TensorDictBase, lead_dims: int) -> None:
+        """Allocate rows for the first write, and for all that follow; reserved ones that do not do are given back."""
         if data.batch_dims < lead_dims:
             raise SchemaError(
                 f"a storage with ndim={self.ndim} takes TensorDicts with {lead_dims} or more batch dims here "
@@ -325,9 +335,9 @@ class PackedStorage(SavedStorage):
             if layout != reserved.layout or pooling != self.pooling:
                 self._release()
                 reserved = None
-        rows = reserved or self._allocate(layout, lanes, data.device, pooling)
+        if reserved is None:
+            self._allocate(layout, lanes, data.device, pooling)
         self._is_reserved = False
-        return rows
 
     def _advance(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
@@ -342,6 +352,8 @@ class PackedStorage(SavedStorage):
         if self._rows is None:
             return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
         place = "shared memory" if self.shared else "mapped file" if self.scratch_dir else str(self.device)
+        if self.offload:
+            place = f"page-locked RAM, read by {place}"
         lines = (
             f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
             + " (shared)" * (self.pooling is not None and leaf.key in self.pooling.places)

@@ -42,6 +42,11 @@ class SavedStorage(SharedStorage):
                 "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
                 "the processes would not share them. Write one batch first, or call share_memory_()."
             )
+        if self.offload:
+            raise RuntimeError(
+                "a PackedStorage with offload=True cannot be sent to another process: its rows are page-locked in this "
+                "one. Let one process write, or keep the rows on the CPU with shared=True"
+            )
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
         state |= {"lock": None, "_is_reserved": False, "journal": None}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
@@ -77,11 +82,17 @@ class SavedStorage(SharedStorage):
             self._adopt(state["_rows"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings."""
+        """Return a copy of the rows written so far, with their layout, as tensors, numbers and strings.
+
+        It lies where the rows do, in RAM if that is in page-locked RAM.
+        """
         state = self.snapshot()
         if "entries" in state:
             state["entries"] = [entries.clone() for entries in state["entries"]]
-        return state | {"rows": state["rows"].clone()} if "rows" in state else state
+        if "rows" in state:
+            rows = state["rows"]
+            state["rows"] = rows.to("cpu", copy=True) if self.offload else rows.clone()  # a device may lack the room
+        return state
 
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the rows themselves rather than a copy."""
