@@ -213,27 +213,33 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         storage = self._storage
         with self._replay_lock, self._write_lock:
-            is_direct, wrapper = self._is_direct, self._wrapper  # asked here: another thread may set another sampler
+            is_direct = self._is_direct  # asked here: another thread may set another sampler
             stamped = self._prioritized is not None and isinstance(storage, PackedStorage)
             now = storage.clock.now if stamped else None
-            if is_direct and wrapper is not None:
-                index, info, batch = wrapper.draw_batch(storage, batch_size)
-            elif is_direct:
-                index, info = self._sampler.draw(storage, batch_size)
-                batch = storage.gather(index)
+            if is_direct:
+                flat, info, batch = self._draw(batch_size)
         if not is_direct:
             return self._sample_generally(batch_size, now)
         if now is not None:
-            info[SAMPLED_AT] = storage.clock.stamp(now, index.shape[0], index.device)
-        if storage.ndim > 1:
-            index = coordinates(index, storage)
-        info["index"] = index
-        self._note_draw(index, info)
-        merge_(batch, info)
-        batch = self._transformed(batch)
+            info[SAMPLED_AT] = storage.clock.stamp(now, flat.shape[0], flat.device)
+        batch = self._assembled(flat, info, batch)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
+
+    def _draw(self, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+        """Draw flat rows the direct way, and return them with the sampler's report and what they hold."""
+        if self._wrapper is not None:
+            return self._wrapper.draw_batch(self._storage, batch_size)
+        flat, info = self._sampler.draw(self._storage, batch_size)
+        return flat, info, self._storage.gather(flat)
+
+    def _assembled(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+        """Return a batch with all that is known of its rows, transformed."""
+        info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
+        self._note_draw(index, info)
+        merge_(batch, info)
+        return self._transformed(batch)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
@@ -418,21 +424,28 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         sampler = self._prioritized
         if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
+        index, td_error = self._errors_of(data, sampler.reduction)
+        sampled_at, stale = entries_of(data).get(SAMPLED_AT), 0
+        with self._replay_lock, self._write_lock:
+            if sampled_at is not None and isinstance(self._storage, PackedStorage):
+                index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
+            sampler.update_priority(index, td_error, storage=self._storage)
+            self._stale_updates.add(stale)
+
+    def _errors_of(self, data: TensorDictBase, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows whose priorities a batch changes, in any form, and their TD errors.
+
+        Raises:
+            KeyError: there are no TD errors in the batch, or no index.
+        """
         key, entries = self.priority_key, entries_of(data)
         td_error = entries.get(key) if type(key) is str else data.get(key, None)
         index = entries.get("index")
         if td_error is None or index is None:
             missing = self.priority_key if td_error is None else "index"
             raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
-        td_error, index = by_row(td_error, index, data.ndim, self._storage, sampler.reduction)
-        if self._wrapper is not None:
-            index, td_error = self._wrapper.anchored(data, index, td_error)
-        sampled_at, stale = entries.get(SAMPLED_AT), 0
-        with self._replay_lock, self._write_lock:
-            if sampled_at is not None and isinstance(self._storage, PackedStorage):
-                index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
-            sampler.update_priority(index, td_error, storage=self._storage)
-            self._stale_updates.add(stale)
+        td_error, index = by_row(td_error, index, data.ndim, self._storage, reduction)
+        return (index, td_error) if self._wrapper is None else self._wrapper.anchored(data, index, td_error)
 
 
 def _draws(sampler: type[Sampler]) -> bool:

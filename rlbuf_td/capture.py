@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.batches import merge_, one_a_row
-from rlbuf_td.indices import coordinates, device_of
-from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.health import unwrapped
+from rlbuf_td.indices import device_of
+from rlbuf_td.kernels.numbers import DeviceNumbers, repeated
 from rlbuf_td.kernels.paths import has_triton
+from rlbuf_td.samplers import MinibatchSampler
 from rlbuf_td.staleness import SAMPLED_AT
 from rlbuf_td.storages import PackedStorage
 
@@ -19,12 +21,32 @@ if TYPE_CHECKING:
     from rlbuf_td.buffers import ReplayBuffer
 
 
+class _Baked(NamedTuple):
+    """What a graph goes on with as it was when it was captured."""
+
+    objects: tuple[Any, ...]  # the same ones; held here, so that nothing else comes to lie where they do
+    values: tuple[Any, ...]
+
+    def is_still(self, other: _Baked) -> bool:
+        same = len(self.objects) == len(other.objects) and all(map(is_, self.objects, other.objects))
+        return same and self.values == other.values
+
+
+class _Captured(NamedTuple):
+    """A graph, what the step returned in it, and the rows and weights that it draws."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Any
+    drawn: tuple[Any, torch.Tensor | None]
+
+
 class CapturedStep:
     """A step that is launched as a whole; :meth:`ReplayBuffer.capture` makes it.
 
     What the host decides between two calls (rows written, alpha, beta, thresholds) lies in device memory and is put
     there before a replay; the random numbers of a replay go on where the last ones ended. What a graph cannot see
-    change (settings, other memory after ``load_state_dict``, another sampler) is noticed, and the graphs are made anew.
+    change (settings, other memory after ``load_state_dict``, another sampler, generator or transform) is noticed, and
+    the graphs are made anew.
 
     Args:
         buffer: what is sampled.
@@ -32,6 +54,10 @@ class CapturedStep:
         batch_size: rows a batch.
         ring: how many outputs there are, each in memory of its own.
         warmup: how often everything is done, for real, before it is captured.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: ``step`` cannot be called.
     """
 
     def __init__(
@@ -42,17 +68,20 @@ class CapturedStep:
         ring: int,
         warmup: int,
     ) -> None:
-        if ring < 2:
+        if step is not None and not callable(step):
+            raise TypeError(f"step must be a function of a batch, or None, got {type(step).__name__}")
+        if batch_size < 1 or batch_size != int(batch_size):
+            raise ValueError(f"batch_size must be a whole number, at least 1, got {batch_size}")
+        if ring < 2 or ring != int(ring):
             raise ValueError(f"ring must be at least 2, so that an output outlives the next call, got {ring}")
-        if warmup < 1:
+        if warmup < 1 or warmup != int(warmup):
             raise ValueError(f"warmup must be at least 1: kernels are compiled outside of a graph, got {warmup}")
-        self._buffer, self._step, self._batch_size = buffer, step, batch_size
-        self._ring, self._warmup = ring, warmup
-        self._graphs: list[tuple[torch.cuda.CUDAGraph, Any, tuple[Any, Any]]] = []
+        self._buffer, self._step, self._batch_size = buffer, step, int(batch_size)
+        self._ring, self._warmup = int(ring), int(warmup)
+        self._graphs: list[_Captured] = []
         self._next = 0
         self._now = DeviceNumbers(1, "cpu")  # how many time steps have been written
-        self._key: Any = None
-        self._alive: Any = None  # what the key names by address, so that nothing else comes to lie there
+        self._baked: _Baked | None = None
 
     @property
     def is_captured(self) -> bool:
@@ -67,24 +96,10 @@ class CapturedStep:
         buffer = self._buffer
         if not buffer._initialized:
             buffer._init()
+        if device_of(self._checked()).type != "cuda":
+            return self._learned(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
         with buffer._replay_lock, buffer._write_lock:
-            storage = self._checked()
-            buffer._sampler.prepare_replay(storage)
-            if self._now.tensor.device != storage.device:
-                self._now = DeviceNumbers(1, storage.device)
-            self._now.set_(0, storage.clock.now)
-            if device_of(storage).type != "cuda":
-                return self._run(storage)[0]
-            key = self._what_is_baked(storage)
-            if key != self._key:
-                self._capture(storage)
-                self._key, self._alive = key, (storage._storage, buffer._sampler)
-            graph, output, drawn = self._graphs[self._next]
-            self._next = (self._next + 1) % self._ring
-            graph.replay()
-            buffer._last_draw = (*drawn, getattr(buffer._writer, "_cursor", 0))
-            buffer._sampler.forget_order()
-            return output
+            return self._replayed(self._checked())
 
     def _checked(self) -> PackedStorage:
         """Return the storage.
@@ -94,68 +109,119 @@ class CapturedStep:
             RuntimeError: the buffer is empty.
         """
         buffer = self._buffer
-        if not buffer._is_direct or not hasattr(buffer._sampler, "prepare_replay"):
+        sampler = unwrapped(buffer._sampler)
+        if isinstance(sampler, MinibatchSampler):
             raise TypeError(
-                f"cannot capture a buffer with {type(buffer._storage).__name__} and {type(buffer._sampler).__name__}: "
+                "cannot capture a MinibatchSampler: the host counts its epochs, and ends them with a shorter batch; "
+                "take UniformSampler(unique=True), or sample outside of a graph"
+            )
+        if not buffer._is_direct or not hasattr(sampler, "prepare_replay"):
+            raise TypeError(
+                f"cannot capture a buffer with {type(buffer._storage).__name__} and {type(sampler).__name__}: "
                 "it takes PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, "
-                "or HindsightSampler or NStepSampler over them"
+                "or HindsightSampler, NStepSampler or SequenceSampler over them"
             )
         if not len(buffer._storage):
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
         return buffer._storage
 
-    def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, Any]]:
-        """Do everything once; return the output, and the rows and weights that were drawn."""
+    def _learned(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
+        """Do the step, give the errors that it leaves in the batch to ``update``, and return what it returned."""
         buffer = self._buffer
-        if buffer._wrapper is not None:
-            flat, info, batch = buffer._wrapper.draw_batch(storage, self._batch_size)
-        else:
-            flat, info = buffer._sampler.draw(storage, self._batch_size)
-            batch = storage.gather(flat)
-        if buffer._prioritized is not None:
-            info[SAMPLED_AT] = self._now.tensor.long().repeat(flat.shape[0])
-        info["index"] = index = coordinates(flat, storage)
-        buffer._note_draw(index, info)
-        merge_(batch, info)
-        batch = buffer._transformed(batch)
-        weight = info.get("priority_weight")
         if self._step is None:  # errors in the batch, if any, are what was written with its rows
-            return batch, (index, weight)
+            return batch
         output = self._step(batch)
-        sampler, td_error = buffer._prioritized, batch.get(buffer.priority_key, None)
-        if sampler is not None and td_error is not None:
-            sampler.update_priority(flat, one_a_row(td_error, 1, sampler.reduction), storage=storage)
-        return output, (index, weight)
+        if buffer._prioritized is not None and batch.get(buffer.priority_key, None) is not None:
+            update(batch)
+        return output
 
-    def _what_is_baked(self, storage: PackedStorage) -> Any:
-        """Return what a graph goes on with as it was when it was captured."""
-        sampler, device = self._buffer._sampler, device_of(storage)
+    # -- on CUDA, under the buffer's lock: nobody writes while a graph is launched
+
+    def _replayed(self, storage: PackedStorage) -> Any:
+        buffer = self._buffer
+        sampler = buffer._sampler
+        sampler.prepare_replay(storage, self._batch_size)
+        if self._now.tensor.device != storage.device:
+            self._now = DeviceNumbers(1, storage.device)
+        self._now.set_(0, storage.clock.now)
+        baked = self._what_is_baked(storage)
+        if self._baked is None or not self._baked.is_still(baked):
+            self._capture(storage)
+            self._baked = baked
+        captured = self._graphs[self._next]
+        self._next = (self._next + 1) % self._ring
+        captured.graph.replay()
+        buffer._last_draw = (*captured.drawn, getattr(buffer._writer, "_cursor", 0))
+        sampler.forget_order()
+        return captured.output
+
+    def _what_is_baked(self, storage: PackedStorage) -> _Baked:
+        buffer = self._buffer
+        sampler, replays = buffer._sampler, buffer._replays
         bound = None if has_triton() else len(storage)  # torch's gather asserts that it reads written rows
-        return device, id(storage._storage), bound, id(sampler), sampler.replay_key()
+        counts = None if replays is None else replays.counts()
+        read = storage._storage, *storage._all_rows().sources(), self._now, counts
+        return _Baked((sampler, sampler._rng, *read, *buffer._stages), (bound, sampler.replay_key()))
 
     def _capture(self, storage: PackedStorage) -> None:
-        """Record one graph for each output of the ring; all share one pool of memory but for the outputs."""
-        generator, device = self._buffer._sampler._rng, device_of(storage)
+        """Record one graph for each output of the ring, each with memory of its own.
+
+        Raises:
+            ValueError: the buffer's generator is on another device; the graphs that there are stay.
+        """
+        buffer = self._buffer
+        sampler, before = buffer._sampler, buffer._last_draw
+        generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(
                 f"the buffer's generator is on {generator.device}: a graph draws from one on {device}, or from "
                 "torch's default (set_rng(None))"
             )
         self._graphs.clear()
-        self._next, self._key = 0, None
-        with torch.cuda.device(device):
-            current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-            beside.wait_stream(current)
-            with torch.cuda.stream(beside):
-                for _ in range(self._warmup):
-                    self._buffer._sampler.forget_order()
-                    self._run(storage)
-            current.wait_stream(beside)
-            for _ in range(self._ring):
-                graph = torch.cuda.CUDAGraph()
-                if generator is not None:
-                    graph.register_generator_state(generator)
-                self._buffer._sampler.forget_order()  # a sort that is due once must be in every replay
-                with torch.cuda.graph(graph):
-                    output, drawn = self._run(storage)
-                self._graphs.append((graph, output, drawn))
+        self._next, self._baked = 0, None
+        try:
+            with torch.cuda.device(device), repeated():
+                self._warm_up(storage)
+                for _ in range(self._ring):
+                    sampler.forget_order()  # a sort that is due once must be in every replay
+                    self._graphs.append(self._recorded(storage, generator))
+        except BaseException:
+            self._graphs.clear()
+            buffer._last_draw = before
+            raise
+        finally:
+            sampler.forget_order()  # what has been recorded has not been done yet
+
+    def _warm_up(self, storage: PackedStorage) -> None:
+        """Do everything on a stream beside, so that all kernels and all lasting memory are there."""
+        current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            for _ in range(self._warmup):
+                self._buffer._sampler.forget_order()
+                self._run(storage)
+        current.wait_stream(beside)
+
+    def _recorded(self, storage: PackedStorage, generator: torch.Generator | None) -> _Captured:
+        graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            output, drawn = self._run(storage)
+        return _Captured(graph, output, drawn)
+
+    def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
+        """Do everything once; return the output, and the rows and weights that were drawn."""
+        buffer = self._buffer
+        sampler = buffer._prioritized
+
+        def update(batch: TensorDictBase) -> None:  # nothing is stale: nobody has written since the draw
+            if sampler is not None:
+                sampler.update_priority(*buffer._errors_of(batch, sampler.reduction), storage=storage)
+
+        flat, info, batch = buffer._draw(self._batch_size)
+        if sampler is not None:
+            info[SAMPLED_AT] = self._now.tensor.long().repeat(flat.shape[0])
+        batch = buffer._assembled(flat, info, batch)
+        drawn = info["index"], info.get("priority_weight")
+        return self._learned(batch, update), drawn

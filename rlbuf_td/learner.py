@@ -31,21 +31,27 @@ class FeedsLearner(_Base):
         """Return a call that samples, does ``step(batch)`` and updates priorities, on CUDA as one graph.
 
         The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
-        Write between calls, with :meth:`extend`, on the same stream. On the CPU the same is done without a graph.
-        A call holds the buffer's lock to its end: on the CPU threads and processes that write wait for the step.
+        Write between calls, with :meth:`extend`, on the same stream; another thread waits while a graph is launched.
+        On the CPU the same is done without a graph, and the lock is held to draw and to update, not during the step:
+        rows that are replaced meanwhile are left out, as by :meth:`update_tensordict_priority`.
 
         **Aliasing:** outputs lie in memory that is used again: what call ``k`` returns holds until call ``k + ring``.
 
         Args:
             step: takes a batch, and may return tensors. The TD errors that the batch then has in ``priority_key``
-                become the rows' priorities; without that key they stay. It must be what a CUDA graph can hold: no host
-                synchronisation, optimizers with ``capturable=True``. ``None``: return the batch, and update nothing.
+                become the priorities of its rows, or of the anchors of its sequences; without that key they stay. It
+                must be what a CUDA graph can hold: no host synchronisation, optimizers with ``capturable=True``.
+                ``None``: return the batch, and update nothing.
             batch_size: default: the buffer's.
             ring: so many outputs, at least 2.
             warmup: everything is done so often, for real, before it is captured.
 
         Raises:
-            ValueError: an argument is out of range, or there is no batch size.
+            ValueError: an argument is out of range, or there is no batch size; (when called) the buffer's generator is
+                not on the device of its rows, or the sampler draws no such batches: nothing has changed.
+            TypeError: ``step`` cannot be called; (when called) the storage is no :class:`PackedStorage`, or the sampler
+                cannot be captured (a :class:`MinibatchSampler`, one of TorchRL's).
+            RuntimeError: (when called) the buffer is empty.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.numbers import DeviceNumbers, is_repeated
 from rlbuf_td.kernels.paths import path_of
 
 WORD = 64
@@ -81,7 +81,10 @@ class FlagBoundaries:
         """
         if path_of(cells) == "triton":
             return gpu_twin().reach(self, cells)
-        back, ahead = self._reach = self._reach or self._scan()
+        if is_repeated():  # rows will have been written by the next time
+            back, ahead = self._scan()
+        else:
+            back, ahead = self._reach = self._reach or self._scan()
         steps, lanes = self.cut.shape
         last = (cells + ahead.view(-1)[cells] * lanes) % (steps * lanes)
         return back.view(-1)[cells], ahead.view(-1)[cells], self.over.view(-1)[last]

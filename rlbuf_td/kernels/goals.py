@@ -133,7 +133,7 @@ def _on_cpu(
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
-    """Put a law and the number of rows where the Triton twin reads it."""
+    """Put a law and the number of rows where kernels and captured graphs read it."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
 
@@ -153,18 +153,28 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
         return gpu_twin().choose_goals(boundaries, cells, uniform)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
-    edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=uniform.dtype).to(uniform.device, non_blocking=True)
+    edges, live, only_finished = _law_of(boundaries, law, live)
     strategy = torch.searchsorted(edges[1:-1], uniform, right=True)
     where = (uniform - edges[strategy]) / (edges[strategy + 1] - edges[strategy])
     within = (where * (ahead + 1)).long().clamp(max=ahead)
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
     offset = torch.where(strategy == 0, within, torch.where(strategy == 1, ahead, around))
     rows = (cells + offset * lanes) % (steps * lanes)
-    rows = torch.where(strategy == 3, (where * live).long().clamp(max=live - 1), rows)
+    rows = torch.where(strategy == 3, (where * live).clamp(max=live - 1).long(), rows)
     mask = strategy < len(STRATEGIES)
-    if law.only_finished:
-        mask &= over | (strategy == 3)
+    mask &= over | (strategy == 3) | ~only_finished
     return torch.where(mask, rows, cells), mask
+
+
+def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor]:
+    """Return a law, as the edges between strategies, and the rows, as torch ops are to read them, for graphs."""
+    if torch.compiler.is_compiling():
+        edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=boundaries.cut.device)
+        return edges, live, torch.full((), law.only_finished, device=boundaries.cut.device)
+    put_law(boundaries, law, live)
+    numbers = boundaries.numbers.tensor
+    edges = torch.cat((numbers.new_zeros(1), numbers[: len(law.thresholds)], numbers.new_ones(1)))
+    return edges, numbers[4], numbers[5] != 0
 
 
 @cache

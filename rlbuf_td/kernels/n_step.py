@@ -29,14 +29,14 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
     return (rows[:, None] + offset * lanes) % cells, ahead
 
 
-def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return discounted sums of rewards, and of how many.
 
     Args:
         reward: ``[B, n, ...]``.
         end: ``[B, n]`` bool, the trajectory ends with this row.
         ahead: ``[B]``, how many of the rows behind the first belong to its trajectory.
-        gamma: the discount factor.
+        gamma: the discount factor, a number or a 0-dim tensor.
 
     Returns:
         ``[B, ...]`` of the dtype of ``reward``, added up in float64; ``[B]`` int64, 1 to n.
@@ -70,13 +70,22 @@ def sums_ahead(
         return gpu_twin().sums_ahead(boundaries, rows, reward, n)
     steps, lanes = boundaries.cut.shape
     window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
-    total, taken = n_step_sums(reward[window], torch.zeros_like(window, dtype=torch.bool), ahead, gamma)
+    end = torch.zeros_like(window, dtype=torch.bool)
+    total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
 
 
 def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
-    """Put the discount factor where the Triton twin reads it."""
+    """Put the discount factor where kernels and captured graphs read it."""
     boundaries.numbers.set_(_GAMMA, gamma)
+
+
+def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
+    """Return the discount factor as torch ops are to read it: on a device path from memory, for graphs."""
+    if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
+        return gamma
+    put_gamma(boundaries, gamma)
+    return boundaries.numbers[_GAMMA]
 
 
 class Parts(NamedTuple):

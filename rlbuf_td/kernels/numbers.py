@@ -6,8 +6,33 @@ rows are written, alpha, beta) is therefore no argument but memory, which the ho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
+
+_is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
+
+
+@contextmanager
+def repeated() -> Iterator[None]:
+    """Say that what is launched inside will be launched again as it is, in this thread.
+
+    What the host decides anew each time must be read on the device then, and what an earlier launch has found, or one
+    inside, must not be taken to be right for others.
+    """
+    token = _is_repeated.set(True)
+    try:
+        yield
+    finally:
+        _is_repeated.reset(token)
+
+
+def is_repeated() -> bool:
+    """Return whether this is inside of :func:`repeated`."""
+    return _is_repeated.get()
 
 
 class DeviceNumbers:

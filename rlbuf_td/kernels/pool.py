@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.paths import path_of
+
 
 @dataclass(frozen=True)
 class Part:
@@ -254,7 +256,7 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
 
 
 def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
-    if not cells.is_cuda and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
+    if path_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
     rows, out = table.rows.index_select(0, cells), target.view(torch.uint8)
     for source, to, width in table.runs.tolist():

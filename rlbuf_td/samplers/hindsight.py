@@ -153,12 +153,16 @@ class HindsightSampler(SamplerWrapper):
         self._only_finished = bool(value)
         self._law = self._law._replace(only_finished=self._only_finished)
 
-    def prepare_replay(self, storage: Storage) -> None:
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
         """Put where captured draws read it what the host knows."""
-        super().prepare_replay(storage)
+        super().prepare_replay(storage, batch_size)
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
             put_law(boundaries, self._law, len(storage))
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was."""
+        return super().replay_key(), self.reward_fn, self.terminated_fn
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound_to(storage)

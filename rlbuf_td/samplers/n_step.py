@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td._tensordict import leaf_of, set_entries_
 from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.columns import copy_rows_
-from rlbuf_td.kernels.n_step import Parts, n_step_, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.kernels.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.kernels.pool import assemble_
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
@@ -130,9 +130,9 @@ class NStepSampler(SamplerWrapper):
             raise ValueError(f"gamma must be between 0 and 1, got {value}")
         self._gamma = float(value)
 
-    def prepare_replay(self, storage: Storage) -> None:
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
         """Put where captured draws read it what the host knows."""
-        super().prepare_replay(storage)
+        super().prepare_replay(storage, batch_size)
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
             put_gamma(boundaries, self._gamma)
@@ -202,12 +202,13 @@ class NStepSampler(SamplerWrapper):
 
     def _by_columns_(self, storage: Storage, bound: _Bound, batch: TensorDictBase, flat: torch.Tensor) -> torch.Tensor:
         """Do so by reading the rewards and flags of all steps, and the last rows; return the numbers of steps."""
-        rows, n = flat.shape[0], self._n_steps
-        window, ahead = windows(bound.trajectories.boundaries(), flat, n, bound.lanes, bound.cells)
+        rows, n, boundaries = flat.shape[0], self._n_steps, bound.trajectories.boundaries()
+        window, ahead = windows(boundaries, flat, n, bound.lanes, bound.cells)
+        gamma = discount_of(boundaries, self._gamma)
         end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
         for key in bound.ends:
             end |= _column(storage, key)[window].reshape(rows, n, -1).any(2)
-        total, taken = n_step_sums(_column(storage, self.reward_key)[window], end, ahead, self._gamma)
+        total, taken = n_step_sums(_column(storage, self.reward_key)[window], end, ahead, gamma)
         last = rows_at(storage, window.gather(1, taken[:, None] - 1)[:, 0])
         for key, leaf in walk(batch.get("next"), ("next",)):
             leaf.copy_(total if key == self.reward_key else leaf_of(last, key))
@@ -223,9 +224,9 @@ class NStepSampler(SamplerWrapper):
         owner: torch.Tensor | None,
     ) -> torch.Tensor:
         """Do so by reading the rows of all steps, revised; return the numbers of steps."""
-        rows, n = flat.shape[0], self._n_steps
-        window, ahead = windows(bound.trajectories.boundaries(), flat, n, bound.lanes, bound.cells)
-        window = window.flatten()
+        rows, n, boundaries = flat.shape[0], self._n_steps, bound.trajectories.boundaries()
+        window, ahead = windows(boundaries, flat, n, bound.lanes, bound.cells)
+        window, gamma = window.flatten(), discount_of(boundaries, self._gamma)
         steps = rows_at(storage, window)
         revise(batch, flat, owner)
         owners = torch.arange(rows, device=flat.device) if owner is None else owner
@@ -234,7 +235,7 @@ class NStepSampler(SamplerWrapper):
         for key in bound.ends:
             end |= leaf_of(steps, key).reshape(rows, n, -1).any(2)
         reward = leaf_of(steps, self.reward_key)
-        total, taken = n_step_sums(reward.view(rows, n, *reward.shape[1:]), end, ahead, self._gamma)
+        total, taken = n_step_sums(reward.view(rows, n, *reward.shape[1:]), end, ahead, gamma)
         last = torch.arange(rows, device=flat.device) * n + taken - 1
         for key, leaf in walk(batch.get("next"), ("next",)):
             leaf.copy_(total if key == self.reward_key else leaf_of(steps, key).index_select(0, last))

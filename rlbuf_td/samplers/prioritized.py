@@ -223,8 +223,8 @@ class Prioritized(PrioritizedSampler):
 
     # -- in captured graphs
 
-    def prepare_replay(self, storage: Storage) -> None:
-        """Put where captured draws and updates read it what the host knows; nothing on the CPU."""
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
+        """Put where captured draws and updates read it what the host knows."""
         self.follow(storage)
         self._settle()
         largest = self._put_numbers(len(storage))
@@ -233,7 +233,7 @@ class Prioritized(PrioritizedSampler):
 
     def replay_key(self) -> Any:
         """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
-        return self.stratified, self.weight_norm
+        return self.stratified, self.weight_norm, self.reduction
 
     @abstractmethod
     def _put_numbers(self, rows: int) -> torch.Tensor | None:

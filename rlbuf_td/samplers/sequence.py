@@ -119,12 +119,7 @@ class SequenceSampler(SamplerWrapper):
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
         """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
         window = self.window
-        if batch_size % window:
-            raise ValueError(
-                f"batch_size counts rows: it must be a multiple of burn_in + length = {self.burn_in} + {self.length} = "
-                f"{window}, got {batch_size}; for 32 sequences take {32 * window}"
-            )
-        anchors, info, back, ahead = self._anchors(storage, batch_size // window)
+        anchors, info, back, ahead = self._anchors(storage, self._windows_of(batch_size))
         revise = self._reviser(storage, anchors)
         flat, real = self._windows(storage, anchors, back, ahead)
         batch = rows_at(storage, flat)
@@ -139,6 +134,19 @@ class SequenceSampler(SamplerWrapper):
         info["burn_in_mask"] = before.repeat(len(anchors))
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
+
+    def _windows_of(self, batch_size: int) -> int:
+        """Return how many windows so many rows are.
+
+        Raises:
+            ValueError: not a whole number.
+        """
+        if batch_size % self.window:
+            raise ValueError(
+                f"batch_size counts rows: it must be a multiple of burn_in + length = {self.burn_in} + {self.length} = "
+                f"{self.window}, got {batch_size}; for 32 sequences take {32 * self.window}"
+            )
+        return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
         """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
@@ -179,13 +187,22 @@ class SequenceSampler(SamplerWrapper):
                 )
         return anchors, info, back, ahead
 
-    def prepare_replay(self, storage: Storage) -> None:
-        """Refuse: how often windows are drawn again is the host's decision.
+    # -- in captured graphs
+
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
+        """Put where captured draws read it what the host knows.
 
         Raises:
-            TypeError: always.
+            ValueError: ``batch_size`` is no multiple of the rows of a window.
         """
-        raise TypeError("a SequenceSampler cannot be captured in a graph")
+        super().prepare_replay(storage, self._windows_of(batch_size))
+        # What has been written by ways of which the index was not told is read here, outside of the graph.
+        TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
+
+    def replay_key(self) -> Any:
+        """Return what captured draws go on with as it was."""
+        own = self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
+        return super().replay_key(), own
 
     def _shuffled(self, count: int, device: torch.device) -> torch.Tensor:
         generator = self._rng

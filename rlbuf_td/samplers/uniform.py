@@ -10,7 +10,8 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td._signature import OwnSignature
 from rlbuf_td.indices import Index, coordinates, device_of
-from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.distinct import distinct_rows
+from rlbuf_td.kernels.numbers import DeviceNumbers, is_repeated
 from rlbuf_td.kernels.paths import path_of
 
 
@@ -24,7 +25,7 @@ class UniformSampler(Sampler):
         RuntimeError: (when sampling) the buffer is empty.
         ValueError: (when sampling) ``unique``, and fewer rows than a batch has.
 
-    Cost: O(B); ``unique=True`` O(B) too, but O(N) on CUDA, where a permutation spares a host synchronisation.
+    Cost: O(B); ``unique=True`` O(B) too, and O(B log B) on CUDA, where the host does not look at what has been drawn.
 
     Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``; its
     ``SamplerWithoutReplacement`` repeats no row within an epoch: see :class:`MinibatchSampler` for that.
@@ -63,48 +64,55 @@ class UniformSampler(Sampler):
         if rows == 0:
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
         device = device_of(storage)
-        source = device if self._rng is None else self._rng.device
+        live = self._live[0] if self._live is not None and is_repeated() else rows
         if self.unique:
-            flat = self._distinct(rows, batch_size, source)
-        elif self._live is not None and self._live.tensor.device == device:
-            self._live.set_(0, rows)
-            uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
-            return (uniform.to(device) * self._live.tensor).long(), {}
-        else:
-            flat = torch.randint(rows, (batch_size,), generator=self._rng, device=source)
+            self._refuse_more_than(rows, batch_size)
+            return self._distinct(live, batch_size, device), {}
+        if isinstance(live, torch.Tensor):
+            return (self._uniform(batch_size, device) * live).long(), {}
+        source = self._source(device)
+        flat = torch.randint(live, (batch_size,), generator=self._rng, device=source)
         return (flat if source == device else flat.to(device)), {}
 
-    def _distinct(self, rows: int, batch_size: int, device: torch.device) -> torch.Tensor:
+    def _source(self, device: torch.device) -> torch.device:
+        return device if self._rng is None else self._rng.device
+
+    def _refuse_more_than(self, rows: int, batch_size: int) -> None:
         if batch_size > rows:
             raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: take a smaller batch or unique=False")
-        if device.type == "cuda" or 8 * batch_size > rows:
-            return torch.randperm(rows, generator=self._rng, device=device)[:batch_size]
+
+    def _uniform(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        source = self._source(device)
+        return torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source).to(device)
+
+    def _distinct(self, rows: int | torch.Tensor, batch_size: int, device: torch.device) -> torch.Tensor:
+        drawn = torch.empty(0, dtype=torch.int64, device=device)
+        if isinstance(rows, torch.Tensor) or path_of(drawn) != "numba" or self._source(device) != device:
+            return distinct_rows(self._uniform(batch_size, device), rows)
+        if 8 * batch_size > rows:
+            return torch.randperm(rows, generator=self._rng)[:batch_size]
         # Rejection: of an endless sequence of draws the first mentions are an ordered sample without replacement.
-        drawn = torch.empty(0, dtype=torch.int64)
         while drawn.shape[0] < batch_size:
             more = torch.randint(rows, (batch_size,), generator=self._rng)
             drawn = first_mentions(torch.cat((drawn, more)))
         return drawn[:batch_size]
 
-    def prepare_replay(self, storage: Storage) -> None:
-        """Put where captured draws read it what the host knows; nothing on the CPU.
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
+        """Put where captured draws of ``batch_size`` rows read it what the host knows.
 
         Raises:
-            ValueError: ``unique=True``, whose permutation has as many entries as there are rows.
+            ValueError: ``unique`` and fewer rows than ``batch_size``.
         """
+        rows, device = len(storage), device_of(storage)
         if self.unique:
-            raise ValueError("UniformSampler(unique=True) cannot be captured: take unique=False")
-        device = device_of(storage)
-        if path_of(torch.empty(0, device=device)) == "numba":
-            self._live = None
-            return
+            self._refuse_more_than(rows, batch_size)
         if self._live is None or self._live.tensor.device != device:
             self._live = DeviceNumbers(1, device)
-        self._live.set_(0, len(storage))
+        self._live.set_(0, rows)
 
     def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: this memory."""
-        return None if self._live is None else self._live.tensor.data_ptr()
+        """Return what captured draws go on with as it was: the setting, and where they read how many rows there are."""
+        return self.unique, self._live
 
     def forget_order(self) -> None:
         """Do nothing: a replay changes nothing here."""

@@ -104,15 +104,9 @@ class SamplerWrapper(Sampler):
 
     # -- in captured graphs
 
-    def prepare_replay(self, storage: Storage) -> None:
-        """Put where captured draws read it what the host knows.
-
-        Raises:
-            TypeError: this sampler, or one inside it, cannot be captured.
-        """
-        if not hasattr(self.sampler, "prepare_replay"):
-            raise TypeError(f"a {type(self.sampler).__name__} cannot be captured in a graph")
-        self.sampler.prepare_replay(storage)
+    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
+        """Put where captured draws of ``batch_size`` rows read it what the host knows."""
+        self.sampler.prepare_replay(storage, batch_size)
 
     def replay_key(self) -> Any:
         """Return what captured draws go on with as it was."""

@@ -121,6 +121,10 @@ class PooledRows(Rows):
         """
         check(self.table)
 
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that reading goes to; entries on a device move to others when they are many."""
+        return (self.matrix, *self.table.entries)
+
     def first(self, steps: int) -> PooledRows:
         """Return the first time steps, as a view."""
         shape = torch.Size([steps, *self.lanes])

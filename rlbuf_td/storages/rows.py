@@ -46,6 +46,10 @@ class Rows:
         """Bytes of all rows, padding included."""
         return self.matrix.numel() * self.matrix.element_size()
 
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that reading goes to."""
+        return (self.matrix,)
+
     def first(self, steps: int) -> Rows:
         """Return the first time steps, as a view."""
         rows = Rows(self.layout, self.matrix.narrow(0, 0, steps))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlbuf_td import (
     HindsightSampler,
@@ -21,22 +20,7 @@ from rlbuf_td import (
     functional,
 )
 from rlbuf_td.kernels.paths import forced
-
-#: Operations whose result the host needs, as a value or as a shape.
-_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
-
-
-class RefuseWaiting(TorchDispatchMode):
-    """Raise where an operation would wait for the device that its tensors are on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = name in ("index", "index_put_", "index_put") and any(
-            index is not None and index.dtype is torch.bool for index in args[1]
-        )
-        if name in _WAITS or masks:
-            raise AssertionError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
+from tests.graphs import RefuseWaiting
 
 
 def data(n: int, first: int = 0) -> TensorDict:

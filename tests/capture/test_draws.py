@@ -1,0 +1,181 @@
+"""What captured steps draw, and how what changes between calls reaches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    ProportionalSampler,
+    RankSampler,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests.capture.rows import SAMPLERS, buffer, counted, data, reward_fn
+from tests.statistics import assert_follows, power
+
+
+def test_every_call_draws_anew_and_by_the_law_while_the_buffer_fills_and_wraps(device, captures):
+    rb, calls = buffer(UniformSampler(), device, rows=5), 20
+    captured = rb.capture()
+    for first, rows in ((0, 5), (5, 11), (16, 14)):
+        if first:
+            rb.extend(data(rows, first).to(device))
+        written = first + rows
+        live = min(20, written)
+        probability = np.full(live, 1 / live)
+        counts = counted(captured, written, calls)
+        assert power(probability, 500 * calls, bias=0.1) > 0.99
+        assert_follows(counts[written - live :], probability)
+        assert not counts[: written - live].any()
+        assert captured.is_captured == captures
+    assert not torch.equal(captured()["x"].clone(), captured()["x"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+def test_a_unique_draw_takes_every_ordered_pair_alike_while_the_buffer_fills_and_wraps(device, captures, calls):
+    rb = buffer(UniformSampler(unique=True), device, rows=4, batch_size=3)
+    captured = rb.capture(warmup=1)
+    for first, rows in ((0, 4), (4, 3), (7, 25)):
+        if first:
+            rb.extend(data(rows, first).to(device))
+        written = first + rows
+        live = min(20, written)
+        law = (1 - torch.eye(live, dtype=torch.float64)) / (live * (live - 1))
+        counts, group = torch.zeros(3, 3), torch.nn.functional.one_hot(torch.arange(live) % 3).double()
+        for _ in range(20 * calls):
+            x = (captured()["x"] - (written - live)).tolist()
+            assert len(set(x)) == 3
+            counts[x[0] % 3, x[2] % 3] += 1  # whatever is drawn in between
+        assert_follows(counts.flatten(), (group.T @ law @ group).flatten())
+        assert captured.is_captured == captures
+
+
+def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_changes(device):
+    rb = buffer(UniformSampler(unique=True), device, rows=7, batch_size=7)
+    captured = rb.capture(warmup=1)
+    assert sorted(captured()["x"].tolist()) == [*range(7)]
+    rb.empty()
+    rb.extend(data(4).to(device))
+    before, drawn = torch.get_rng_state(), rb._last_draw
+    with pytest.raises(ValueError, match="cannot draw 7 distinct rows of 4"):
+        captured()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert rb._last_draw is drawn
+    rb.extend(data(3, 4).to(device))
+    assert sorted(captured()["x"].tolist()) == [*range(7)]
+
+
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_priorities_alpha_and_beta_reach_the_next_call(device, calls, cls):
+    sampler = cls(20, alpha=1.0, stratified=False)
+    rb = buffer(sampler, device)
+    captured = rb.capture()
+    captured()
+    for alpha, beta in ((1.0, 0.4), (0.5, 1.0)):
+        td_error = torch.linspace(1.0, 6.0, 20).to(device)
+        rb.update_priority(torch.arange(20, device=device), td_error)
+        sampler.alpha, sampler.beta = alpha, beta
+        probability = sampler.probability(torch.arange(20, device=device)).cpu()
+        assert_follows(counted(captured, 20, calls), probability.numpy())
+        batch = captured()
+        expected = (probability[batch["x"].cpu()] / probability.min()) ** -beta
+        torch.testing.assert_close(batch["priority_weight"].cpu().double(), expected, rtol=1e-5, atol=0.0)
+    assert rb.health()["weight_max_over_median"] >= 1.0
+
+
+def test_a_loaded_state_reaches_the_next_call(device):
+    rb = buffer(ProportionalSampler(20, stratified=False), device)
+    captured = rb.capture(batch_size=50)
+    captured()
+    state = rb.sampler.state_dict()
+    state["priorities"]["magnitude"][3:] = 0.0
+    state["priorities"]["weight"][3:] = 0.0
+    rb.sampler.load_state_dict(state)
+    assert int(captured()["x"].max()) == 2
+
+
+def test_how_goals_are_given_may_change(device):
+    sampler = HindsightSampler(ProportionalSampler(20), reward_fn, her_ratio=1.0)
+    rb = buffer(sampler, device, batch_size=20)
+    captured = rb.capture(warmup=1)
+    batch = captured()
+    assert batch["relabeled"].all()
+    assert (batch["desired_goal"] >= batch["x"][:, None]).all()
+    assert torch.equal(batch["next", "reward"], batch["desired_goal"] * 10)
+    sampler.only_finished = True
+    batch = captured()
+    assert torch.equal(batch["relabeled"], batch["x"] < 14)  # the last trajectory has not ended
+    sampler.her_ratio = 0.0
+    batch = captured()
+    assert not batch["relabeled"].any()
+    assert torch.equal(batch["desired_goal"], -batch["x"][:, None].float())
+    sampler.her_ratio, sampler.reward_fn = 1.0, lambda batch: batch["desired_goal"][:, 0] * 20
+    batch = captured()
+    assert torch.equal(batch["next", "reward"][batch["relabeled"]], batch["desired_goal"][batch["relabeled"]] * 20)
+
+
+@pytest.mark.parametrize("goals", [False, True])
+def test_the_number_of_steps_and_the_discount_may_change(device, goals):
+    inner: Any = UniformSampler()
+    if goals:
+        inner = HindsightSampler(inner, reward_fn, her_ratio=0.0)
+    sampler = NStepSampler(inner, 2, 0.5)
+    rb = buffer(sampler, device, batch_size=20)
+    captured = rb.capture(warmup=1)
+    for gamma, n in ((0.5, 2), (0.25, 2), (0.25, 1)):
+        sampler.gamma, sampler.n_steps = gamma, n
+        batch = captured()
+        x = batch["x"].float()
+        more = (batch["x"] % 7 != 6) & (batch["x"] < 19) & (n > 1)
+        assert torch.equal(batch["next", "reward"][:, 0], x + torch.where(more, gamma * (x + 1), 0.0))
+
+
+def test_sequences_follow_the_write_head_and_writes_that_nobody_tells_of(device):
+    sampler = SequenceSampler(UniformSampler(), 3, burn_in=1, boundary="pad")
+    rb = buffer(sampler, device, rows=12, batch_size=80)
+    captured, first, written = rb.capture(warmup=1), 0, 12
+    for rows in (0, 4, 11):
+        rb.extend(data(rows, written).to(device)) if rows else None
+        written += rows
+        first = max(0, written - 20)
+        window = captured().view(-1, 4)
+        anchor, x = (window["anchor_index"][:, :1] - first) % 20 + first, window["x"]
+        wanted = anchor + torch.arange(-1, 3, device=device)
+        low, high = (anchor // 7 * 7).clamp(min=first), (anchor // 7 * 7 + 6).clamp(max=written - 1)
+        assert torch.equal(window["mask"], (wanted >= low) & (wanted <= high))
+        assert torch.equal(x, wanted.maximum(low).minimum(high))
+        assert window["next", "done"][..., 0][wanted == high].all()
+    rb.storage.set(range(20), data(20).to(device))  # by another way than the buffer's
+    index = captured().view(-1, 4)
+    ends = (index["index"] % 7 == 6) | (index["index"] == (written - 1) % 20)
+    assert not (ends[:, 1:-1] & index["mask"][:, 2:]).any()
+
+
+def test_strict_sequences_are_whole_or_left_out(device):
+    rb = buffer(SequenceSampler(UniformSampler(), 5, boundary="strict"), device, batch_size=25)
+    captured = rb.capture(warmup=1)
+    for written in (20, 29):
+        rb.extend(data(written - 20, 20).to(device)) if written > 20 else None
+        batch = captured().view(-1, 5)
+        whole = batch["mask"].all(1)
+        assert (whole == batch["mask"].any(1)).all()
+        assert whole.float().mean() > 0.8
+        assert (batch["x"].diff(dim=1) == 1)[whole].all()
+        assert (batch["x"][whole][:, :1] // 7 == batch["x"][whole] // 7).all()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_after_a_capture_other_draws_are_what_they_would_have_been_without(device, name):
+    plain, captured = (buffer(SAMPLERS[name](), device, batch_size=16) for _ in range(2))
+    captured.capture(warmup=1)()
+    drawn = []
+    for rb in (plain, captured):
+        torch.manual_seed(3)
+        drawn.append([rb.sample()["x"] for _ in range(2)])
+    assert torch.equal(torch.stack(drawn[0]), torch.stack(drawn[1]))
