@@ -58,6 +58,11 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that is shown every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes a row and a few us a batch.
+        device: where batches are wanted, of rows on the CPU: each comes in one asynchronous copy, and TD errors go
+            back so, see :class:`~rlbuf_td.feed.DeviceFeed`. Transforms run there, on what has come. ``prefetch=k`` then
+            means k batches drawn ahead, on a stream instead of in threads; with 0 batches and priorities are bit for
+            bit those without ``device``. Of rows that are on that GPU already nothing is copied or fetched ahead. Where
+            rows *live* is the storage's affair.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
@@ -87,6 +92,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         priority_key: str = "td_error",
         stats: EpisodeStats | None = None,
         count_replays: bool = False,
+        device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
@@ -100,13 +106,17 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             if kwargs.get(part) is None:
                 kwargs[part] = default
         self._stale_updates = Tally()
+        self._learner_device = None if device is None else torch.device(device)
         super().__init__(priority_key=priority_key, **kwargs)
+        if device is not None:
+            self._prefetch = False  # in TorchRL's threads
 
     # -- parts
 
     def _init(self) -> None:
         super()._init()
         self._choose_path()
+        self._refuse_unfed()
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
 
@@ -202,7 +212,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         if not self._is_direct:
             return super().sample(batch_size, return_info, include_info)
         size = self._batch_size if batch_size is None else batch_size
-        if self._prefetch or self._service_shutdown or size is None or self._batch_size not in (None, size):
+        is_other = self._batch_size not in (None, size) and self._learner_device is None
+        if self._prefetch or self._service_shutdown or size is None or is_other:
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
@@ -211,6 +222,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        if self._is_fed:
+            return self._own_feed().take(batch_size)
         storage = self._storage
         with self._replay_lock, self._write_lock:
             is_direct = self._is_direct  # asked here: another thread may set another sampler
@@ -396,6 +409,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             self._init()
         if self._prioritized is None:
             return super().update_priority(index, priority)
+        self._settle_errors()
         by_coordinates = self._storage.ndim > 1
         if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
             index = index.flatten(0, -2) if by_coordinates else index.flatten()
@@ -424,6 +438,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         sampler = self._prioritized
         if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
+        if self._takes_back(data):
+            return None
         index, td_error = self._errors_of(data, sampler.reduction)
         sampled_at, stale = entries_of(data).get(SAMPLED_AT), 0
         with self._replay_lock, self._write_lock:

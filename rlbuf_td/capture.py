@@ -221,7 +221,7 @@ class CapturedStep:
 
         flat, info, batch = buffer._draw(self._batch_size)
         if sampler is not None:
-            info[SAMPLED_AT] = self._now.tensor.long().repeat(flat.shape[0])
+            info[SAMPLED_AT] = self._now.tensor.long().expand(flat.shape[0])
         batch = buffer._assembled(flat, info, batch)
         drawn = info["index"], info.get("priority_weight")
         return self._learned(batch, update), drawn

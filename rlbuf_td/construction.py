@@ -97,6 +97,7 @@ class FromEnvironment:
         *,
         flat: bool = False,
         device: torch.device | str = "cpu",
+        storing_device: torch.device | str | None = None,
         scratch_dir: Any = None,
         shared: bool = False,
         offload: bool = False,
@@ -110,13 +111,14 @@ class FromEnvironment:
             schema: a time step, ``[]`` or ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
             capacity: see :meth:`from_env`.
             flat: rows ``[T]``, although there are lanes: each transition is a row of its own.
-            device: see :class:`PackedStorage`; also ``scratch_dir``, ``shared``, ``offload``, ``share_next`` and
-                ``frames``.
-            scratch_dir: see ``device``.
-            shared: see ``device``.
-            offload: see ``device``.
-            share_next: see ``device``.
-            frames: see ``device``.
+            device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
+            storing_device: where the rows live (the two are named as those of TorchRL's collectors): with ``"cpu"``
+                and ``device="cuda"`` batches come as :class:`ReplayBuffer` says of its ``device``.
+            scratch_dir: see :class:`PackedStorage`; also ``shared``, ``offload``, ``share_next`` and ``frames``.
+            shared: see ``scratch_dir``.
+            offload: see ``scratch_dir``.
+            share_next: see ``scratch_dir``.
+            frames: see ``scratch_dir``.
             **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
 
         Raises:
@@ -131,6 +133,8 @@ class FromEnvironment:
         """
         if flat:
             schema = schema.flatten()[0] if schema.ndim else schema
+        if storing_device is not None:
+            device, kwargs["device"] = storing_device, device
         where: dict[str, Any] = {"device": device, "scratch_dir": scratch_dir, "shared": shared}
         how = where | {"offload": offload, "share_next": share_next, "frames": frames}
         storage = PackedStorage(capacity, ndim=1 + schema.ndim, **how)

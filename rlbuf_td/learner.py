@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.capture import CapturedStep
-from rlbuf_td.feed import DeviceFeed
+from rlbuf_td.feed import DeviceFeed, fed_storage
+from rlbuf_td.held import held_of, unfed
+from rlbuf_td.indices import device_of
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer as _Base
@@ -19,6 +22,9 @@ else:
 
 class FeedsLearner(_Base):
     """Sampling for a GPU: as one graph where the rows are there, ahead and beside where they are on the host."""
+
+    _learner_device: torch.device | None = None  # where batches are wanted
+    _feed: DeviceFeed | None = None
 
     def capture(
         self,
@@ -61,6 +67,8 @@ class FeedsLearner(_Base):
     def feed(self, device: torch.device | str, batch_size: int | None = None, *, ahead: int = 1) -> DeviceFeed:
         """Return batches of a buffer on the host, on a device: see :class:`~rlbuf_td.feed.DeviceFeed`.
 
+        A buffer with ``device=`` has one of its own, which its :meth:`sample` takes batches from.
+
         Args:
             device: where they are wanted.
             batch_size: default: the buffer's.
@@ -68,9 +76,109 @@ class FeedsLearner(_Base):
 
         Raises:
             ValueError: there is no batch size, or ``ahead`` is negative.
-            TypeError: the rows are not those of a :class:`PackedStorage` on the CPU, or a sampler wraps another.
+            TypeError: the rows are not those of a :class:`PackedStorage` on the CPU, or a sampler is one of TorchRL's.
         """
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("say how many rows a batch has: batch_size")
         return DeviceFeed(self, torch.device(device), size, ahead)
+
+    # -- with ``device=``
+
+    @property
+    def _is_fed(self) -> bool:
+        """Whether batches come by the feed: they are wanted on a device, and no GPU on which the rows are already."""
+        device = self._learner_device
+        if device is None:
+            return False
+        rows = device_of(self._storage)
+        is_there = device.type == rows.type and (device.index is None or device.index == rows.index)
+        return device.type == "cpu" or not is_there
+
+    def _refuse_unfed(self) -> None:
+        """Refuse parts that no feed takes.
+
+        Raises:
+            TypeError: there are such.
+        """
+        if self._is_fed:
+            fed_storage(self)
+
+    def _own_feed(self) -> DeviceFeed:
+        if self._feed is None:
+            with self._futures_lock:
+                device = self._learner_device or torch.device("cpu")
+                self._feed = self._feed or DeviceFeed(self, device, self._batch_size or 0, self._prefetch_cap)
+        return self._feed
+
+    def _takes_back(self, batch: TensorDictBase) -> bool:
+        """Take TD errors of a batch of the own feed; if it is another's, put what is on the way in place."""
+        return self._feed is not None and self._feed.takes_back(batch)
+
+    def _settle_errors(self) -> None:
+        """Put TD errors in place that are on the way."""
+        if self._feed is not None:
+            self._feed.flush()
+
+    @property
+    def _has_ahead(self) -> bool:
+        """Whether batches have been drawn ahead."""
+        return self._feed is not None and self._feed.has_ahead
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until the sampler has run out (of an epoch, say), and those drawn ahead with it."""
+        if not self._initialized:
+            self._init()
+        if not self._is_fed or self._batch_size is None:
+            yield from super().__iter__()
+            return
+        if self._sampler.ran_out and not self._has_ahead:
+            self._sampler.ran_out = False
+        while not self._sampler.ran_out or self._has_ahead:
+            yield self.sample()
+
+    def synchronize(self) -> None:
+        """Wait for what is on its way: asynchronous updates, and TD errors that come from a device."""
+        super().synchronize()
+        self._settle_errors()
+
+    # -- state: TorchRL asks here for what it has fetched ahead, whenever it saves, loads or pickles
+
+    @contextmanager
+    def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
+        """Hold the buffer's locks, and give batches drawn ahead, untransformed, and TD errors that are on the way."""
+        feed = self._feed
+        with nullcontext() if feed is None else feed.lock:
+            held = None if feed is None else feed.held()  # waits for the device, before the locks are taken
+            with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
+                yield state if held is None else state | held.state(self._storage.clock.now)
+
+    def _validate_prefetch_state(self, prefetch_state: dict[str, Any] | None) -> None:
+        """Refuse state of another form than is taken; what was drawn ahead with ``device=`` needs that, and without."""
+        if isinstance(prefetch_state, dict):
+            drawn = len(held_of(prefetch_state, 0).drawn)
+            prefetch_state = unfed(prefetch_state)
+            if self._learner_device is not None:
+                if drawn > self._prefetch_cap:
+                    raise ValueError(f"{drawn} batches were drawn ahead, this buffer has prefetch={self._prefetch_cap}")
+                prefetch_state = prefetch_state | {"queue": ()}
+        super()._validate_prefetch_state(prefetch_state)
+
+    def _clear_prefetch_queue_locked(self) -> None:
+        super()._clear_prefetch_queue_locked()
+        self._feed = None
+
+    def _restore_prefetch_queue_locked(
+        self, prefetch_state: dict[str, Any] | None, *, clone_queue: bool = True
+    ) -> None:
+        self._validate_prefetch_state(prefetch_state)
+        if prefetch_state is not None and self._learner_device is not None:
+            self._feed = None
+            if any(held := held_of(prefetch_state, self._storage.clock.now)):
+                self._own_feed().resume(held)
+        elif prefetch_state is not None:
+            super()._restore_prefetch_queue_locked(unfed(prefetch_state), clone_queue=clone_queue)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_feed"}

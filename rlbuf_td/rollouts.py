@@ -47,7 +47,8 @@ class RolloutBuffer(ReplayBuffer):
         partial: may an incomplete rollout be read? It is then estimated as if it ended with the newest step.
         shuffle: a new order in each epoch.
         drop_last: leave out a short last batch.
-        device: where the rows live.
+        device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
+        storing_device: where the rows live; batches then come as :class:`ReplayBuffer` says of its ``device``.
         storage: instead of ``PackedStorage(T * E)``; also ``sampler`` and ``writer``, which ignore the arguments above.
         sampler: see ``storage``.
         writer: see ``storage``; must be a :class:`RolloutWriter`.
@@ -90,6 +91,7 @@ class RolloutBuffer(ReplayBuffer):
         shuffle: bool = True,
         drop_last: bool = False,
         device: torch.device | str = "cpu",
+        storing_device: torch.device | str | None = None,
         storage: Any = None,
         sampler: Any = None,
         writer: RolloutWriter | None = None,
@@ -102,6 +104,8 @@ class RolloutBuffer(ReplayBuffer):
         self.num_steps, self.num_envs = num_steps, num_envs
         self.normalize_advantage, self.partial = normalize_advantage, partial
         self._summary: tuple[int, dict[str, float]] | None = None
+        if storing_device is not None:
+            device, kwargs["device"] = storing_device, device
         if storage is None:
             storage = PackedStorage(num_steps * (num_envs or 1), ndim=1 if num_envs is None else 2, device=device)
         elif getattr(storage, "max_size", num_steps * (num_envs or 1)) != num_steps * (num_envs or 1):
@@ -134,8 +138,8 @@ class RolloutBuffer(ReplayBuffer):
             schema: a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
             capacity: T, in time steps of all lanes.
             flat: ``capacity`` counts transitions, of all lanes one after the other.
-            device: where the rows live.
-            **kwargs: as for this class: ``batch_size``, ``epochs``, ``value_network`` ...
+            device: as for this class; also ``storing_device``, ``batch_size``, ``epochs``, ``value_network`` ...
+            **kwargs: see ``device``.
 
         Raises:
             SchemaError: the schema has several lane dims, or an entry that cannot be packed.
@@ -210,9 +214,9 @@ class RolloutBuffer(ReplayBuffer):
             return
         sampler = self._sampler
         more = sampler.begin_pass()
-        plain_rows = self._is_direct and not self._storage.layout.root.batch_size
+        plain_rows = self._is_direct and not self._is_fed and not self._storage.layout.root.batch_size
         try:
-            if not more:
+            if not more and not self._has_ahead:
                 return
             if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
                 yield from self._in_blocks(self._batch_size)

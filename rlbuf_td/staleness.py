@@ -80,6 +80,10 @@ class WriteClock:
         """How many time steps have been written so far."""
         return self._numbers[_NOW]
 
+    def since(self, then: int) -> int:
+        """Return how many time steps have been written since the clock stood at ``then``."""
+        return (self.now - then) % (1 << 64)  # the count may have passed its limit
+
     def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return stamps ``now`` of ``rows`` rows that are being sampled, ``[rows]`` int64."""
         if device.type == "cpu":
@@ -99,9 +103,7 @@ class WriteClock:
         newest, then = self._newest
         if stamps is not newest:
             return None
-        since = self._numbers[_NOW] - then
-        if since < 0:  # the count has passed its limit
-            since += 1 << 64
+        since = self.since(then)
         return None if since and self._numbers[_BY_ROW] else since
 
     def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:

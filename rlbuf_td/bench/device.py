@@ -16,9 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler, functional
+from rlbuf_td import (
+    HindsightSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    UniformSampler,
+    functional,
+)
 from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
 from rlbuf_td.kernels.columns import gather_rows
@@ -123,11 +132,11 @@ def filled(
     return rb
 
 
-def cycle(rb: Any, td_error: torch.Tensor) -> Callable[[], object]:
-    """Return a call that samples and updates priorities, of a buffer or of its feed."""
+def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -> Callable[[], object]:
+    """Return a call that samples, brings the batch to a device, if one is given, and updates priorities."""
 
     def call() -> None:
-        batch = rb.sample()
+        batch = rb.sample() if device is None else rb.sample().to(device)
         batch["td_error"] = td_error
         rb.update_tensordict_priority(batch)
 
@@ -223,20 +232,41 @@ def advantages(device: torch.device, rows: int, seconds: float) -> Iterator[Meas
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
     """Time batches from rows on the host: gathered there and copied, or read by the device itself."""
+    td_error, what = torch.rand(256, device=device), "rows on the host: proportional, sample + update"
+    rb = filled(rows, ProportionalSampler(rows), torch.device("cpu"), 256)
+    yield Measured(f"{what}, rb.sample().to(device)", wall(cycle(rb, td_error, device), seconds), "us")
+    for ahead in (0, 2):
+        given = {"storage": rb.storage, "sampler": rb.sampler, "batch_size": 256}
+        fed = ReplayBuffer(**given, device=device, prefetch=ahead)
+        yield Measured(f"{what}, device=, prefetch={ahead}", wall(cycle(fed, td_error), seconds), "us")
+    rb = filled(rows, ProportionalSampler(rows), device, 256, offload=True)
+    yield Measured(f"{what}, offload, graph", wall(rb.capture(partial(with_errors, td_error)), seconds), "us")
+    yield Measured(f"{what}, offload, eager", wall(cycle(rb, td_error), seconds), "us")
+    data = small_rows(256).to(device)
+    yield Measured("rows on the host: extend by 256, offload", wall(lambda: rb.extend(data), seconds), "us")
     rb = filled(rows, UniformSampler(), torch.device("cpu"), 256)
     feed = rb.feed(device, ahead=2)
-    yield Measured("rows on the host: a batch of 256 by rb.feed", wall(feed.sample, seconds), "us")
-    yield Measured("rows on the host: rb.sample().to(device)", wall(lambda: rb.sample().to(device), seconds), "us")
-    td_error, what = torch.rand(256, device=device), "proportional, sample + update, batch 256"
-    rb = filled(rows, ProportionalSampler(rows), torch.device("cpu"), 256)
-    yield Measured(f"rows on the host, rb.feed: {what}", wall(cycle(rb.feed(device, ahead=2), td_error), seconds), "us")
-    rb = filled(rows, ProportionalSampler(rows), device, 256, offload=True)
+    yield Measured("rows on the host: uniform, sample, rb.feed, ahead=2", wall(feed.sample, seconds), "us")
     yield Measured(
-        f"rows on the host, offload, graph: {what}", wall(rb.capture(partial(with_errors, td_error)), seconds), "us"
+        "rows on the host: uniform, rb.sample().to(device)", wall(lambda: rb.sample().to(device), seconds), "us"
     )
-    yield Measured(f"rows on the host, offload, eager: {what}", wall(cycle(rb, td_error), seconds), "us")
-    data = small_rows(256).to(device)
-    yield Measured("rows on the host, offload: extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+    sampler = HindsightSampler(UniformSampler(), reached)
+    storage = filled(min(rows, 100_000), sampler, torch.device("cpu"), 256, goal_rows).storage
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=256, device=device, prefetch=2)
+    yield Measured("rows on the host: hindsight, sample, device=, prefetch=2", wall(rb.sample, seconds), "us")
+
+
+def goal_rows(count: int) -> TensorDict:
+    """Return small rows with goals, in trajectories of 50 steps."""
+    rows = small_rows(count)
+    rows["desired_goal"], rows["next", "achieved_goal"] = torch.randn(count, 3), torch.randn(count, 3)
+    rows["next", "done"] = (torch.arange(count) % 50 == 49)[:, None]
+    return rows
+
+
+def reached(batch: TensorDictBase) -> torch.Tensor:
+    """Return the reward of a batch: whether its goals have been reached."""
+    return ((batch["next", "achieved_goal"] - batch["desired_goal"]).norm(dim=-1, keepdim=True) < 0.1).float()
 
 
 def images_from_host(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:

@@ -36,10 +36,10 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, 
 
 
 @contextmanager
-def _at_rest(rb: Any) -> Iterator[tuple[Any, ...]]:
-    """Hold all locks of a buffer, and give the batches that it has fetched ahead."""
+def _at_rest(rb: Any) -> Iterator[dict[str, Any]]:
+    """Hold all locks of a buffer, and give what it has fetched ahead."""
     with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._write_lock:
-        yield tuple(prefetched["queue"])
+        yield prefetched
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
@@ -129,9 +129,7 @@ class _Load:
             self._fit_rows(rb._storage)
         else:
             self._fit_content(rb._storage)
-        rb._validate_prefetch_state(
-            {"version": 1, "capacity": rb._prefetch_cap, "queue": self.saved["buffer"]["prefetched"]}
-        )
+        rb._validate_prefetch_state(self._prefetched)
         parts.refuse_malformed(self.saved)
 
     @property
@@ -139,6 +137,13 @@ class _Load:
         if self.rows is None:
             raise CheckpointError(f"{self.reader.path} holds no rows")
         return self.rows
+
+    @property
+    def _prefetched(self) -> dict[str, Any]:
+        """What was fetched ahead, and TD errors that were on their way, as TorchRL takes it."""
+        buffer = self.saved["buffer"]
+        queue, learned = buffer["prefetched"], buffer.get("learned", ())
+        return {"version": 1, "capacity": self.rb._prefetch_cap, "queue": queue, "learned": learned}
 
     @property
     def _tensors(self) -> list[Stored]:
@@ -228,7 +233,7 @@ class _Load:
         }
         saved["writer"]["state"] = writer | {"_cursor": kept % self.capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
-        saved["buffer"]["prefetched"] = () if moved else saved["buffer"]["prefetched"]
+        saved["buffer"] |= {"prefetched": (), "learned": ()} if moved else {}
         if not self.rows_only:
             cells = self.capacity * prod(lanes)
             state = saved["sampler"]["state"]
@@ -286,8 +291,7 @@ class _Load:
             rb._batch_size = saved["buffer"]["batch_size"]
             rb._consume_after_n_samples = saved["buffer"]["consume_after_n_samples"]
             parts.restore_generator(rb, saved["generator"])
-            queue = {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["buffer"]["prefetched"]}
-            rb._restore_prefetch_queue_locked(queue, clone_queue=False)
+            rb._restore_prefetch_queue_locked(self._prefetched, clone_queue=False)
         parts.load_trajectories(rb._storage, saved["trajectories"])
         rb._choose_path()
         if rb._replays is not None:

@@ -51,7 +51,7 @@ def name_of(part: Any) -> str:
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
 
-def capture(rb: Any, prefetched: Any) -> dict[str, Any]:
+def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
     """Return all that the behaviour of a buffer depends on; its tensors are the live ones."""
     storage = rb._storage
     shape = getattr(storage, "_total_shape", None) or ()
@@ -60,7 +60,8 @@ def capture(rb: Any, prefetched: Any) -> dict[str, Any]:
             "class": type(rb).__name__,
             "batch_size": rb._batch_size,
             "consume_after_n_samples": rb._consume_after_n_samples,
-            "prefetched": prefetched,
+            "prefetched": tuple(prefetched["queue"]),
+            "learned": tuple(prefetched.get("learned", ())),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb._replays is None else rb._replays.counts(),
         },

@@ -82,6 +82,7 @@ class MinibatchSampler(SamplerWithoutReplacement):
 
     def restart(self) -> None:
         """Begin with the first epoch, in a new order."""
+        self.begun = object()  # what was drawn ahead before is of no use
         self._order = None
         self._position = 0
         self._epoch = 0

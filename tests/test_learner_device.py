@@ -1,0 +1,546 @@
+"""``ReplayBuffer(device=...)``: batches of rows on the host, on a device, in lockstep with buffers without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, RandomSampler
+from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm
+
+from rlbuf_td import (
+    HindsightSampler,
+    MinibatchSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RolloutBuffer,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.checkpoint.errors import CheckpointError
+from tests.catalogue import SCHEMAS, assert_same, transitions
+
+STEPS, SIZE = 40, 12
+
+
+def reached(batch: Any) -> torch.Tensor:
+    return (batch["next", "achieved_goal"] == batch["desired_goal"]).float()
+
+
+def windows() -> Any:
+    inner = NStepSampler(HindsightSampler(ProportionalSampler(200), reached), 2, 0.9)
+    return SequenceSampler(inner, 3, burn_in=1, boundary="shift", priority="mix")
+
+
+SAMPLERS: dict[str, Any] = {
+    "uniform": UniformSampler,
+    "unique": partial(UniformSampler, unique=True),
+    "proportional": partial(ProportionalSampler, 200),
+    "rank": partial(RankSampler, 200),
+    "minibatch": partial(MinibatchSampler, 2),
+    "hindsight": lambda: HindsightSampler(UniformSampler(), reached),
+    "prioritized hindsight": lambda: HindsightSampler(RankSampler(200), reached, strategy="final"),
+    "n steps": lambda: NStepSampler(ProportionalSampler(200), 3, 0.9),
+    "sequence": lambda: SequenceSampler(UniformSampler(), 4),
+    "windows": windows,
+}
+
+
+def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:
+    """Return transitions of a Dict observation, lanes first, trajectories of 7 steps."""
+    time = torch.arange(first, first + n).expand(*lanes, n)
+    x = (time * 10 + (torch.arange(lanes[0])[:, None] if lanes else 0)).unsqueeze(-1)
+    done = (time % 7 == 6).unsqueeze(-1)
+
+    def seen(x: torch.Tensor) -> TensorDict:
+        return TensorDict(
+            {"camera": (x % 251).to(torch.uint8).repeat_interleave(3, -1), "speed": x.double()}, x.shape[:-1]
+        )
+
+    after = {"observation": seen(x + 1), "achieved_goal": x.float() / 4, "reward": x.float(), "done": done}
+    leaves = {"observation": seen(x), "desired_goal": -x.float(), "action": x[..., 0].clone(), "is_init": time % 7 == 0}
+    return TensorDict(leaves | {"next": after | {"terminated": done, "truncated": done & False}}, x.shape[:-1])
+
+
+def buffer(sampler: Any, ndim: int = 1, seed: int = 3, **kwargs: Any) -> ReplayBuffer:
+    storage = PackedStorage(STEPS if ndim == 1 else 3 * STEPS, ndim=ndim)
+    generator = torch.Generator().manual_seed(seed)
+    return ReplayBuffer(storage=storage, sampler=sampler, batch_size=SIZE, generator=generator, **kwargs)
+
+
+def write(rb: ReplayBuffer, n: int, first: int) -> None:
+    rb.extend(data(n, first, (3,) if rb.storage.ndim == 2 else ()))
+
+
+class Twin:
+    """A buffer without ``device=``: batches drawn ahead and priorities kept back by the definition."""
+
+    def __init__(self, rb: ReplayBuffer, ahead: int) -> None:
+        self.rb, self.ahead = rb, ahead
+        self.drawn: deque[Any] = deque()
+        self.learned: deque[Any] = deque()
+
+    def sample(self) -> Any:
+        while len(self.drawn) <= self.ahead:
+            self.drawn.append(self.rb.sample())
+        return self.drawn.popleft()
+
+    def update(self, batch: Any) -> None:
+        self.learned.append(batch)
+        self.settle(self.ahead)
+
+    def settle(self, left: int = 0) -> None:
+        while len(self.learned) > left:
+            self.rb.update_tensordict_priority(self.learned.popleft())
+
+
+def learn(batch: Any) -> None:
+    batch["td_error"] = (batch["next", "reward"] % 7 - 3).clone()
+
+
+def priorities(rb: Any) -> torch.Tensor:
+    return rb._prioritized.priority(torch.arange(len(rb.storage)))
+
+
+def run(rb: ReplayBuffer, twin: Twin, first: int, last: int) -> None:
+    """Sample, learn and write on both; compare everything."""
+    for step in range(first, last):
+        batch, expected = rb.sample(), twin.sample()
+        assert_same(batch.cpu(), expected)
+        learn(batch)
+        learn(expected)
+        rb.update_tensordict_priority(batch)
+        twin.update(expected)
+        if step % 2:
+            for each in (rb, twin.rb):
+                write(each, 4, STEPS + 4 * step)
+    rb.synchronize()
+    twin.settle()
+    if rb._prioritized is not None:
+        assert torch.equal(priorities(rb), priorities(twin.rb))
+    if not twin.ahead:
+        assert rb.health() == twin.rb.health()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_batches_and_priorities_are_those_of_a_buffer_without_device(device, name, ndim, ahead):
+    rb = buffer(SAMPLERS[name](), ndim, device=device, prefetch=ahead, count_replays=True)
+    twin = Twin(buffer(SAMPLERS[name](), ndim, count_replays=True), ahead if name != "minibatch" else 0)
+    for each in (rb, twin.rb):
+        write(each, STEPS - 3, 0)
+    if name == "minibatch":  # a write begins anew, and drops what was drawn ahead
+        for _ in range(9):
+            assert_same(rb.sample().cpu(), twin.sample())
+    else:
+        run(rb, twin, 0, 12)
+    assert rb.sample().device.type == device.type
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
+def test_every_kind_of_transition_comes_whole(device, schema):
+    def made(**kwargs: Any) -> ReplayBuffer:
+        rb = ReplayBuffer(storage=PackedStorage(9), sampler=ProportionalSampler(9), batch_size=5, **kwargs)
+        rb.set_rng(torch.Generator().manual_seed(1))
+        rb.extend(transitions(schema, 9))
+        return rb
+
+    assert_same(made(device=device).sample().cpu(), made().sample())
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_reports_sizes_and_transforms_are_those_of_a_buffer_without_device(device, ndim):
+    def made(**kwargs: Any) -> ReplayBuffer:
+        speeds = [("observation", "speed"), ("next", "observation", "speed")]
+        norm = ObservationNorm(loc=1.0, scale=0.5, in_keys=speeds)
+        rb = buffer(
+            windows(), ndim, transform=Compose(DoubleToFloat(in_keys=speeds), norm.to(kwargs.get("device"))), **kwargs
+        )
+        write(rb, STEPS, 0)
+        return rb
+
+    rb, plain = made(device=device), made()
+    (batch, info), (expected, other) = rb.sample(return_info=True), plain.sample(return_info=True)
+    assert_same(batch.cpu(), expected)
+    assert batch["observation", "speed"].dtype is torch.float32
+    assert info.keys() == other.keys()
+    for key, value in other.items():
+        for ours, theirs in zip(*((v if isinstance(v, tuple) else (v,)) for v in (info[key], value)), strict=True):
+            assert torch.equal(ours.cpu(), theirs), key
+    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
+        expected = plain.sample(8)
+    assert_same(rb.sample(8).cpu(), expected)
+    bare = rb.sample(include_info=False)
+    assert "index" not in bare
+    assert_same(bare.cpu(), plain.sample(include_info=False))
+
+
+def test_another_size_passes_those_drawn_ahead(device):
+    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=2)
+    write(rb, STEPS, 0)
+    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [12, 5, 12, 30, 12, 12]
+    batch = rb.sample(5)
+    batch["td_error"] = torch.full((5,), 50.0, device=device)
+    rb.update_tensordict_priority(batch)
+    rb.synchronize()
+    assert (priorities(rb)[batch["index"].cpu()] == 50).all()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_parts_of_a_batch_update_as_without_device(device, ahead):
+    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
+    twin = buffer(ProportionalSampler(STEPS))
+    for each in (rb, twin):
+        write(each, STEPS, 0)
+    batch = rb.sample()
+    batch["td_error"] = torch.arange(1.0, 1 + SIZE, device=device)
+    rb.update_tensordict_priority(batch)
+    rb.update_priority(torch.tensor([1, 2]), 9.0)
+    rb.update_tensordict_priority(batch[:5].clone().cpu())
+    twin.update_priority(batch["index"].cpu(), batch["td_error"].cpu())
+    twin.update_priority(torch.tensor([1, 2]), 9.0)
+    twin.update_priority(batch["index"][:5].cpu(), batch["td_error"][:5].cpu())
+    assert torch.equal(priorities(rb), priorities(twin))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_rows_that_were_replaced_meanwhile_keep_their_priority(device, ahead):
+    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
+    write(rb, STEPS, 0)
+    batch = rb.sample(STEPS)
+    write(rb, 15, STEPS)
+    batch["td_error"] = torch.full((STEPS,), 5.0, device=device)
+    rb.update_tensordict_priority(batch)
+    rb.synchronize()
+    rows = batch["index"].cpu()
+    assert (priorities(rb)[rows] == torch.where(rows < 15, 1.0, 5.0)).all()
+    assert rb.health()["stale_updates"] == (rows < 15).sum() > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round"])
+def test_what_changes_in_between_is_noticed(device, change, ahead):
+    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
+    write(rb, STEPS, 0)
+    old = rb.sample()
+    if change == "sampler":
+        rb.set_sampler(UniformSampler())
+    elif change == "storage":
+        rb.set_storage(PackedStorage(STEPS))
+    elif change == "empty":
+        rb.empty()
+        with pytest.raises(RuntimeError, match="empty"):
+            rb.sample()
+    if change != "sampler":
+        write(rb, STEPS, 1000)
+    for _ in range(4):
+        batch = rb.sample()
+        assert ("priority_weight" in batch) == (change != "sampler")
+        assert (batch["action"] >= (0 if change == "sampler" else 10_000)).all()
+    if change in ("empty", "come round"):
+        old["td_error"] = torch.full((SIZE,), 7.0, device=device)
+        rb.update_tensordict_priority(old)
+        rb.synchronize()
+        assert (priorities(rb) == 1.0).all()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_iteration_gives_every_row_once_an_epoch(device, ahead):
+    rb = ReplayBuffer(
+        storage=PackedStorage(30), sampler=MinibatchSampler(2), batch_size=7, device=device, prefetch=ahead
+    )
+    write(rb, 30, 0)
+    for _ in range(2):
+        rows = torch.cat([batch["action"].cpu() // 10 for batch in rb])
+        assert [sorted(rows[:30].tolist()), sorted(rows[30:].tolist())] == [[*range(30)]] * 2
+    next(iter(rb))
+    write(rb, 20, 30)
+    rows = torch.cat([batch["action"].cpu() // 10 for batch in rb])
+    assert sorted(rows.tolist()) == sorted([*range(20, 50)] * 2)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_rollouts_are_those_of_a_buffer_without_device(device, ahead):
+    def made(**kwargs: Any) -> RolloutBuffer:
+        rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, normalize_advantage="minibatch", prefetch=ahead, **kwargs)
+        rollout.set_rng(torch.Generator().manual_seed(2))
+        return rollout
+
+    fed, plain = made(device=device, storing_device="cpu"), made()
+    for first in (0, 7):
+        for each in (fed, plain):
+            each.extend(data(7, first, (3,)).set("state_value", torch.linspace(0, 1, 21).view(3, 7, 1)))
+        for _ in range(2):
+            next(iter(fed)), next(iter(plain))  # given up
+        for ours, theirs in zip(fed, plain, strict=True):
+            assert ours.device.type == device.type
+            assert (ours["index"].cpu() == theirs["index"]).all()
+            torch.testing.assert_close(ours["advantage"].cpu(), theirs["advantage"])
+
+
+def test_threads_write_and_sample_meanwhile(device):
+    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=2)
+    write(rb, STEPS, 0)
+    stop, errors = threading.Event(), []
+
+    def writing() -> None:
+        first = STEPS
+        while not stop.is_set():
+            write(rb, 3, first)
+            first += 3
+
+    def learning() -> None:
+        try:
+            for _ in range(60):
+                batch = rb.sample()
+                assert torch.equal(batch["next", "reward"][:, 0], batch["action"].float())
+                assert torch.equal(batch["next", "observation", "speed"], batch["observation", "speed"] + 1)
+                learn(batch)
+                rb.update_tensordict_priority(batch)
+        except BaseException as error:  # noqa: BLE001  the test raises it
+            errors.append(error)
+
+    writer, learners = threading.Thread(target=writing), [threading.Thread(target=learning) for _ in range(2)]
+    for thread in (writer, *learners):
+        thread.start()
+    for thread in learners:
+        thread.join()
+    stop.set()
+    writer.join()
+    assert not errors
+    rb.synchronize()
+    found, own = priorities(rb), (rb.storage["next", "reward"][:, 0] % 7 - 3).abs()
+    assert ((found == own) | (found == 1) | (found == 3)).all()  # never another row's; 1 and 3: of new rows
+
+
+def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
+    """The copies of a GPU, played by events of this test."""
+    rb = buffer(ProportionalSampler(STEPS), device="cpu", prefetch=1)
+    write(rb, STEPS, 0)
+    batch, waited = rb.sample(), []
+
+    class Event:
+        def synchronize(self) -> None:
+            writer = threading.Thread(target=write, args=(rb, 2, STEPS))
+            writer.start()
+            writer.join(10)
+            waited.append(not writer.is_alive())
+
+    feed = rb._own_feed()
+    copied = feed._returning._copied
+    monkeypatch.setattr(feed._returning, "_copied", lambda tensors: (copied(tensors)[0], Event()))
+    learn(batch)
+    rb.update_tensordict_priority(batch)
+    assert waited == []  # nobody waits for the last one
+    rb.synchronize()
+    slots: Any = feed._slots
+    slots.extend([(torch.empty(9, dtype=torch.uint8), Event())] * 2)
+    rb.sample()
+    assert waited == [True, True]
+
+
+# -- state
+
+
+def trained(device: torch.device, name: str, ndim: int, ahead: int, seed: int = 3) -> ReplayBuffer:
+    return buffer(SAMPLERS[name](), ndim, seed, device=device, prefetch=ahead)
+
+
+def go_on(rb: Any, first: int, last: int) -> list[Any]:
+    seen = []
+    for step in range(first, last):
+        batch = rb.sample()
+        seen.append(batch.clone().cpu())
+        learn(batch)
+        rb.update_tensordict_priority(batch)
+        if step % 2:
+            write(rb, 3, STEPS + 3 * step)
+    return seen
+
+
+def through_a_dump(rb: ReplayBuffer, again: ReplayBuffer, path: Any) -> ReplayBuffer:
+    rb.dumps(path)
+    again.loads(path)
+    return again
+
+
+def through_a_state_dict(rb: ReplayBuffer, again: ReplayBuffer, path: Any) -> ReplayBuffer:
+    again.load_state_dict(rb.state_dict())
+    return again
+
+
+def through_a_pickle(rb: ReplayBuffer, again: ReplayBuffer, path: Any) -> ReplayBuffer:
+    return pickle.loads(pickle.dumps(rb))
+
+
+def through_two(rb: ReplayBuffer, again: ReplayBuffer, path: Any) -> ReplayBuffer:
+    return copy.deepcopy(through_a_dump(rb, again, path))  # not sampled from in between
+
+
+@pytest.mark.parametrize("way", [through_a_dump, through_a_state_dict, through_a_pickle, through_two])
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("name", "ndim"), [("proportional", 1), ("windows", 2), ("uniform", 2)])
+def test_a_resumed_run_is_the_one_that_was_never_stopped(device, name, ndim, ahead, way, tmp_path):
+    whole = trained(device, name, ndim, ahead)
+    write(whole, STEPS - 5, 0)
+    expected = go_on(whole, 0, 14)
+    rb = trained(device, name, ndim, ahead)
+    write(rb, STEPS - 5, 0)
+    go_on(rb, 0, 7)
+    again = way(rb, trained(device, name, ndim, ahead, seed=8), tmp_path)
+    for each in (again, rb):  # the dump has changed nothing
+        for ours, theirs in zip(go_on(each, 7, 14), expected[7:], strict=True):
+            assert_same(ours, theirs)
+    again.synchronize()
+    whole.synchronize()
+    if whole._prioritized is not None:
+        assert torch.equal(priorities(again), priorities(whole))
+        assert again.health()["stale_updates"] <= whole.health()["stale_updates"]
+
+
+def test_a_load_goes_back_in_a_buffer_that_is_in_use(device, tmp_path):
+    rb = trained(device, "uniform", 1, 2)
+    write(rb, STEPS, 0)
+    go_on(rb, 0, 4)
+    rb.dumps(tmp_path)
+    expected = go_on(rb, 4, 12)
+    rb.loads(tmp_path)
+    for ours, theirs in zip(go_on(rb, 4, 12), expected, strict=True):
+        assert_same(ours.exclude("sampled_at"), theirs.exclude("sampled_at"))
+
+
+def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, tmp_path):
+    def made(**kwargs: Any) -> ReplayBuffer:
+        rb = buffer(ProportionalSampler(STEPS), prefetch=2, **kwargs)
+        write(rb, STEPS, 0)
+        rb.sample()
+        return rb
+
+    for source, target in ((made(device=device), made()), (made(), made(device=device))):
+        path = tmp_path / str(source._learner_device)
+        source.synchronize()
+        source.dumps(path)
+        target.loads(path)
+        assert not target._has_ahead
+        assert not target._prefetch_queue
+        batch = target.sample()
+        assert (batch["index"] * 10 == batch["action"]).all()
+        target.update_tensordict_priority(batch.set("td_error", torch.ones(SIZE)))
+        source.shutdown(), target.shutdown()
+
+
+def test_a_dump_with_more_ahead_is_refused(tmp_path):
+    rb = trained(torch.device("cpu"), "uniform", 1, 2)
+    write(rb, STEPS, 0)
+    rb.sample()
+    rb.dumps(tmp_path)
+    less = trained(torch.device("cpu"), "uniform", 1, 1)
+    with pytest.raises(CheckpointError, match="2 batches were drawn ahead, this buffer has prefetch=1"):
+        less.loads(tmp_path)
+    assert len(less) == 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"age": -1},
+        {"age": 1 << 62},
+        {"index": torch.arange(3)},
+        {"index": torch.arange(12.0)},
+        {"report": None},
+    ],
+    ids=str,
+)
+def test_malformed_state_is_refused(entry):
+    rb = trained(torch.device("cpu"), "uniform", 1, 1)
+    write(rb, STEPS, 0)
+    rb.sample()
+    state = rb.state_dict()
+    (batch, said), *_ = state["_prefetch_state"]["queue"]
+    state["_prefetch_state"]["queue"] = ((batch, said | entry),)
+    with pytest.raises(ValueError, match="drawn"):
+        rb.load_state_dict(state)
+    assert rb._has_ahead
+
+
+def test_rows_that_cannot_be_are_not_gone_on_with():
+    rb = trained(torch.device("cpu"), "proportional", 1, 1)
+    write(rb, STEPS, 0)
+    go_on(rb, 0, 1)
+    state = rb.state_dict()
+    (batch, said), *_ = state["_prefetch_state"]["queue"]
+    state["_prefetch_state"]["queue"] = ((batch, said | {"index": said["index"] + STEPS}),)
+    (flat, td_error, age), *_ = state["_prefetch_state"]["learned"]
+    state["_prefetch_state"]["learned"] = ((flat - STEPS, td_error, age),)
+    rb.load_state_dict(state)
+    batch = rb.sample()
+    assert batch["index"].max() < STEPS
+    rb.synchronize()
+    assert (priorities(rb) == 1).all()
+
+
+# -- where rows live
+
+
+def test_buffers_for_environments_name_both_devices(device):
+    schema = data(1)[0]
+    rb = ReplayBuffer.from_schema(schema, STEPS, device=device, storing_device="cpu", batch_size=4)
+    assert rb.storage.device.type == "cpu"
+    write(rb, STEPS, 0)
+    assert rb.sample().device.type == device.type
+    there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4)
+    there.extend(data(STEPS).to(device))
+    assert there.storage.device.type == there.sample().device.type == device.type
+    assert there._feed is None
+
+
+def test_rows_on_the_gpu_are_not_copied(device):
+    rb = ReplayBuffer(
+        storage=PackedStorage(STEPS, device=device), sampler=RankSampler(STEPS), batch_size=4, device=device, prefetch=2
+    )
+    rb.extend(data(STEPS).to(device))
+    batch = rb.sample()
+    assert batch.device.type == device.type
+    assert (rb._feed is None) == (device.type == "cuda")
+    if device.type == "cuda":
+        with pytest.raises(TypeError, match="on the CPU"):
+            ReplayBuffer(storage=PackedStorage(STEPS, device=device), device="cpu")
+
+
+def test_what_cannot_be_fed_is_refused():
+    with pytest.raises(TypeError, match=r"samplers of this package.*got PackedStorage on cpu and RandomSampler"):
+        ReplayBuffer(storage=PackedStorage(9), sampler=RandomSampler(), device="cpu")
+    with pytest.raises(TypeError, match="got LazyTensorStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(9), device="cpu")
+    with pytest.raises(TypeError, match="collate_fn"):
+        ReplayBuffer(storage=PackedStorage(9), collate_fn=lambda rows: rows, device="cpu")
+    with pytest.raises(ValueError, match="batch-size must be specified"):
+        ReplayBuffer(storage=PackedStorage(9), device="cpu", prefetch=1)
+    rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=ProportionalSampler(STEPS), device="cpu")
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
+        rb.sample()
+    write(rb, STEPS, 0)
+    batch = rb.sample(4)
+    with pytest.raises(KeyError, match="no 'td_error'"):
+        rb.update_tensordict_priority(batch)
+    batch["td_error"] = torch.tensor([1.0, torch.nan, 1.0, 1.0])
+    with pytest.raises(ValueError, match="NaN"):
+        rb.update_tensordict_priority(batch)
+    assert (priorities(rb) == 1).all()
+    rb.set_sampler(RandomSampler())
+    with pytest.raises(TypeError, match="RandomSampler"):
+        rb.sample(4)
+    rb.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        rb.sample(4)
