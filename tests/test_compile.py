@@ -17,6 +17,7 @@ from rlbuf_td.kernels import staleness, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
 from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.kernels.goals import Law, choose_goals
+from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.n_step import sums_ahead
 from rlbuf_td.kernels.rank_law import rank_law
 from rlbuf_td.kernels.sorted_order import SortedOrder
@@ -89,11 +90,12 @@ def test_proportional_draws_and_updates_compile_once_while_the_buffer_fills(norm
     torch.testing.assert_close(tree.weight, expected.weight)
 
 
-def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
+@pytest.mark.parametrize("form", [SortedOrder, MergedOrder])
+def test_draws_by_rank_compile_once_while_the_buffer_fills(form, device):
     law = rank_law(0.7, device)
 
     def step(magnitude: Tensor, uniform: Tensor, index: Tensor, error: Tensor) -> Any:
-        order = SortedOrder(magnitude)
+        order = form(magnitude)
         order.update_(index, error, 1_000)
         return order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
 
