@@ -123,11 +123,12 @@ def test_pages_are_unlocked_once_when_the_last_tensor_is_gone_and_before_they_ar
 
 def test_pages_that_the_driver_refuses_are_given_back_at_once(driver: Driver) -> None:
     driver.refuses = 2
-    with pytest.raises(RuntimeError, match=r"page-locking fails, out of memory \(2\)"):
+    with pytest.raises(RuntimeError, match=r"page-locking fails, out of memory \(2\)") as held:
         page_locked.page_locked(1 << 20, GPU)
     (_, address, *_), *others = driver.log
     assert others == [("forget", 1)]
-    assert not is_mapped(address)  # although the error, which pytest holds, holds the frame
+    assert not is_mapped(address)  # although the error holds the frame
+    assert held.traceback[-1].name == "page_locked"
 
 
 def test_memory_that_torch_takes_for_another_devices_is_unlocked(
