@@ -160,6 +160,32 @@ def test_every_kind_of_transition_comes_whole(device, schema):
     assert_same(made(device=device).sample().cpu(), made().sample())
 
 
+class Telling(UniformSampler):
+    """Reports more than one would think of."""
+
+    said: Any = None
+
+    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        flat, _ = super().draw(storage, batch_size)
+        report = {"wave": torch.complex(flat.double(), -flat.double()), ("next", "even"): flat[:, None] % 2 == 0}
+        return flat, report if self.said is None else {"said": self.said}
+
+
+def test_a_sampler_may_report_anything_that_is_one_a_row(device):
+    rb, plain = buffer(Telling(), device=device), buffer(Telling())
+    for each in (rb, plain):
+        write(each, STEPS, 0)
+    for size in (SIZE, 7):
+        rb._batch_size = plain._batch_size = size
+        assert_same(rb.sample().cpu(), plain.sample())
+    for said, found in ((torch.ones(()), r"torch.Size\(\[\]\)"), ("words", "str")):
+        rb.sampler.said = said
+        with pytest.raises(TypeError, match=f"one entry for each of 7 rows, got 'said' as {found}"):
+            rb.sample()
+    rb.sampler.said = None
+    assert len(rb.sample()) == 7
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_reports_sizes_and_transforms_are_those_of_a_buffer_without_device(device, ndim):
     def made(**kwargs: Any) -> ReplayBuffer:
