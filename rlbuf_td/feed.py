@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from operator import is_
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +16,10 @@ from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import merge_
 from rlbuf_td.held import Held
 from rlbuf_td.indices import coordinates, device_of
-from rlbuf_td.parcel import Drawn, Parcel, layout_of, pack_
+from rlbuf_td.parcel import Drawn, Parcel, layout_of
 from rlbuf_td.returning import Origin, ReturningErrors
 from rlbuf_td.staleness import SAMPLED_AT
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 
 if TYPE_CHECKING:
@@ -67,11 +67,8 @@ class DeviceFeed:
         self._buffer = buffer
         self._sent: deque[_Sent] = deque()
         self._resumed: list[Drawn] = []  # to be sent with the next batch
-        self._parts: tuple[Any, ...] = ()
-        self._layouts: tuple[RowLayout | None, RowLayout | None] = (
-            None,
-            None,
-        )  # of the last revised rows, and of the last report
+        self._parts: tuple[Any, ...] = (None,) * 4
+        self._last: Parcel | None = None  # the next is mostly like it
         self._checked()
         self._stream: torch.cuda.Stream | None = None  # made with the first copy: a feed may wait where no GPU is
         self._slots: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
@@ -122,10 +119,10 @@ class DeviceFeed:
         """
         storage, sampler = fed_storage(self._buffer), self._buffer._sampler
         parts = storage, sampler, storage._rows, getattr(sampler, "begun", None)
-        if len(self._parts) != len(parts) or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
+        if not all(map(is_, parts, self._parts)):
             self._sent.clear()
             self._resumed.clear()
-            self._parts, self._layouts = parts, (None, None)
+            self._parts, self._last = parts, None
         return storage
 
     def _go_on(self) -> None:
@@ -145,14 +142,14 @@ class DeviceFeed:
         """Draw a batch, gather it into pinned memory and begin to copy it."""
         buffer, host = self._buffer, self._idle()
         with buffer._replay_lock, buffer._write_lock:
-            storage, wrapper, now = self._checked(), buffer._wrapper, buffer._storage.clock.now
+            storage, wrapper, now = fed_storage(buffer), buffer._wrapper, buffer._storage.clock.now
             rows: Any
             if wrapper is not None:
                 flat, report, rows = wrapper.draw_batch(storage, batch_size)
             else:
                 flat, report = buffer._sampler.draw(storage, batch_size)
                 rows = storage._written()
-            self._checked()  # a draw may begin new epochs
+            self._checked()  # afterwards: a draw may begin new epochs
             buffer._note_draw(coordinates(flat, storage), report)
             drawn, origin = Drawn(flat, report, rows, now), Origin(storage, buffer._prioritized, flat, now)
             packed = self._packed(drawn, host) if wrapper is None else None
@@ -160,19 +157,12 @@ class DeviceFeed:
 
     def _packed(self, drawn: Drawn, host: torch.Tensor | None) -> tuple[Parcel, torch.Tensor]:
         """Pack what was drawn into ``host``, or if that is too small, into new memory."""
-        rows, known = drawn.rows, self._layouts
-        report, said = layout_of(drawn.said, known[1])
-        layout, leaves = (rows.layout, []) if isinstance(rows, Rows) else layout_of(rows, known[0])
-        self._layouts = layout, report
-        parcel = Parcel(layout, report, tuple(drawn.report), len(drawn.flat))
+        rows, known = drawn.rows, None if self._last is None else self._last.layout
+        layout, leaves = (rows.layout, []) if isinstance(rows, Rows) else layout_of(rows, known)
+        self._last = parcel = Parcel.of(layout, drawn, self._last)
         if host is None or host.numel() < parcel.nbytes:
             host = torch.empty(parcel.nbytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        packed, behind = parcel.parts(host)
-        if isinstance(rows, Rows):
-            rows.pack_(drawn.flat, packed)
-        else:
-            pack_(layout, leaves, packed)
-        pack_(report, said, behind)
+        parcel.pack_(host[: parcel.nbytes], drawn, leaves)
         return parcel, host
 
     def _copied(self, origin: Origin, parcel: Parcel, host: torch.Tensor) -> _Sent:

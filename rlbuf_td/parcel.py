@@ -1,7 +1,7 @@
 """A batch as one block of bytes: what the host packs, one copy takes to a device, and views make whole there.
 
-The rows come first, packed as :class:`~rlbuf_td.storages.layout.RowLayout` says, then, packed likewise, what the
-sampler reports of each: its place, its importance weight, whatever else.
+The places of the rows come first, and whatever else the sampler reports of each: columns, the largest items in front,
+so that all are aligned. Behind them lie the rows, packed as :class:`~rlbuf_td.storages.layout.RowLayout` says.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td._tensordict import new_tensordict
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.schema import SchemaError, show_key
 
 _ALIGNED = 64
-_INDEX = "index"
 
 
 class Drawn(NamedTuple):
@@ -32,50 +30,89 @@ class Drawn(NamedTuple):
     """
 
     flat: torch.Tensor
-    report: dict[Any, Any]
+    report: dict[Any, torch.Tensor]
     rows: TensorDictBase | Rows
     sampled_at: int
 
-    @property
-    def said(self) -> TensorDict:
-        """The report with the flat rows, as ``[B]``."""
-        entries = self.report | {_INDEX: self.flat}
-        if all(type(key) is str for key in entries):
-            return new_tensordict(entries, self.flat.shape, self.flat.device)
-        return TensorDict(entries, self.flat.shape)
+
+class _Column(NamedTuple):
+    key: Any  # of the report; None for the places of the rows
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Where things lie in a block of ``count`` rows."""
+    """Where things lie in a block of ``count`` rows.
 
-    rows: RowLayout
-    report: RowLayout
-    keys: tuple[Any, ...]  # of the report
+    Attributes:
+        layout: of the rows.
+        columns: the places and the report.
+        sizes: in bytes: of the columns, of what is left free behind them, and of the rows.
+        count: rows.
+    """
+
+    layout: RowLayout
+    columns: tuple[_Column, ...]
+    sizes: tuple[int, ...]
     count: int
+
+    @classmethod
+    def of(cls, layout: RowLayout, drawn: Drawn, known: Parcel | None) -> Parcel:
+        """Return a parcel for what was drawn, ``known`` if that will do.
+
+        Raises:
+            TypeError: an entry of the report is none a row.
+        """
+        count = drawn.flat.shape[0]
+        found = [_Column(None, torch.int64, drawn.flat.shape)]
+        for key, value in drawn.report.items():
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != drawn.flat.shape:
+                raise TypeError(
+                    f"what a sampler reports goes to a device as tensors with one entry for each of {count} rows, "
+                    f"got {show_key(key)} as {getattr(value, 'shape', type(value).__name__)}"
+                )
+            found.append(_Column(key, value.dtype, value.shape))
+        columns = tuple(sorted(found, key=_itemsize))
+        if known is not None and known.columns == columns and known.layout is layout:
+            return known
+        sizes = [column.dtype.itemsize * column.shape.numel() for column in columns]
+        return cls(layout, columns, (*sizes, -sum(sizes) % _ALIGNED, count * layout.row_bytes), count)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the block."""
-        return self._first + self.count * self.report.row_bytes
+        return sum(self.sizes)
 
-    @property
-    def _first(self) -> int:
-        return -(-self.count * self.rows.row_bytes // _ALIGNED) * _ALIGNED
+    def split(self, block: torch.Tensor) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
+        """Return packed rows, ``[B, row_bytes]`` in bytes, and the columns by their keys, as views of a block."""
+        *parts, _, rows = block.unsafe_split_with_sizes(self.sizes)  # unsafe: see RowLayout.columns
+        packed = rows.view(self.layout.carrier).view(self.count, self.layout.row_bytes // self.layout.carrier.itemsize)
+        found = {}
+        for (key, dtype, shape), part in zip(self.columns, parts, strict=True):
+            column = part.view(dtype)
+            found[key] = column if len(shape) == 1 else column.view(shape)
+        return packed, found
 
-    def parts(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return packed rows and the packed report, ``[B, row_bytes]`` in bytes, as views of a block of bytes."""
-        return self._part(block, 0, self.rows), self._part(block, self._first, self.report)
+    def pack_(self, block: torch.Tensor, drawn: Drawn, leaves: list[torch.Tensor]) -> None:
+        """Fill a block; ``leaves`` are those of the rows, if they need not be gathered."""
+        packed, columns = self.split(block)
+        if isinstance(drawn.rows, Rows):
+            drawn.rows.pack_(drawn.flat, packed)
+        else:
+            torch._foreach_copy_(self.layout.columns(packed), leaves)
+        columns.pop(None).copy_(drawn.flat)
+        for key, column in columns.items():
+            column.copy_(drawn.report[key])
 
-    def _part(self, block: torch.Tensor, start: int, layout: RowLayout) -> torch.Tensor:
-        part = block.narrow(0, start, self.count * layout.row_bytes).view(layout.carrier)
-        return part.view(self.count, layout.row_bytes // layout.carrier.itemsize)
-
-    def unpack(self, block: torch.Tensor) -> tuple[TensorDict, torch.Tensor, dict[Any, Any]]:
+    def unpack(self, block: torch.Tensor) -> tuple[TensorDict, torch.Tensor, dict[Any, torch.Tensor]]:
         """Return the transitions, their flat rows and the report, all as views of a block."""
-        packed, said = self.parts(block)
-        report = self.report.unpack(said)
-        return self.rows.unpack(packed), report.get(_INDEX), {key: report.get(key) for key in self.keys}
+        packed, columns = self.split(block)
+        return self.layout.unpack(packed), columns.pop(None), columns
+
+
+def _itemsize(column: _Column) -> int:
+    return -column.dtype.itemsize
 
 
 def layout_of(data: TensorDictBase, known: RowLayout | None) -> tuple[RowLayout, list[torch.Tensor]]:
@@ -91,8 +128,3 @@ def layout_of(data: TensorDictBase, known: RowLayout | None) -> tuple[RowLayout,
             pass
     layout = RowLayout(data, lead_dims=1)
     return layout, layout.collect(data, data.batch_size[:1])
-
-
-def pack_(layout: RowLayout, leaves: list[torch.Tensor], packed: torch.Tensor) -> None:
-    """Write leaves into a part of a block."""
-    torch._foreach_copy_(layout.columns(packed), leaves)

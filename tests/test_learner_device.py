@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 import threading
 from collections import deque
@@ -159,6 +160,32 @@ def test_every_kind_of_transition_comes_whole(device, schema):
     assert_same(made(device=device).sample().cpu(), made().sample())
 
 
+class Telling(UniformSampler):
+    """Reports more than one would think of."""
+
+    said: Any = None
+
+    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        flat, _ = super().draw(storage, batch_size)
+        report = {"wave": torch.complex(flat.double(), -flat.double()), ("next", "even"): flat[:, None] % 2 == 0}
+        return flat, report if self.said is None else {"said": self.said}
+
+
+def test_a_sampler_may_report_anything_that_is_one_a_row(device):
+    rb, plain = buffer(Telling(), device=device), buffer(Telling())
+    for each in (rb, plain):
+        write(each, STEPS, 0)
+    for size in (SIZE, 7):
+        rb._batch_size = plain._batch_size = size
+        assert_same(rb.sample().cpu(), plain.sample())
+    for said, found in ((torch.ones(()), r"torch.Size\(\[\]\)"), ("words", "str")):
+        rb.sampler.said = said
+        with pytest.raises(TypeError, match=f"one entry for each of 7 rows, got 'said' as {found}"):
+            rb.sample()
+    rb.sampler.said = None
+    assert len(rb.sample()) == 7
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_reports_sizes_and_transforms_are_those_of_a_buffer_without_device(device, ndim):
     def made(**kwargs: Any) -> ReplayBuffer:
@@ -206,11 +233,19 @@ def test_parts_of_a_batch_update_as_without_device(device, ahead):
     batch = rb.sample()
     batch["td_error"] = torch.arange(1.0, 1 + SIZE, device=device)
     rb.update_tensordict_priority(batch)
-    rb.update_priority(torch.tensor([1, 2]), 9.0)
-    rb.update_tensordict_priority(batch[:5].clone().cpu())
+    part = batch[:5].clone().cpu().set("td_error", torch.full((5,), 30.0))
+    rb.update_tensordict_priority(part)
+    assert (priorities(rb)[part["index"]] == 30).all()  # not overtaken by what was on its way
+    rb.synchronize()
+    assert (priorities(rb)[part["index"]] == 30).all()
+    batch["td_error"] += 1
+    rb.update_tensordict_priority(batch)
+    rb.update_priority(batch["index"][:2].cpu(), 90.0)
+    for index, td_error in ((batch["index"], batch["td_error"] - 1), (part["index"], part["td_error"])):
+        twin.update_priority(index.cpu(), td_error.cpu())
+    assert not torch.equal(priorities(rb), priorities(twin))
     twin.update_priority(batch["index"].cpu(), batch["td_error"].cpu())
-    twin.update_priority(torch.tensor([1, 2]), 9.0)
-    twin.update_priority(batch["index"][:5].cpu(), batch["td_error"][:5].cpu())
+    twin.update_priority(batch["index"][:2].cpu(), 90.0)
     assert torch.equal(priorities(rb), priorities(twin))
 
 
@@ -499,6 +534,7 @@ def test_buffers_for_environments_name_both_devices(device):
     assert rb.storage.device.type == "cpu"
     write(rb, STEPS, 0)
     assert rb.sample().device.type == device.type
+    assert rb._feed is not None
     there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4)
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
@@ -544,3 +580,30 @@ def test_what_cannot_be_fed_is_refused():
     rb.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         rb.sample(4)
+
+
+# -- processes
+
+
+def test_forked_processes_have_a_way_of_their_own_into_the_same_rows():
+    storage = PackedStorage(STEPS, shared=True)
+    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(STEPS), batch_size=SIZE, device="cpu", prefetch=2)
+    write(rb, STEPS, 0)
+    rb.sample()
+
+    def work() -> None:
+        write(rb, 10, 1000)
+        for _ in range(4):
+            batch = rb.sample()
+            batch["td_error"] = torch.full((SIZE,), 6.0)
+            rb.update_tensordict_priority(batch)
+        rb.synchronize()
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert (priorities(rb) == 6).any()
+    for _ in range(3):
+        batch = rb.sample()
+    assert torch.equal(batch["action"], rb.storage["action"][batch["index"]])
