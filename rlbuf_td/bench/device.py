@@ -16,9 +16,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler, functional
+from rlbuf_td import (
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    SequenceSampler,
+    UniformSampler,
+    functional,
+)
 from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
 from rlbuf_td.kernels.columns import gather_rows
@@ -112,6 +121,13 @@ def filled(
     return rb
 
 
+def episodes(count: int) -> TensorDict:
+    """Return small rows in trajectories of a thousand."""
+    rows = small_rows(count)
+    rows["next", "done"][999::1_000] = True
+    return rows
+
+
 def cycle(rb: Any, td_error: torch.Tensor) -> Callable[[], object]:
     """Return a call that samples and updates priorities."""
 
@@ -165,6 +181,12 @@ def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]
     yield Measured("uniform, sample, eager, batch 256", wall(rb.sample, seconds), "us")
     yield Measured("uniform, sample, graph, batch 256", wall(rb.capture(), seconds), "us")
     yield Measured("extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+    rb.set_sampler(UniformSampler(unique=True))
+    yield Measured("uniform without repeats, sample, eager, batch 256", wall(rb.sample, seconds), "us")
+    yield Measured("uniform without repeats, sample, graph, batch 256", wall(rb.capture(), seconds), "us")
+    rb = filled(rows, SequenceSampler(ProportionalSampler(rows), 16), device, 256 * 16, episodes)
+    yield Measured("256 sequences of 16, sample, eager", wall(rb.sample, seconds), "us")
+    yield Measured("256 sequences of 16, sample, graph", wall(rb.capture(), seconds), "us")
 
 
 def images(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:

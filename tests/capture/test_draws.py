@@ -140,7 +140,7 @@ def test_sequences_follow_the_write_head_and_writes_that_nobody_tells_of(device)
     sampler = SequenceSampler(UniformSampler(), 3, burn_in=1, boundary="pad")
     rb = buffer(sampler, device, rows=12, batch_size=80)
     captured, first, written = rb.capture(warmup=1), 0, 12
-    for rows in (0, 4, 11):
+    for rows in (0, 4, 11, 3):
         rb.extend(data(rows, written).to(device)) if rows else None
         written += rows
         first = max(0, written - 20)
@@ -151,10 +151,11 @@ def test_sequences_follow_the_write_head_and_writes_that_nobody_tells_of(device)
         assert torch.equal(window["mask"], (wanted >= low) & (wanted <= high))
         assert torch.equal(x, wanted.maximum(low).minimum(high))
         assert window["next", "done"][..., 0][wanted == high].all()
-    rb.storage.set(range(20), data(20).to(device))  # by another way than the buffer's
-    index = captured().view(-1, 4)
-    ends = (index["index"] % 7 == 6) | (index["index"] == (written - 1) % 20)
-    assert not (ends[:, 1:-1] & index["mask"][:, 2:]).any()
+    rb.storage.set(range(20), data(20, first=3).to(device))  # by another way than the buffer's
+    window = captured().view(-1, 4)
+    ends = (window["x"] % 7 == 6) | (window["index"] == (written - 1) % 20)
+    assert torch.equal(ends[:, 1:-1], ~window["mask"][:, 2:])
+    assert not (ends[:, :-1] & window["mask"][:, :-1] & window["mask"][:, 1:]).any()
 
 
 def test_strict_sequences_are_whole_or_left_out(device):
