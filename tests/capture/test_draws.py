@@ -71,6 +71,17 @@ def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_chang
     assert sorted(captured()["x"].tolist()) == [*range(7)]
 
 
+@pytest.mark.parametrize("name", ["unique", "proportional", "rank"])
+def test_replays_are_the_draws_that_would_have_been_made_without_a_graph(recorded, name):
+    rb = buffer(SAMPLERS[name](), torch.device("cpu"), batch_size=16)
+    captured, drawn = rb.capture(warmup=1), []
+    captured()
+    for draw in (captured, rb.sample):
+        torch.manual_seed(3)
+        drawn.append(draw()["x"].clone())
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 def test_priorities_alpha_and_beta_reach_the_next_call(device, calls, cls):
     sampler = cls(20, alpha=1.0, stratified=False)
