@@ -25,6 +25,7 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
+    SequenceSampler,
     UniformSampler,
     functional,
 )
@@ -132,6 +133,13 @@ def filled(
     return rb
 
 
+def episodes(count: int) -> TensorDict:
+    """Return small rows in trajectories of a thousand."""
+    rows = small_rows(count)
+    rows["next", "done"][999::1_000] = True
+    return rows
+
+
 def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -> Callable[[], object]:
     """Return a call that samples, brings the batch to a device, if one is given, and updates priorities."""
 
@@ -203,6 +211,12 @@ def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]
     yield Measured("uniform, sample, eager, batch 256", wall(rb.sample, seconds), "us")
     yield Measured("uniform, sample, graph, batch 256", wall(rb.capture(), seconds), "us")
     yield Measured("extend by 256", wall(lambda: rb.extend(data), seconds), "us")
+    rb.set_sampler(UniformSampler(unique=True))
+    yield Measured("uniform without repeats, sample, eager, batch 256", wall(rb.sample, seconds), "us")
+    yield Measured("uniform without repeats, sample, graph, batch 256", wall(rb.capture(), seconds), "us")
+    rb = filled(rows, SequenceSampler(ProportionalSampler(rows), 16), device, 256 * 16, episodes)
+    yield Measured("256 sequences of 16, sample, eager", wall(rb.sample, seconds), "us")
+    yield Measured("256 sequences of 16, sample, graph", wall(rb.capture(), seconds), "us")
 
 
 def images(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:

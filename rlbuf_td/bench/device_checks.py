@@ -24,9 +24,11 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
+    SequenceSampler,
     UniformSampler,
     functional,
 )
+from rlbuf_td.capture import CapturedStep
 from rlbuf_td.kernels import scan, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
 from rlbuf_td.kernels.columns import gather_rows
@@ -143,25 +145,62 @@ def transitions(count: int, first: int = 0) -> TensorDict:
     return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [count])
 
 
-def replays(device: torch.device, rows: int, batch: int) -> None:
-    """Ask whether a captured step draws by the law while the buffer fills and wraps."""
-    rb = ReplayBuffer(storage=PackedStorage(50, device=device), sampler=ProportionalSampler(50, stratified=False))
+def filling(device: torch.device, sampler: Any, batch: int) -> Iterator[tuple[ReplayBuffer, CapturedStep, int]]:
+    """Yield a buffer of 50 rows and what it has captured, with how many rows are written: it fills, and it wraps."""
+    rb = ReplayBuffer(storage=PackedStorage(50, device=device), sampler=sampler)
     rb.extend(transitions(20).to(device))
     captured = rb.capture(batch_size=batch)
     captured()
     for first in (20, 40):
         rb.extend(transitions(20, first).to(device))
-        stored = min(50, first + 20)
-        index = torch.arange(stored, device=device)
-        rb.update_priority(index, torch.rand(stored, device=device) + 0.2)
-        probability = rb.sampler.probability(index).cpu()
-        counts, calls = torch.zeros(stored), -(-100 * stored // batch)
-        for _ in range(calls):
-            counts += captured()["index"].cpu().bincount(minlength=stored)
-        expected = probability * calls * batch
-        statistic = float(((counts - expected) ** 2 / expected).sum())
-        # Chi-square over `stored` rows has this mean and deviation; five deviations come by chance once in a million.
-        _require(statistic < stored + 5 * (2 * stored) ** 0.5, f"replays do not follow the law: {statistic:.0f}")
+        with waiting_is_an_error(device):
+            captured()
+        yield rb, captured, first + 20
+
+
+def put_priorities(rb: ReplayBuffer, sampler: ProportionalSampler) -> torch.Tensor:
+    """Give all rows priorities, and return their probabilities."""
+    index = torch.arange(len(rb), device=rb.storage.device)
+    rb.update_priority(index, torch.rand(len(rb), device=index.device) + 0.2)
+    return sampler.probability(index).cpu()
+
+
+def replays(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether a captured step draws by the law while the buffer fills and wraps."""
+    sampler = ProportionalSampler(50, stratified=False)
+    for rb, captured, _ in filling(device, sampler, batch):
+        probability, counts = put_priorities(rb, sampler), torch.zeros(len(rb))
+        for _ in range(-(-100 * len(rb) // batch)):
+            counts += captured()["index"].cpu().bincount(minlength=len(rb))
+        _require_law(counts, probability, "replays")
+
+
+def unique_replays(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether captured draws without repeats take the first and the last row of a batch as they should."""
+    for rb, captured, _ in filling(device, UniformSampler(unique=True), 9):
+        drawn = torch.stack([captured()["index"].clone() for _ in range(max(200, rows // 20))]).cpu()
+        _require(bool((drawn.sort(1).values.diff(dim=1) > 0).all()), "a row has been drawn twice")
+        group = torch.nn.functional.one_hot(torch.arange(len(rb)) % 3).double()
+        law = group.T @ (1 - torch.eye(len(rb), dtype=torch.float64)) @ group / (len(rb) * (len(rb) - 1))
+        counts = (drawn[:, 0] % 3 * 3 + drawn[:, -1] % 3).bincount(minlength=9)
+        _require_law(counts, law.flatten(), "replays without repeats")
+
+
+def sequence_replays(device: torch.device, rows: int, batch: int) -> None:
+    """Ask whether captured sequences have anchors by the law, rows of one trajectory, and priorities of their own."""
+    sampler, reach = ProportionalSampler(50, stratified=False), torch.arange(-2, 4, device=device)
+    for rb, captured, written in filling(device, SequenceSampler(sampler, 4, burn_in=2), 6 * batch):
+        probability, counts = put_priorities(rb, sampler), torch.zeros(len(rb))
+        oldest = written - len(rb)
+        for _ in range(-(-max(10, rows // 1_000) * len(rb) // batch)):
+            windows = captured().view(-1, 6)
+            counts += windows["anchor_index"][:, 0].cpu().bincount(minlength=len(rb))
+            wanted = (windows["anchor_index"][:, :1] - oldest) % 50 + oldest + reach
+            begin = wanted[:, 2:3] // 10 * 10
+            low, high = begin.clamp(min=oldest), (begin + 9).clamp(max=written - 1)
+            _require(torch.equal(windows["x"], wanted.maximum(low).minimum(high)), "a window holds other rows")
+            _require(torch.equal(windows["mask"], (wanted >= low) & (wanted <= high)), "a mask is wrong")
+        _require_law(counts, probability, "anchors")
 
 
 def ranks_in_replays(device: torch.device, rows: int, batch: int) -> None:
@@ -224,6 +263,7 @@ def no_waiting(device: torch.device, rows: int, batch: int) -> None:
         ProportionalSampler(2_000),
         RankSampler(2_000),
         NStepSampler(ProportionalSampler(2_000), 3, 0.99),
+        SequenceSampler(ProportionalSampler(2_000), 3, burn_in=1),
         HindsightSampler(ProportionalSampler(2_000), lambda batch: batch["desired_goal"][:, 0]),
     )
     for sampler, offload in product(samplers, {False, device.type == "cuda"}):
@@ -264,6 +304,8 @@ CHECKS: dict[str, Callable[[torch.device, int, int], None]] = {
     "trajectories": trajectories,
     "gathers": gathers,
     "captured steps": replays,
+    "captured draws without repeats": unique_replays,
+    "captured sequences": sequence_replays,
     "ranks in captured steps": ranks_in_replays,
     "offloaded rows": offloaded,
     "nothing waits": no_waiting,
@@ -279,6 +321,13 @@ def run(device: torch.device, rows: int, batch: int) -> Iterator[tuple[str, Exce
             yield name, error
         else:
             yield name, None
+
+
+def _require_law(counts: torch.Tensor, probability: torch.Tensor, what: str) -> None:
+    expected = probability * counts.sum()
+    statistic, cells = float(((counts - expected) ** 2 / expected).sum()), len(expected)
+    # Chi-square over `cells` has this mean and deviation; five deviations come by chance once in a million.
+    _require(statistic < cells + 5 * (2 * cells) ** 0.5, f"{what} do not follow the law: {statistic:.0f}")
 
 
 def _same(mine: Any, theirs: Any) -> None:

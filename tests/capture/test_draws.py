@@ -71,6 +71,17 @@ def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_chang
     assert sorted(captured()["x"].tolist()) == [*range(7)]
 
 
+@pytest.mark.parametrize("name", ["unique", "proportional", "rank"])
+def test_replays_are_the_draws_that_would_have_been_made_without_a_graph(recorded, name):
+    rb = buffer(SAMPLERS[name](), torch.device("cpu"), batch_size=16)
+    captured, drawn = rb.capture(warmup=1), []
+    captured()
+    for draw in (captured, rb.sample):
+        torch.manual_seed(3)
+        drawn.append(draw()["x"].clone())
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 def test_priorities_alpha_and_beta_reach_the_next_call(device, calls, cls):
     sampler = cls(20, alpha=1.0, stratified=False)
@@ -140,7 +151,7 @@ def test_sequences_follow_the_write_head_and_writes_that_nobody_tells_of(device)
     sampler = SequenceSampler(UniformSampler(), 3, burn_in=1, boundary="pad")
     rb = buffer(sampler, device, rows=12, batch_size=80)
     captured, first, written = rb.capture(warmup=1), 0, 12
-    for rows in (0, 4, 11):
+    for rows in (0, 4, 11, 3):
         rb.extend(data(rows, written).to(device)) if rows else None
         written += rows
         first = max(0, written - 20)
@@ -151,10 +162,11 @@ def test_sequences_follow_the_write_head_and_writes_that_nobody_tells_of(device)
         assert torch.equal(window["mask"], (wanted >= low) & (wanted <= high))
         assert torch.equal(x, wanted.maximum(low).minimum(high))
         assert window["next", "done"][..., 0][wanted == high].all()
-    rb.storage.set(range(20), data(20).to(device))  # by another way than the buffer's
-    index = captured().view(-1, 4)
-    ends = (index["index"] % 7 == 6) | (index["index"] == (written - 1) % 20)
-    assert not (ends[:, 1:-1] & index["mask"][:, 2:]).any()
+    rb.storage.set(range(20), data(20, first=3).to(device))  # by another way than the buffer's
+    window = captured().view(-1, 4)
+    ends = (window["x"] % 7 == 6) | (window["index"] == (written - 1) % 20)
+    assert torch.equal(ends[:, 1:-1], ~window["mask"][:, 2:])
+    assert not (ends[:, :-1] & window["mask"][:, :-1] & window["mask"][:, 1:]).any()
 
 
 def test_strict_sequences_are_whole_or_left_out(device):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, UniformSampler
+from rlbuf_td.kernels.paths import forced
 from rlbuf_td.samplers.uniform import first_mentions
 from tests.statistics import assert_follows, power
 
@@ -33,13 +34,15 @@ def test_every_written_row_is_as_likely_as_every_other(unique, rows, batch):
     assert_follows(counts, torch.full((rows,), 1 / rows, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("path", ["numba", "torch"])
 @pytest.mark.parametrize("batch", [2, 3])
-def test_a_unique_batch_takes_every_ordered_selection_with_equal_probability(batch):
+def test_a_unique_batch_takes_every_ordered_selection_with_equal_probability(batch, path):
     storage, sampler = filled(8 * batch + 1, 100), UniformSampler(unique=True)
     sampler._rng = torch.Generator().manual_seed(1)
     first_two: dict[tuple[int, int], int] = {}
-    for _ in range(30_000):
-        drawn = sampler.draw(storage, batch)[0].tolist()
+    for _ in range(30_000 if path == "numba" else 10_000):
+        with forced(path):
+            drawn = sampler.draw(storage, batch)[0].tolist()
         pair = (drawn[0] % 4, drawn[1] % 4)
         first_two[pair] = first_two.get(pair, 0) + 1
     n = 8 * batch + 1
