@@ -71,7 +71,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
         before.append(total)
         total = total + member
     positive_from_here = (sums > 0).flip(1).cumsum(1).flip(1) > 0
-    positive_from_here[:, 0] = True
+    positive_from_here[:, 0].fill_(True)
     tree.before[start:above].view(-1, BLOCK)[group] = torch.where(positive_from_here, torch.stack(before, 1), torch.inf)
     tree.sums[above + group] = total
     tree.minima[above + group] = tree.minima[start:above].view(-1, BLOCK)[group].amin(1)

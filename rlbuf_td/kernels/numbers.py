@@ -31,8 +31,8 @@ def repeated() -> Iterator[None]:
 
 
 def is_repeated() -> bool:
-    """Return whether this is inside of :func:`repeated`."""
-    return _is_repeated.get()
+    """Return whether this is inside of :func:`repeated`; a function that is being compiled is not."""
+    return not torch.compiler.is_compiling() and _is_repeated.get()
 
 
 class DeviceNumbers:

@@ -230,7 +230,7 @@ class SequenceSampler(SamplerWrapper):
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
-        first[:, 0] = True
+        first[:, 0].fill_(True)
         for key, flag in ((self.init_key, first), (self._beside("truncated"), last), (self._beside("done"), last)):
             stored = leaf_of(batch, key)
             if stored is not None:
@@ -277,7 +277,7 @@ class SequenceSampler(SamplerWrapper):
                 if path_of(flat) != "numba" or bool(((step == 0) | (step == lanes % cells)).all()):
                     learned = torch.ones_like(rows, dtype=torch.bool)
                     learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
-                    learned[:, : self.burn_in] = False
+                    learned[:, : self.burn_in].fill_(False)
                     index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
         return super().update_priority(index, priority, storage=storage)
 
