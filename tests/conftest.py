@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
+
+from tests.sanitizer import sanitized
 
 if not torch.cuda.is_available():
     # Without a GPU its kernels run in Triton's interpreter. Triton asks once, when it is imported (as TorchRL does).
@@ -18,6 +22,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def watched_launches() -> Iterator[None]:
+    """Let every launch in Triton's interpreter be watched for what would go wrong on a GPU."""
+    try:
+        import triton
+    except ImportError:
+        yield
+        return
+    with sanitized() if triton.knobs.runtime.interpret else nullcontext():
+        yield
 
 
 @pytest.fixture

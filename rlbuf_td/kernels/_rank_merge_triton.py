@@ -45,8 +45,7 @@ def exchange(magnitude, row, value, wins, state, lists, at, count):
     tl.store(lists + at, tl.where(had, _key_of(before, row), NONE), mask=at < count)
     tl.store(lists + count + at, tl.where(wins, _key_of(value, row), NONE), mask=at < count)
     tl.atomic_add(state + COUNT, tl.sum((wins & ~had).to(tl.int64), 0), sem="relaxed")
-    if tl.program_id(0) == 0:
-        tl.store(state + SIDE, 1 - tl.load(state + SIDE))
+    tl.atomic_xor(state + SIDE, 1, mask=tl.program_id(0) == 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["start", "count"])
