@@ -7,7 +7,8 @@ therefore be right here and wrong there. While :func:`sanitized` is on, every la
 
 * *reads or writes outside* the memory of its arguments (memcheck);
 * writes what *another program* of the launch reads or writes: unless all write the same, and it is what had been there
-  or what the reader has written as well; or only by atomic operations (racecheck between programs);
+  or what the reader has written as well; or only by atomic operations; or one has released what it had done (a barrier,
+  then an atomic operation that is not relaxed), and the other has acquired it (racecheck between programs);
 * reads what *another thread of the program* may have written since the last barrier, writes what another has read or
   written, or writes different values to one place in one store (racecheck within programs; elements of one position in
   their blocks are taken to belong to one thread);
@@ -50,6 +51,8 @@ class _Access:
 
     kind: str  # load, store or atomic
     program: int
+    at: int  # its position among all of the launch
+    phase: int  # how many barriers its program had passed
     address: np.ndarray  # [n] int64
     value: np.ndarray  # [n] int64: the bits that are stored
     before: np.ndarray  # [n] int64: the bits that were there
@@ -64,6 +67,10 @@ class _Launch:
     order: list[tuple[int, int, int]] = field(default_factory=list)
     program: int = -1
     accesses: list[_Access] = field(default_factory=list)
+    phase: int = 0
+    # By program and address: the position of its first acquiring operation, and the phase that its last one released.
+    acquired: dict[tuple[int, int], int] = field(default_factory=dict)
+    released: dict[tuple[int, int], int] = field(default_factory=dict)
     # Of the program since its last barrier: what it has written, and what its threads have read.
     written: list[np.ndarray] = field(default_factory=list)
     read: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -80,11 +87,18 @@ class _Launch:
     # What the interpreter reports.
 
     def begin_program(self, program: int) -> None:
-        self.program = program
+        self.program, self.phase = program, 0
         self.barrier()
 
     def barrier(self) -> None:
         self.written, self.read = [], []
+        self.phase += 1
+
+    def synchronise(self, pointers: Any) -> None:
+        """Note an atomic operation that acquires what others have released there, and releases what came before."""
+        for address in pointers.data.ravel().tolist():
+            self.acquired.setdefault((self.program, address), len(self.accesses))
+            self.released[self.program, address] = self.phase
 
     def touch(self, kind: str, pointers: Any, mask: Any, value: np.ndarray | None = None) -> None:
         """Note an access, before it takes place."""
@@ -103,7 +117,7 @@ class _Launch:
             bits = _bits(np.broadcast_to(value, pointers.data.shape).ravel()[where], size)
             before = _bits(_peek(pointers, mask, where), size)
             self._check_store(address, bits)
-        self.accesses.append(_Access(kind, self.program, address, bits, before))
+        self.accesses.append(_Access(kind, self.program, len(self.accesses), self.phase, address, bits, before))
         if kind != "load":
             self.written.append(address)
 
@@ -166,28 +180,48 @@ class _Launch:
             self._compare(shared)
 
     def _compare(self, shared: set[int]) -> None:
-        there: dict[int, tuple[int, int]] = {}  # what was there, and what all write
-        writers: set[tuple[int, int]] = set()
-        readers: list[tuple[int, int, bool]] = []
+        """Compare the accesses to these places, in the order in which they took place here."""
+        seen: dict[int, list[tuple[_Access, int]]] = {}
         for access in self.accesses:
-            self.program = access.program
-            for at, place in enumerate(access.address.tolist()):
-                if place not in shared:
+            for position, place in enumerate(access.address.tolist()):
+                if place in shared:
+                    seen.setdefault(place, []).append((access, position))
+        for place, accesses in seen.items():
+            self._compare_at(place, accesses)
+
+    def _compare_at(self, place: int, accesses: list[tuple[_Access, int]]) -> None:
+        there = next((int(access.before[at]) for access, at in accesses if access.kind == "store"), 0)
+        for later, (second, at) in enumerate(accesses):
+            self.program = second.program
+            has_written = False
+            for first, before in reversed(accesses[:later]):
+                kinds = {first.kind, second.kind}
+                if first.program == second.program:
+                    has_written |= first.kind == "store"
+                elif kinds in ({"load"}, {"atomic"}) or self._is_ordered(first, second):
                     continue
-                if access.kind == "load":
-                    readers.append((place, access.program, (place, access.program) in writers))
-                    continue
-                if access.kind == "atomic":
+                elif "atomic" in kinds:
                     self.fail("an atomic operation where another program reads or writes:", place)
-                before, value = there.setdefault(place, (int(access.before[at]), int(access.value[at])))
-                if value != int(access.value[at]):
-                    self.fail("writes something else than another program at", place)
-                writers.add((place, access.program))
-        for place, program, has_written in readers:
-            before, value = there[place]
-            if before != value and not has_written:
-                self.program = program
-                self.fail("reads what another program writes at", place)
+                elif kinds == {"store"}:
+                    if int(first.value[before]) != int(second.value[at]):
+                        self.fail("writes something else than another program at", place)
+                elif second.kind == "load":
+                    if int(first.value[before]) != there and not has_written:
+                        self.fail("reads what another program writes at", place)
+                elif int(second.value[at]) != there and not self._has_written(accesses[:later], first):
+                    self.fail("writes what another program reads at", place)
+
+    def _is_ordered(self, first: _Access, second: _Access) -> bool:
+        """Return whether the program of the first had released it before that of the second acquired it."""
+        return any(
+            first.phase < released and self.acquired.get((second.program, address), second.at + 1) <= second.at
+            for (program, address), released in self.released.items()
+            if program == first.program
+        )
+
+    def _has_written(self, accesses: list[tuple[_Access, int]], reader: _Access) -> bool:
+        """Return whether the program of a load has written the place before."""
+        return any(x.kind == "store" and x.program == reader.program and x.at < reader.at for x, _ in accesses)
 
     def _is_meant(self, address: int) -> bool:
         name = self.name_of(address).partition(" ")[0]
@@ -210,11 +244,12 @@ def _peek(pointers: Any, mask: Any, where: np.ndarray) -> np.ndarray:
 @contextmanager
 def sanitized() -> Iterator[None]:
     """Watch every launch in Triton's interpreter; see the module."""
+    from triton._C.libtriton.ir import MEM_SEMANTIC
     from triton.runtime.interpreter import GridExecutor, TensorHandle, _get_np_dtype
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     launches: list[_Launch] = []
-    names = ["set_grid_idx", "create_barrier", "create_atomic_rmw", "create_atomic_cas"]
+    names = ["set_grid_idx", "create_barrier", "create_atomic_rmw"]
     names += ["create_masked_load", "create_masked_store"]
     plain = {name: getattr(Builder, name) for name in names}
     run = GridExecutor.__call__
@@ -254,15 +289,13 @@ def sanitized() -> Iterator[None]:
         launches[-1].touch("store", ptrs, mask.data, value.data)
         return plain["create_masked_store"](self, ptrs, value, mask, *rest)
 
-    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, *rest: Any) -> Any:
         launches[-1].touch("atomic", ptr, mask.data)
-        return plain["create_atomic_rmw"](self, op, ptr, val, mask, *rest)
+        if sem == MEM_SEMANTIC.ACQUIRE_RELEASE:
+            launches[-1].synchronise(ptr)
+        return plain["create_atomic_rmw"](self, op, ptr, val, mask, sem, *rest)
 
-    def create_atomic_cas(self: Any, ptr: Any, *rest: Any) -> Any:
-        launches[-1].touch("atomic", ptr, np.ones(ptr.data.shape, bool))
-        return plain["create_atomic_cas"](self, ptr, *rest)
-
-    mine = [set_grid_idx, create_barrier, create_atomic_rmw, create_atomic_cas, create_masked_load, create_masked_store]
+    mine = [set_grid_idx, create_barrier, create_atomic_rmw, create_masked_load, create_masked_store]
     try:
         GridExecutor.__call__ = call
         for method in mine:

@@ -43,7 +43,17 @@ def _waits(x, y):
     tl.store(x + at, tl.load(y + at))
 
 
-@pytest.mark.parametrize("kernel", [_copies, _counts, _agrees, _waits])
+@triton.jit
+def _finishes(x, y):
+    """Let the last program add up what all have done."""
+    at = tl.program_id(0)
+    tl.store(y + at, tl.sum(tl.load(x + at * 4 + tl.arange(0, 4))))
+    tl.debug_barrier()
+    if tl.atomic_add(y + 2, 1.0) == 1.0:
+        tl.store(y + 3, tl.load(y) + tl.load(y + 1))
+
+
+@pytest.mark.parametrize("kernel", [_copies, _counts, _agrees, _waits, _finishes])
 def test_what_is_sound_passes(kernel):
     x, y = torch.arange(8.0), torch.zeros(8)
     kernel[(2,)](x, y)
@@ -52,6 +62,7 @@ def test_what_is_sound_passes(kernel):
         _counts: torch.tensor([4.0, 6, 8, 10, 0, 0, 0, 0]),
         _agrees: torch.tensor([0.0, 1, 2, 3, 0, 1, 2, 3]),
         _waits: torch.arange(8.0),
+        _finishes: torch.tensor([6.0, 22, 2, 28, 0, 0, 0, 0]),
     }
     assert torch.equal(y, expected[kernel])
 
@@ -116,6 +127,24 @@ def _reads_a_count(x, y):
     tl.store(x + at, tl.load(y + tl.arange(0, 4)))
 
 
+@triton.jit
+def _releases_too_early(x, y):
+    at = tl.program_id(0)
+    tl.store(y + at, tl.sum(tl.load(x + at * 4 + tl.arange(0, 4))))
+    if tl.atomic_add(y + 2, 1.0) == 1.0:
+        tl.debug_barrier()
+        tl.store(y + 3, tl.load(y) + tl.load(y + 1))
+
+
+@triton.jit
+def _does_not_release(x, y):
+    at = tl.program_id(0)
+    tl.store(y + at, tl.sum(tl.load(x + at * 4 + tl.arange(0, 4))))
+    tl.debug_barrier()
+    if tl.atomic_add(y + 2, 1.0, sem="relaxed") == 1.0:
+        tl.store(y + 3, tl.load(y) + tl.load(y + 1))
+
+
 @pytest.mark.parametrize(
     ("kernel", "complaint"),
     [
@@ -127,6 +156,8 @@ def _reads_a_count(x, y):
         (_tears, "different values in one store at y"),
         (_reads_another, "reads what another program writes at y"),
         (_quarrels, "writes something else than another program at y"),
+        (_releases_too_early, "reads what another program writes at y"),
+        (_does_not_release, "reads what another program writes at y"),
         (_reads_a_count, "an atomic operation where another program reads or writes: y"),
     ],
 )
