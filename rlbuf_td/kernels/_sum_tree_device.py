@@ -20,6 +20,7 @@ class OnDevice:
         largest: 0-dim float64, the largest magnitude seen since :func:`clear_`, -1 before any.
         unseen: where the largest of others than that goes.
         refused: 0-dim int64, how many NaN or infinite errors have been left out.
+        ended: 0-dim int32, 0 between launches: how many programs of one have ended.
         starts: ``[levels + 1]`` int64, where the levels begin.
     """
 
@@ -29,6 +30,7 @@ class OnDevice:
         self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
         self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
         self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        self.ended = torch.zeros((), dtype=torch.int32, device=device)
         self.starts = torch.tensor(starts, device=device)
 
     def take(self, at: tuple[int, ...], values: tuple[Number, ...]) -> tuple[Number, ...]:

@@ -3,9 +3,10 @@
 A draw descends as the specification does: a thread a draw, and one cache line of ``before`` a level. All batch sizes
 cost about the same per draw then; to scan the sums of large blocks instead would read a hundred times as much.
 
-An update takes three or four launches, since a launch is the only thing that all programs wait for: (1) every mention
+An update takes two or three launches, since a launch is the only thing that all programs wait for: (1) every mention
 of a row claims it; (2) winners write (where one program holds the batch, in the launch of the claims); (3) every dirty
-subtree of 512 rows is recomputed; (4) one program recomputes what is above. Sums are added in the order of the
+subtree of 512 rows is recomputed, and the program that ends last recomputes what is above: each releases its subtree
+by counting itself, and who finds that all others are counted has acquired them. Sums are added in the order of the
 specification, so that equal weights give equal bits. A weight is ``exp(alpha log p)`` where the specification has
 ``pow``: they may differ in the last bits.
 """
@@ -103,10 +104,10 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 
 @triton.jit(do_not_specialize=["first"])
 def _repair(
-    index, first, numbers, weight, sums, before, minima, blocks, starts,
-    BY_MENTION: tl.constexpr, LEVELS: tl.constexpr,
+    index, first, numbers, weight, sums, before, minima, blocks, starts, levels, nodes, ended,
+    BY_MENTION: tl.constexpr, LEVELS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Recompute a subtree of 512 rows: that of a mention, or one counted from ``first``."""
+    """Recompute a subtree of 512 rows, that of a mention, or one counted from ``first``; the last one, all above."""
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_MENTION:
         row = tl.load(index + tl.program_id(0))
@@ -119,16 +120,21 @@ def _repair(
         group = subtree * 8 + tl.arange(0, 8)
         groups = (blocks + 7) // 8
         _set_groups(sums, before, minima, tl.load(starts), tl.load(starts + 1), group, group < groups)
-        if LEVELS > 1:
-            tl.debug_barrier()
-            group = subtree + tl.arange(0, 1)
-            _set_groups(sums, before, minima, tl.load(starts + 1), tl.load(starts + 2), group, group >= 0)
+    if LEVELS > 1:
+        tl.debug_barrier()
+        group = subtree + tl.arange(0, 1)
+        _set_groups(sums, before, minima, tl.load(starts + 1), tl.load(starts + 2), group, group >= 0)
+    if LEVELS > 2:
+        tl.debug_barrier()  # only what all threads have done is released
+        if tl.atomic_add(ended, 1) == tl.num_programs(0) - 1:
+            _finish(sums, before, minima, starts, levels, nodes, SIZE)
+            tl.atomic_xchg(ended, 0, sem="relaxed")  # for the next launch
 
 
 @triton.jit
-def _finish(sums, before, minima, starts, level, levels, nodes, SIZE: tl.constexpr):
-    """Recompute everything above ``level``, which has so many nodes, up to the root: one program."""
-    for at in range(level, levels):
+def _finish(sums, before, minima, starts, levels, nodes, SIZE: tl.constexpr):
+    """Recompute everything above subtrees, of which there are so many nodes, up to the root."""
+    for at in range(2, levels):
         groups = (nodes + 7) // 8
         start, above = tl.load(starts + at), tl.load(starts + at + 1)
         for first in range(0, groups, SIZE):
@@ -225,13 +231,11 @@ def _recompute(tree: Any, index: Tensor | None, first: int, programs: int) -> No
     state, blocks = tree.on_device, tree.weight.shape[0] // WIDTH.value
     levels = state.starts.shape[0] - 1
     named = state.numbers.tensor if index is None else index
+    nodes = triton.cdiv(blocks, 64)
+    size = min(512, max(32, triton.next_power_of_2(triton.cdiv(nodes, 8))))
     given = named, first, state.numbers.tensor, tree.weight, tree.sums, tree.before, tree.minima, blocks, state.starts
-    _repair[(programs,)](*given, BY_MENTION=index is not None, LEVELS=min(levels, 2), num_warps=2, **_EXACT)
-    if levels > 2:
-        nodes = triton.cdiv(blocks, 64)
-        size = min(512, max(32, triton.next_power_of_2(triton.cdiv(nodes, 8))))
-        above = tree.sums, tree.before, tree.minima, state.starts, 2, levels, nodes
-        _finish[(1,)](*above, SIZE=size, num_warps=8, **_EXACT)
+    options = {"BY_MENTION": index is not None, "LEVELS": min(levels, 3), "SIZE": size, "num_warps": 4}
+    _repair[(programs,)](*given, levels, nodes, state.ended, **options, **_EXACT)
 
 
 def draw(tree: Any, uniform: Tensor, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
