@@ -123,16 +123,18 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
     def _choose_path(self) -> None:
         """Go the direct way, unless something asks for TorchRL's general one."""
         self._stages = getattr(self._transform, "transforms", ())  # the list itself: asking the transform takes 1 us
+        how = _how_it_draws(type(self._sampler))
         self._is_direct = (
             self._initialized
             and self._sample_unit is None
             and self._collates_plainly
             and isinstance(self._storage, PackedStorage)
-            and (_draws(type(self._sampler)) or isinstance(self._sampler, SamplerWrapper))
+            and (how is not None or isinstance(self._sampler, SamplerWrapper))
             and not self._writer.tracks_generations
         )
         # Asking an abstract class for its instances takes longer than the question is worth at each call.
         self._wrapper = self._sampler if isinstance(self._sampler, SamplerWrapper) else None
+        self._draws_batches = self._wrapper is not None or how == "draw_batch"
         sampler = self._sampler if self._wrapper is None else self._wrapper.innermost
         self._prioritized = sampler if isinstance(sampler, Prioritized) else None
         if self._prioritized is not None:
@@ -242,8 +244,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
 
     def _draw(self, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows the direct way, and return them with the sampler's report and what they hold."""
-        if self._wrapper is not None:
-            return self._wrapper.draw_batch(self._storage, batch_size)
+        if self._draws_batches:
+            return self._sampler.draw_batch(self._storage, batch_size)
         flat, info = self._sampler.draw(self._storage, batch_size)
         return flat, info, self._storage.gather(flat)
 
@@ -464,11 +466,12 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         return (index, td_error) if self._wrapper is None else self._wrapper.anchored(data, index, td_error)
 
 
-def _draws(sampler: type[Sampler]) -> bool:
-    """Return whether a class of samplers offers flat rows (``draw``), and no subclass has changed ``sample`` since."""
+def _how_it_draws(sampler: type[Sampler]) -> str | None:
+    """Return how a class of samplers draws at best, unless a subclass has changed it: batches, flat rows or neither."""
     for each in sampler.__mro__:
-        if "draw" in each.__dict__:
-            return True
+        for name in ("draw_batch", "draw"):
+            if name in each.__dict__:
+                return name
         if "sample" in each.__dict__:
-            return False
-    return False
+            return None
+    return None

@@ -1,6 +1,11 @@
-"""GPU twins of :mod:`rlbuf_td.kernels.columns`: rows and parts of rows from one place to another, as bits."""
+"""GPU twins of :mod:`rlbuf_td.kernels.columns`: rows and parts of rows from one place to another, as bits.
+
+:func:`take_along` gathers in the kernel that has chosen the rows: a launch less, and no waiting between the two.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -9,8 +14,22 @@ from torch import Tensor
 
 from rlbuf_td.kernels.paths import launching_on
 
+if TYPE_CHECKING:
+    from rlbuf_td.kernels.columns import Gathering
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OPTIONS = {"enable_fp_fusion": True}  # Triton warns where neither is asked for
+
+
+@triton.jit
+def take_along(source, row, out, at, inside, words, stride, WORDS: tl.constexpr):
+    """Copy rows that a program has found to its positions ``at`` in the batch, so many words at a time; 0: do not."""
+    if WORDS > 0:
+        for first in range(0, words, WORDS):
+            word = first + tl.arange(0, WORDS)
+            here = inside[:, None] & (word < words)[None, :]
+            block = tl.load(source + row[:, None] * stride + word[None, :], mask=here)
+            tl.store(out + at.to(tl.int64)[:, None] * words + word[None, :], block, mask=here)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -44,11 +63,25 @@ def _plan(rows: int, words: int) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(rows, tall), triton.cdiv(words, wide)), {"ROWS": tall, "WORDS": wide}
 
 
-def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Do as :func:`rlbuf_td.kernels.columns.gather_rows`."""
+def in_words(matrix: Tensor) -> Tensor:
+    """Return a matrix as integers, of 8 bytes if its rows consist of such."""
     size, nbytes = matrix.element_size(), matrix.shape[1] * matrix.element_size()
     wide = size < 8 and nbytes % 8 == 0 and matrix.stride(0) * size % 8 == 0 and matrix.data_ptr() % 8 == 0
-    source = matrix.view(torch.int64 if wide else _BITS[size])
+    return matrix.view(torch.int64 if wide else _BITS[size])
+
+
+def to_take_along(gathering: Gathering | None, other: Tensor) -> tuple[tuple[Tensor, Tensor, int, int], int]:
+    """Return source, target, words and stride of :func:`take_along` (``other`` if there is nothing), and ``WORDS``."""
+    if gathering is None:
+        return (other, other, 0, 0), 0
+    words = gathering.out.shape[1]
+    given = gathering.source, gathering.out, words, gathering.source.stride(0)
+    return given, min(128, triton.next_power_of_2(words))
+
+
+def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Do as :func:`rlbuf_td.kernels.columns.gather_rows`."""
+    source = in_words(matrix)
     out = torch.empty((rows.shape[0], source.shape[1]), dtype=source.dtype, device=matrix.device)
     if out.numel():
         grid, tile = _plan(*out.shape)

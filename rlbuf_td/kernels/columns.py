@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from math import inf
 from types import ModuleType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,6 +18,33 @@ from torch import Tensor
 from rlbuf_td.kernels.paths import path_of
 
 _LARGE = 1 << 20  # elements of a block, from where on its pages matter
+#: Up to where a kernel that draws gathers as well: a few threads a row are enough, and there is a row for each of them.
+#: Estimated; ``python -m rlbuf_td bench --device cuda`` times both ways on either side.
+_SMALL, _FEW = 1_024, 8_192
+
+
+class Gathering(NamedTuple):
+    """What the kernel that draws rows is to gather as well: ``out[i] = source[row[i]]``.
+
+    Attributes:
+        source: ``[N, W]`` integers, each row contiguous.
+        out: ``[B, W]``, contiguous, not initialised yet.
+    """
+
+    source: Tensor
+    out: Tensor
+
+
+def gathering(matrix: Tensor, count: int) -> Gathering | None:
+    """Return where a kernel that draws ``count`` rows can put them; ``None`` if a gather of its own is better.
+
+    It is on the CPU, and for rows of more than 1 KiB or more than 8,192 of them.
+    """
+    nbytes = matrix.shape[1] * matrix.element_size()
+    if path_of(matrix) != "triton" or count > _FEW or not 0 < nbytes <= _SMALL:
+        return None
+    source = gpu_twin().in_words(matrix)
+    return Gathering(source, source.new_empty(count, source.shape[1]))
 
 
 def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:

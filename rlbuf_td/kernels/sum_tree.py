@@ -28,6 +28,7 @@ from rlbuf_td._huge_pages import advise_huge_pages
 from rlbuf_td.kernels import _sum_tree_torch as specification
 from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, ENTRY, EPS, NAMED, OnDevice
 from rlbuf_td.kernels._sum_tree_torch import BLOCK, LARGEST, SMALLEST, Number, weight_of
+from rlbuf_td.kernels.columns import Gathering
 from rlbuf_td.kernels.paths import path_of
 
 __all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "clear_", "draw", "fill_", "padded", "rebuild_"]
@@ -213,7 +214,13 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 
 
 def draw(
-    tree: SumTree, uniform: torch.Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
+    tree: SumTree,
+    uniform: torch.Tensor,
+    stratified: bool,
+    rows: Number,
+    beta: Number,
+    norm: str | None,
+    gathering: Gathering | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Draw rows with probability ``weight / total``, and their importance weights. O(B log N).
 
@@ -224,6 +231,7 @@ def draw(
         rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
+        gathering: what to gather of the rows in the same launch; offered on CUDA only.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no weight is positive (not on CUDA, where
@@ -233,7 +241,7 @@ def draw(
     if path != "numba":
         rows, beta = tree.on_device.take((DRAWN, BETA), (rows, beta))
         if path == "triton":
-            return gpu_twin().draw(tree, uniform, stratified, norm)
+            return gpu_twin().draw(tree, uniform, stratified, norm, gathering)
         return specification.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty

@@ -212,14 +212,22 @@ class Prioritized(PrioritizedSampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        flat, weight = self._pick(*self._numbers_for(storage, batch_size))
+        return flat, {"priority_weight": weight}
+
+    def _numbers_for(self, storage: Storage, batch_size: int) -> tuple[int, torch.Tensor]:
+        """Return how many rows a draw is from, and its random numbers in ``[0, 1)``, ``[B]`` float64.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
         rows = len(storage)
         if rows == 0:
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
         self._settle()
         source = self._device if self._rng is None else self._rng.device
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
-        flat, weight = self._pick(rows, uniform if source == self._device else uniform.to(self._device))
-        return flat, {"priority_weight": weight}
+        return rows, uniform if source == self._device else uniform.to(self._device)
 
     # -- in captured graphs
 

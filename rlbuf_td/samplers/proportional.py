@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tensordict import TensorDictBase
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, EPS, NAMED
+from rlbuf_td.kernels.columns import Gathering
 from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
+
+if TYPE_CHECKING:
+    from rlbuf_td.storages import PackedStorage
 
 
 class ProportionalSampler(Prioritized):
@@ -136,6 +141,21 @@ class ProportionalSampler(Prioritized):
     def _weighed_alpha(self) -> float:
         return self._numbers[_WEIGHED]
 
+    def draw_batch(
+        self, storage: PackedStorage, batch_size: int
+    ) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+        """Draw flat rows, and return them with the sampler's report and what they hold, as fresh memory.
+
+        On a GPU small rows are gathered by the kernel that draws them.
+        """
+        along = None if path_of(self._tree.weight) == "numba" else storage.gathering(batch_size)
+        if along is None:
+            flat, info = self.draw(storage, batch_size)
+            return flat, info, storage.gather(flat)
+        gathering, batch = along
+        flat, weight = self._pick(*self._numbers_for(storage, batch_size), gathering)
+        return flat, {"priority_weight": weight}, batch
+
     def _assign(
         self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
     ) -> float | torch.Tensor:
@@ -158,8 +178,10 @@ class ProportionalSampler(Prioritized):
     def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
         sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)
 
-    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm)
+    def _pick(
+        self, rows: int, uniform: torch.Tensor, gathering: Gathering | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm, gathering)
         if picked is None:
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
         return picked

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
+from rlbuf_td.kernels.columns import Gathering
 from rlbuf_td.staleness import WriteClock
 from rlbuf_td.storages.allocated import as_tensordict
 from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
@@ -181,6 +182,13 @@ class PackedStorage(SavedStorage):
     def gather(self, flat: torch.Tensor) -> TensorDict:
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
         return self._written().at_cells(flat)
+
+    def gathering(self, count: int) -> tuple[Gathering, TensorDict] | None:
+        """Return what a kernel that draws ``count`` rows can gather as well, and the batch that it then fills.
+
+        ``None`` where :meth:`gather` is better: on the CPU, or if rows share observations, or are large or many.
+        """
+        return self._written().gathering(count)
 
     def read_ahead(self, flat: torch.Tensor) -> None:
         """Ask the disk for transitions that a kernel is about to read, if they lie in a file and not in memory."""

@@ -56,7 +56,11 @@ def of_sum_tree() -> None:
         sum_tree.fill_(tree, 0, 5, 1.0, 0.6, 1e-6)
         for norm in ("buffer", "batch", None):
             for stratified in (True, False):
-                sum_tree.draw(tree, torch.rand(100, dtype=torch.float64), stratified, 5, 0.4, norm)
+                uniform = torch.rand(100, dtype=torch.float64)
+                sum_tree.draw(tree, uniform, stratified, 5, 0.4, norm)
+                for width in (1, 21 * 8, 1_024):
+                    along = columns.gathering(torch.zeros(5, width, dtype=torch.uint8), 100)
+                    sum_tree.draw(tree, uniform, stratified, 5, 0.4, norm, along)
 
 
 def of_rank() -> None:
