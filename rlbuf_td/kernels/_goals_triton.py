@@ -28,12 +28,12 @@ def _choose(cut, over, cells, uniform, numbers, steps, lanes, rows, mask, STRETC
         live = tl.load(numbers + LIVE)
         row = tl.minimum((pick - episode) / (random - episode) * live, live - 1).to(tl.int64)
     if pick < episode:
-        ahead = steps_to_cut(cut, steps, lanes, t, lane, 1, STRETCH)
+        ahead = steps_to_cut(cut, steps, lanes, t, lane, steps, 1, STRETCH)
         offset = ahead
         if pick < future:
             offset = tl.minimum((pick / future * (ahead + 1)).to(tl.int64), ahead)
         if pick >= final:
-            back = steps_to_cut(cut, steps, lanes, t, lane, -1, STRETCH)
+            back = steps_to_cut(cut, steps, lanes, t, lane, steps, -1, STRETCH)
             within = (pick - final) / (episode - final) * (back + ahead + 1)
             offset = tl.minimum(within.to(tl.int64), back + ahead) - back
         is_over = tl.load(over + (t + ahead) % steps * lanes + lane) != 0

@@ -162,10 +162,10 @@ def split(cell, lanes):
 
 
 @_kernel
-def reach(bitmap, cells, back, ahead, ended):
+def reach(bitmap, cells, within, back, ahead, ended):
     """Write how far the trajectories of rows reach; see :meth:`FlagBoundaries.reach`."""
     for i in range(len(cells)):
         t, lane = split(cells[i], bitmap[5])
-        back[i] = steps_back(bitmap, lane, t)
-        ahead[i] = steps_ahead(bitmap, lane, t)
+        back[i] = min(steps_back(bitmap, lane, t), within)
+        ahead[i] = min(steps_ahead(bitmap, lane, t), within)
         ended[i] = is_over(bitmap, lane, t + ahead[i])

@@ -70,24 +70,27 @@ class FlagBoundaries:
         self.cut[stop - 1] = True
         self.head.fill_(stop - 1)
 
-    def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they are over.
+    def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they end there.
 
         Args:
             cells: flat rows ``t * E + e``, ``[B]`` int64.
+            within: how many steps are asked about, at least 0: those that reach further are said to reach so far.
+                With Triton no more is read.
 
         Returns:
-            ``[B]`` int64, ``[B]`` int64, ``[B]`` bool.
+            ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
         """
         if path_of(cells) == "triton":
-            return gpu_twin().reach(self, cells)
+            return gpu_twin().reach(self, cells, within)
         if is_repeated():  # rows will have been written by the next time
             back, ahead = self._scan()
         else:
             back, ahead = self._reach = self._reach or self._scan()
         steps, lanes = self.cut.shape
-        last = (cells + ahead.view(-1)[cells] * lanes) % (steps * lanes)
-        return back.view(-1)[cells], ahead.view(-1)[cells], self.over.view(-1)[last]
+        most = steps if within is None else within
+        back, ahead = (x.view(-1)[cells].clamp(max=most) for x in (back, ahead))
+        return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
     @property
     def numbers(self) -> DeviceNumbers:
@@ -158,11 +161,12 @@ class BitBoundaries:
         bits = self.bits.numpy().view(np.uint64)
         twin().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
 
-    def reach(self, cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        reach_twin().reach(self.bitmap, cells.numpy(), back, ahead, over)
+        most = self.steps if within is None else within
+        reach_twin().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def clear(self) -> None:

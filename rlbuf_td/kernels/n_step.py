@@ -24,7 +24,7 @@ _SUMMED = torch.float32, torch.float64
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
     """Return the ``n`` rows from each row on, held at the last one of its trajectory, ``[B, n]``, and steps ahead."""
-    ahead = boundaries.reach(rows)[1]
+    ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
     return (rows[:, None] + offset * lanes) % cells, ahead
 

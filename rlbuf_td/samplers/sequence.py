@@ -152,7 +152,7 @@ class SequenceSampler(SamplerWrapper):
         """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
         boundaries = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
         anchors, info = draw_from(self.innermost, storage, count)
-        back, ahead, _ = boundaries.reach(anchors)
+        back, ahead, _ = boundaries.reach(anchors, self.window)
         if self.boundary == "strict":
             return self._redraw(storage, boundaries, anchors, info, back, ahead)
         return anchors, info, back, ahead
@@ -178,7 +178,7 @@ class SequenceSampler(SamplerWrapper):
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
-            back, ahead, _ = boundaries.reach(anchors)
+            back, ahead, _ = boundaries.reach(anchors, self.window)
         else:
             if is_on_host:
                 raise RuntimeError(

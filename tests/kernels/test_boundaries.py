@@ -63,8 +63,11 @@ def in_history(history: History, start: int, count: int, rows: Rows) -> None:
 def assert_walk(history: History, boundaries: FlagBoundaries | BitBoundaries) -> None:
     cells = history.written()
     expected = [history.reach(*cell) for cell in cells]
-    found = boundaries.reach(torch.tensor([step * history.lanes + lane for step, lane in cells]))
-    assert list(zip(*(part.tolist() for part in found), strict=True)) == expected
+    rows = torch.tensor([step * history.lanes + lane for step, lane in cells])
+    assert list(zip(*(part.tolist() for part in boundaries.reach(rows)), strict=True)) == expected
+    back, ahead, ends = (part.tolist() for part in boundaries.reach(rows, within=2))
+    assert (back, ahead) == ([min(x[0], 2) for x in expected], [min(x[1], 2) for x in expected])
+    assert ends == [is_over and far <= 2 for _, far, is_over in expected]
 
 
 @settings(max_examples=120, deadline=None)
@@ -94,8 +97,9 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
         for name, tensor in flags(bits).tensors().items():
             assert torch.equal(tensor, spec.tensors()[name]), name
         cells = torch.arange(steps * lanes)[written.repeat_interleave(lanes)]
-        for ours, theirs in zip(bits.reach(cells), spec.reach(cells), strict=True):
-            assert torch.equal(ours, theirs)
+        for within in (None, 0, 2, 70):
+            for ours, theirs in zip(bits.reach(cells, within), spec.reach(cells, within), strict=True):
+                assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("steps", [3, 64, 700])

@@ -29,17 +29,19 @@ RINGS = [(1, 1, 0.5, 1.0), (7, 1, 0.3, 0.5), (40, 3, 0.1, 2.5), (600, 1, 0.0, 1.
 
 
 @pytest.mark.parametrize(("steps", "lanes", "often", "fill"), RINGS)
-@pytest.mark.parametrize("stretch", [64, 256])
-def test_trajectories_reach_as_far_as_the_specification_says(gpu, monkeypatch, steps, lanes, often, fill, stretch):
+@pytest.mark.parametrize(("stretch", "within"), [(64, None), (256, None), (64, 0), (64, 5), (64, 64), (64, 10_000)])
+def test_trajectories_reach_as_far_as_the_specification_says(
+    gpu, monkeypatch, steps, lanes, often, fill, stretch, within
+):
     monkeypatch.setattr("rlbuf_td.kernels._boundaries_triton.STRETCH", stretch)
     boundaries = ring(steps, lanes, often, fill, gpu)
     live = min(steps, int(fill * steps)) * lanes
     cells = torch.linspace(0, live - 1, min(live, 40), dtype=torch.float64).long().to(gpu)
     with forced("triton"):
-        got = boundaries.reach(cells)
-        every_other = boundaries.reach(cells[::2])
+        got = boundaries.reach(cells, within)
+        every_other = boundaries.reach(cells[::2], within)
     with forced("torch"):
-        expected = boundaries.reach(cells)
+        expected = boundaries.reach(cells, within)
     for mine, some, theirs in zip(got, every_other, expected, strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(some, theirs[::2])
