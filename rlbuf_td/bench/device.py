@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
+from rlbuf_td.bench.selected_order import SelectedOrder
 from rlbuf_td.bench.timing import Measured, launches, on_device, table, wall
 from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.kernels.merged_order import MergedOrder
@@ -110,19 +112,18 @@ def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Mea
 
 
 def orders(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Compare the orders by rank that a GPU can keep: the one that merges what changes, and the one that sorts."""
+    """Compare the orders by rank that a GPU can keep: one merges what changes, one sorts, one selects what is drawn."""
     law = rank_law(0.7, device)
-    for batch in (256, 65_536):
+    starts = ("", torch.rand(rows, device=device)), (", ties", torch.ones(rows, device=device))
+    for batch, (kind, start), form in product((256, 65_536), starts, (MergedOrder, SortedOrder, SelectedOrder)):
         index, td_error = torch.randint(rows, (batch,), device=device), torch.rand(batch, device=device)
-        uniform = torch.rand(batch, dtype=torch.float64, device=device)
-        for form in (MergedOrder, SortedOrder):
-            order = form(torch.rand(rows, device=device))
+        uniform, order = torch.rand(batch, dtype=torch.float64, device=device), form(start.clone())
 
-            def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
-                order.update_(index, error, rows)
-                order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
+        def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
+            order.update_(index, error, rows)
+            order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
 
-            yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}", on_device(call, 20), "us")
+        yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}{kind}", on_device(call, 20), "us")
 
 
 def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
