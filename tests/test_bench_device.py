@@ -10,7 +10,7 @@ import torch
 
 from rlbuf_td.__main__ import main
 from rlbuf_td.bench import device, device_checks
-from rlbuf_td.bench.device import Measured, table
+from rlbuf_td.bench.timing import Measured, table
 from rlbuf_td.kernels.paths import forced
 
 

@@ -1,7 +1,6 @@
 """``python -m rlbuf_td bench --device cuda``: check everything that runs on a GPU, then time it, in one call.
 
-Prints which checks pass, and a table of times beside what they are to be. Wall times are those of many calls with one
-synchronisation at the end; device times come from CUDA events around many launches.
+Prints which checks pass, and a table of times beside what they are to be.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,87 +29,12 @@ from rlbuf_td import (
 )
 from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
+from rlbuf_td.bench.selected_order import SelectedOrder
+from rlbuf_td.bench.timing import Measured, launches, on_device, table, wall
 from rlbuf_td.kernels.columns import gather_rows
 from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.rank_law import rank_law
 from rlbuf_td.kernels.sorted_order import SortedOrder
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One line of the table.
-
-    Attributes:
-        what: was done.
-        value: a number, in ``unit``.
-        unit: of the number.
-        goal: what it is to be, ``None`` where nothing is asked.
-        at_least: whether more is better.
-    """
-
-    what: str
-    value: float
-    unit: str
-    goal: float | None = None
-    at_least: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """Whether the goal is met."""
-        if self.goal is None:
-            return ""
-        return "yes" if (self.value >= self.goal if self.at_least else self.value <= self.goal) else "NO"
-
-
-def wall(call: Callable[[], object], seconds: float, wait: Callable[[], None] | None = None, rounds: int = 5) -> float:
-    """Return microseconds a call: the median of blocks of about ``seconds``, the device being waited for after each."""
-    wait = torch.cuda.synchronize if wait is None else wait
-    for _ in range(3):
-        call()
-    wait()
-    start = time.perf_counter()
-    for _ in range(5):
-        call()
-    wait()
-    count, blocks = max(5, int(seconds / ((time.perf_counter() - start) / 5))), []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        wait()
-        blocks.append((time.perf_counter() - start) / count * 1e6)
-    return sorted(blocks)[len(blocks) // 2]
-
-
-def on_device(call: Callable[[], object], count: int = 100) -> float:
-    """Return microseconds of the device a call: ``count`` calls as one graph, so that no launch is waited for."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        call()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / count
-
-
-def launches(call: Callable[[], object]) -> int:
-    """Return how many kernels (and copies on the device) a call launches."""
-    call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def filled(
@@ -189,19 +112,18 @@ def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Mea
 
 
 def orders(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Compare the orders by rank that a GPU can keep: the one that merges what changes, and the one that sorts."""
+    """Compare the orders by rank that a GPU can keep: one merges what changes, one sorts, one selects what is drawn."""
     law = rank_law(0.7, device)
-    for batch in (256, 65_536):
+    starts = ("", torch.rand(rows, device=device)), (", ties", torch.ones(rows, device=device))
+    for batch, (kind, start), form in product((256, 65_536), starts, (MergedOrder, SortedOrder, SelectedOrder)):
         index, td_error = torch.randint(rows, (batch,), device=device), torch.rand(batch, device=device)
-        uniform = torch.rand(batch, dtype=torch.float64, device=device)
-        for form in (MergedOrder, SortedOrder):
-            order = form(torch.rand(rows, device=device))
+        uniform, order = torch.rand(batch, dtype=torch.float64, device=device), form(start.clone())
 
-            def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
-                order.update_(index, error, rows)
-                order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
+        def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
+            order.update_(index, error, rows)
+            order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
 
-            yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}", on_device(call, 20), "us")
+        yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}{kind}", on_device(call, 20), "us")
 
 
 def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
@@ -332,16 +254,6 @@ TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = 
     torchrl,
     flashbax,
 )
-
-
-def table(measured: list[Measured], title: str) -> str:
-    """Return the results as a Markdown table."""
-    lines = [title, "", "| | measured | goal | met |", "|---|---|---|---|"]
-    for line in measured:
-        bound = "" if line.goal is None else f"{'>=' if line.at_least else '<='} {line.goal:g} {line.unit}".rstrip()
-        value = f"{line.value:.1f} {line.unit}".rstrip()
-        lines.append(f"| {line.what} | {value} | {bound} | {line.verdict} |")
-    return "\n".join(lines)
 
 
 def main(options: argparse.Namespace) -> int:

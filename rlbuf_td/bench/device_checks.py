@@ -28,6 +28,7 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
+from rlbuf_td.bench.selected_order import SelectedOrder
 from rlbuf_td.capture import CapturedStep
 from rlbuf_td.kernels import scan, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
@@ -37,6 +38,7 @@ from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.n_step import sums_ahead
 from rlbuf_td.kernels.paths import Path, forced
 from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.rank_order import RankOrder
 from rlbuf_td.kernels.sorted_order import SortedOrder
 
 PATHS: tuple[Path, Path] = ("triton", "torch")
@@ -67,18 +69,18 @@ def trees(device: torch.device, rows: int, batch: int) -> None:
 
 
 def ranks(device: torch.device, rows: int, batch: int) -> None:
-    """Compare updates, fills, draws and ranks of both orders that a GPU can keep with the specification."""
+    """Compare updates, fills, draws and ranks of the orders that a GPU can keep with the specification."""
     magnitude, every = torch.rand(rows, device=device), torch.arange(rows, device=device)
     magnitude[::7] = -1.0
     expected, law = SortedOrder(magnitude.clone()), rank_law(0.7, device)
     with forced("triton"):
-        orders = SortedOrder(magnitude.clone()), MergedOrder(magnitude)
+        orders = SortedOrder(magnitude.clone()), MergedOrder(magnitude.clone()), SelectedOrder(magnitude)
     for size in (batch, batch // 16):
         index, td_error = torch.randint(-1, rows, (size,), device=device), torch.randn(size, device=device)
         td_error[::17] = torch.nan
         uniform = torch.rand(size, dtype=torch.float64, device=device)
 
-        def change(order: SortedOrder | MergedOrder, path: Path, given: Any = (index, td_error, uniform)) -> Any:
+        def change(order: RankOrder, path: Path, given: Any = (index, td_error, uniform)) -> Any:
             with forced(path):
                 order.update_(given[0], given[1], rows)
                 order.fill_(rows // 3, len(given[0]), 1.0)

@@ -28,10 +28,15 @@ _EXACT = {"enable_fp_fusion": False}  # Triton warns where neither is asked for
 
 
 @triton.jit
+def bits_of(magnitude):
+    """Return the bits of magnitudes, which ascend as they fall, without the sign."""
+    return ~magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def _key_of(magnitude, row):
     """Do as :func:`rlbuf_td.kernels.merged_order.keys_of`."""
-    bits = ~magnitude.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return (bits.to(tl.int64) << 32) | row
+    return (bits_of(magnitude).to(tl.int64) << 32) | row
 
 
 @triton.jit

@@ -81,19 +81,16 @@ def _rank_of_mass(value, head, alpha, shift, inside):
     return tl.where(value >= tl.load(head + HEAD - 1), beyond, below + 1)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _draw(
-    uniform, numbers, head, rows, by_rank, index, weight, count,
-    capacity, HALVES: tl.constexpr, STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
+@triton.jit
+def drawn(
+    uniform, numbers, head, there_are, weight, at, count, STRATIFIED: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Draw rows. NORM: 0 divides by the buffer's largest weight, 2 by nothing; 1 returns logarithms, up to a scale.
+    """Return the ranks that draws at ``at`` give, at least 1, and store their weights.
 
-    HALVES: ``rows`` is the state of a merged order, and ``by_rank`` its keys, which end in rows.
+    NORM: 0 divides by the buffer's largest weight, 2 by nothing; 1 stores logarithms, up to a scale.
     """
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     alpha, shift, beta = tl.load(numbers + ALPHA), tl.load(numbers + SHIFT), tl.load(numbers + BETA)
-    there_are = tl.load(rows + COUNT) if HALVES else tl.load(rows)
     total = _mass(there_are, head, alpha, shift)
     value = tl.load(uniform + at, mask=inside, other=0.0)
     if STRATIFIED:
@@ -101,10 +98,6 @@ def _draw(
     else:
         value = value * total
     rank = tl.maximum(tl.minimum(_rank_of_mass(value, head, alpha, shift, inside), there_are), 1)
-    if HALVES:
-        by_rank += tl.load(rows + SIDE) * capacity
-    row = tl.load(by_rank + rank - 1, mask=inside, other=0) & ROW
-    tl.store(index + at, tl.where(there_are > 0, row, 0), mask=inside)
     log = alpha * beta * tl.log(rank.to(tl.float64))
     if NORM == 1:
         tl.store(weight + at, log, mask=inside)
@@ -112,6 +105,22 @@ def _draw(
         size = tl.maximum(there_are, 1).to(tl.float64)
         scale = -alpha * beta * tl.log(size) if NORM == 0 else beta * tl.log(total / size)
         tl.store(weight + at, tl.exp(log + scale).to(tl.float32), mask=inside)
+    return rank
+
+
+@triton.jit(do_not_specialize=["count"])
+def _draw(
+    uniform, numbers, head, rows, by_rank, index, weight, count,
+    capacity, HALVES: tl.constexpr, STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Draw rows. HALVES: ``rows`` is the state of a merged order, and ``by_rank`` its keys, which end in rows."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there_are = tl.load(rows + COUNT) if HALVES else tl.load(rows)
+    rank = drawn(uniform, numbers, head, there_are, weight, at, count, STRATIFIED, NORM)
+    if HALVES:
+        by_rank += tl.load(rows + SIDE) * capacity
+    row = tl.load(by_rank + rank - 1, mask=at < count, other=0) & ROW
+    tl.store(index + at, tl.where(there_are > 0, row, 0), mask=at < count)
 
 
 def update(
@@ -125,6 +134,18 @@ def update(
             _assign[grid](index, td_error, count, on_device.numbers.tensor, *own, **options, **_EXACT)
 
 
+def outputs(uniform: Tensor, norm: str | None) -> tuple[Tensor, Tensor, int]:
+    """Return memory for the rows and the weights of a draw, and the kernels' NORM."""
+    index = torch.empty(uniform.shape[0], dtype=torch.int64, device=uniform.device)
+    dtype = torch.float64 if norm == "batch" else torch.float32
+    return index, torch.empty_like(index, dtype=dtype), 1 if norm == "batch" else 0 if norm == "buffer" else 2
+
+
+def normed(weight: Tensor) -> Tensor:
+    """Return the weights that a draw has stored, divided by the batch's largest if they are logarithms."""
+    return (weight - weight.amax()).exp().to(torch.float32) if weight.dtype == torch.float64 else weight
+
+
 def draw(
     on_device: Any, uniform: Tensor, by_rank: Tensor, rows: Tensor, stratified: bool, norm: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -133,17 +154,16 @@ def draw(
     ``by_rank`` are ``[n]`` rows by rank, of which there are ``rows`` (0-dim), or the ``[2, capacity]`` keys of a merged
     order, of which ``rows`` is the state.
     """
-    count, by_batch = uniform.shape[0], norm == "batch"
-    index = torch.empty(count, dtype=torch.int64, device=uniform.device)
-    weight = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
+    count = uniform.shape[0]
+    index, weight, norm_of = outputs(uniform, norm)
     with launching_on(uniform):
         _draw[(triton.cdiv(count, 128),)](
             *(uniform, on_device.numbers.tensor, on_device.head, rows, by_rank, index, weight, count),
             by_rank.shape[-1],
             HALVES=by_rank.dim() == 2,
             STRATIFIED=stratified,
-            NORM=1 if by_batch else 0 if norm == "buffer" else 2,
+            NORM=norm_of,
             SIZE=128,
             **_EXACT,
         )
-    return index, (weight - weight.amax()).exp().to(torch.float32) if by_batch else weight
+    return index, normed(weight)

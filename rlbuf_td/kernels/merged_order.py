@@ -1,10 +1,11 @@
 """The order on CUDA: sorted keys, into which every change is merged.
 
 Why merging: an update gives new places to a few hundred rows among a million, and to sort all magnitudes for that moves
-every one of them several times. Selecting ranks by passes over histograms needs no order, but reads all magnitudes for
-every digit of a key, at each draw, and ties and skew decide how much is left after a digit. A merge reads every key
-once and writes it once whatever they are, and a draw is a look-up. Which is faster is for a GPU to say:
-``python -m rlbuf_td bench --device cuda`` times both, this order and the one that sorts.
+every one of them several times. Selecting ranks by passes over histograms needs no order and leaves an update nothing
+to do, but reads all magnitudes for every digit of a key, at each draw. A merge reads every key once and writes it once,
+ties or none, and a draw is a look-up. Which is fastest is for a GPU to say: ``python -m rlbuf_td bench --device cuda``
+times all three, this order, the one that sorts, and :class:`~rlbuf_td.bench.selected_order.SelectedOrder`, where it is
+counted what each of them moves.
 """
 
 from __future__ import annotations

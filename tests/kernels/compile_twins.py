@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rlbuf_td.bench.selected_order import SelectedOrder
 from rlbuf_td.kernels import columns, goals, n_step, scan, sum_tree
 from rlbuf_td.kernels.boundaries import FlagBoundaries
 from rlbuf_td.kernels.merged_order import MergedOrder
@@ -74,6 +75,15 @@ def of_rank() -> None:
                     order.draw(rank_law(0.7), uniform, stratified=stratified, beta=0.4, norm=norm)
 
 
+def of_selection() -> None:
+    for capacity in (9, 1_000_000):
+        order = SelectedOrder(torch.rand(capacity))
+        for norm in ("buffer", "batch", None):
+            for stratified in (True, False):
+                uniform = torch.rand(256, dtype=torch.float64)
+                order.draw(rank_law(0.7), uniform, stratified=stratified, beta=0.4, norm=norm)
+
+
 def of_scan() -> None:
     for shape in ((4096, 32, 1), (8, 2048, 1), (3, 1, 1), (1, 16, 64), (1, 128, 100), (1, 2048, 8)):
         zero = torch.zeros(shape)
@@ -109,7 +119,7 @@ def main() -> None:
     driver.set_active(Device())
     JITFunction.__getitem__ = _compile
     with forced("triton"):
-        for part in (of_sum_tree, of_rank, of_scan, of_rows, of_trajectories):
+        for part in (of_sum_tree, of_rank, of_selection, of_scan, of_rows, of_trajectories):
             part()
     for name, kinds in sorted(compiled.items()):
         print(f"{name}: {', '.join(sorted(kinds))}")
