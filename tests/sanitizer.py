@@ -249,7 +249,7 @@ def sanitized() -> Iterator[None]:
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
     launches: list[_Launch] = []
-    names = ["set_grid_idx", "create_barrier", "create_atomic_rmw"]
+    names = ["set_grid_idx", "create_barrier", "create_atomic_rmw", "create_atomic_cas"]
     names += ["create_masked_load", "create_masked_store"]
     plain = {name: getattr(Builder, name) for name in names}
     run = GridExecutor.__call__
@@ -295,7 +295,13 @@ def sanitized() -> Iterator[None]:
             launches[-1].synchronise(ptr)
         return plain["create_atomic_rmw"](self, op, ptr, val, mask, sem, *rest)
 
-    mine = [set_grid_idx, create_barrier, create_atomic_rmw, create_masked_load, create_masked_store]
+    def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, *rest: Any) -> Any:
+        launches[-1].touch("atomic", ptr, np.ones(ptr.data.shape, bool))
+        if sem == MEM_SEMANTIC.ACQUIRE_RELEASE:
+            launches[-1].synchronise(ptr)
+        return plain["create_atomic_cas"](self, ptr, cmp, val, sem, *rest)
+
+    mine = [set_grid_idx, create_barrier, create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas]
     try:
         GridExecutor.__call__ = call
         for method in mine:
