@@ -31,10 +31,11 @@ from rlbuf_td.bench import device_checks
 from rlbuf_td.bench.contenders import image_rows, small_rows
 from rlbuf_td.bench.selected_order import SelectedOrder
 from rlbuf_td.bench.timing import Measured, launches, on_device, table, wall
-from rlbuf_td.kernels.columns import gather_rows
+from rlbuf_td.kernels.columns import Gathering, gather_rows
 from rlbuf_td.kernels.merged_order import MergedOrder
 from rlbuf_td.kernels.rank_law import rank_law
 from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.sum_tree import SumTree, draw, fill_
 
 
 def filled(
@@ -124,6 +125,26 @@ def orders(device: torch.device, rows: int, seconds: float) -> Iterator[Measured
             order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
 
         yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}{kind}", on_device(call, 20), "us")
+
+
+def gathers(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Compare a draw that gathers its rows as well with a draw and a gather, on both sides of where that is offered."""
+    tree = SumTree.empty(rows, device)
+    fill_(tree, 0, rows, 1.0, 0.6, 0.0)
+    for nbytes, batch in ((168, 256), (1_024, 256), (8_192, 256), (168, 8_192), (168, 65_536)):
+        matrix = torch.zeros(rows, nbytes // 8, dtype=torch.int64, device=device)
+        uniform = torch.rand(batch, dtype=torch.float64, device=device)
+        drawn = partial(draw, tree, uniform, True, rows, 0.4, "buffer")
+
+        def at_once(drawn: Any = drawn, matrix: Any = matrix, batch: int = batch) -> None:
+            drawn(Gathering(matrix, matrix.new_empty(batch, matrix.shape[1])))
+
+        def apart(drawn: Any = drawn, matrix: Any = matrix) -> None:
+            gather_rows(matrix, drawn()[0])
+
+        what = f"draw and gather, rows of {nbytes:,} bytes, batch {batch:,}, device"
+        yield Measured(f"{what}, one launch", on_device(at_once, 20), "us")
+        yield Measured(f"{what}, two launches", on_device(apart, 20), "us")
 
 
 def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
@@ -246,6 +267,7 @@ def flashbax(device: torch.device, rows: int, seconds: float) -> Iterator[Measur
 TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
     prioritized,
     orders,
+    gathers,
     plain,
     images,
     advantages,
