@@ -189,8 +189,10 @@ class WriteClock:
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int, last: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
         """Go on from :meth:`state_dict`, over the same rows, of a capacity of ``steps``, written up to ``last``.
+
+        ``device`` is where these rows live, whatever that of the state was.
 
         A clock that has not begun yet then knows what has become of the rows of batches that were sampled before the
         state was saved. One that has been running counts all batches as stale: it could not tell a batch of what it has
@@ -205,7 +207,7 @@ class WriteClock:
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:
-            self._written = written.clone()
+            self._written = written.to(device, copy=True)
 
 
 class Tally:

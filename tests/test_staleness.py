@@ -369,6 +369,23 @@ def test_on_a_device_nothing_is_waited_for(device):
 # -- the clock
 
 
+def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():
+    clock, other = WriteClock(), WriteClock()
+    clock.advance(0, 4, torch.Size([4]))
+    clock.note(torch.tensor([2]), 1, torch.Size([4]))
+    saved = clock.state_dict()
+    assert saved["written"].tolist() == [1, 2, 5, 4]
+    other.load_state_dict(saved, 4, 3, torch.device("meta"))
+    stamp = torch.full((4,), 4, device="meta")
+    kept, _ = other.skip_rewritten(torch.arange(4, device="meta"), stamp, torch.Size([4]))
+    assert kept.device.type == "meta"
+    again = WriteClock()
+    again.load_state_dict(saved, 4, 3, torch.device("cpu"))
+    saved["written"].zero_()
+    kept, count = again.skip_rewritten(torch.arange(4), torch.full((4,), 4), torch.Size([4]))
+    assert (kept.tolist(), count) == ([0, 1, -1, 3], 1)
+
+
 @pytest.mark.parametrize("start", [2**31 - 5, 2**32 - 5, 2**63 - 40])
 @pytest.mark.parametrize("out_of_order", [False, True])
 def test_differences_stay_right_where_the_clock_passes_a_limit(start, out_of_order):
