@@ -255,7 +255,7 @@ def offloaded(device: torch.device, rows: int, batch: int) -> None:
 
 def no_waiting(device: torch.device, rows: int, batch: int) -> None:
     """Ask whether nothing that a training loop calls waits for the device."""
-    data = transitions(2_000).to(device)
+    data = transitions(2_000).set("td_error", torch.rand(2_000)).to(device)
     one, td_error = data[0], torch.rand(batch, device=device)
     given = [torch.randn(8, 128, 1, device=device) for _ in range(3)] + [torch.zeros(8, 128, 1, device=device) > 0] * 2
     samplers = (
