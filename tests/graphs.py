@@ -112,7 +112,7 @@ class RecordedGraph:
                 call()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
         recorder, random = _Recorder(), torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
             for kind, run in _kernels():
