@@ -276,6 +276,8 @@ def no_waiting(device: torch.device, rows: int, batch: int) -> None:
             drawn = rb.sample()
             drawn["td_error"] = td_error
             rb.update_tensordict_priority(drawn)
+            if hasattr(rb.sampler, "alpha"):
+                rb.sampler.alpha *= 0.9  # as a schedule does
             functional.generalized_advantage_estimate(0.99, 0.95, *given)
 
         loop()
