@@ -292,8 +292,8 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")  # which may warn, and has done its work then
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
