@@ -181,10 +181,12 @@ class CapturedStep:
         self._next, self._baked = 0, None
         try:
             with torch.cuda.device(device), repeated():
-                self._warm_up(storage)
+                # torch's own stream for captures is one of the GPU on which the process has captured first.
+                beside = torch.cuda.Stream()
+                self._warm_up(storage, beside)
                 for _ in range(self._ring):
                     sampler.forget_order()  # a sort that is due once must be in every replay
-                    self._graphs.append(self._recorded(storage, generator))
+                    self._graphs.append(self._recorded(storage, generator, beside))
         except BaseException:
             self._graphs.clear()
             buffer._last_draw = before
@@ -192,9 +194,9 @@ class CapturedStep:
         finally:
             sampler.forget_order()  # what has been recorded has not been done yet
 
-    def _warm_up(self, storage: PackedStorage) -> None:
+    def _warm_up(self, storage: PackedStorage, beside: torch.cuda.Stream) -> None:
         """Do everything on a stream beside, so that all kernels and all lasting memory are there."""
-        current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         beside.wait_stream(current)
         with torch.cuda.stream(beside):
             for _ in range(self._warmup):
@@ -202,11 +204,15 @@ class CapturedStep:
                 self._run(storage)
         current.wait_stream(beside)
 
-    def _recorded(self, storage: PackedStorage, generator: torch.Generator | None) -> _Captured:
+    def _recorded(
+        self, storage: PackedStorage, generator: torch.Generator | None, beside: torch.cuda.Stream
+    ) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         if generator is not None:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph):
+        # What other threads ask of the GPU meanwhile (memory, whether an event has come) is their affair.
+        how: Any = {"stream": beside, "capture_error_mode": "thread_local"}
+        with torch.cuda.stream(beside), torch.cuda.graph(graph, **how):  # the former ends even if a capture fails
             output, drawn = self._run(storage)
         return _Captured(graph, output, drawn)
 

@@ -37,6 +37,19 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
     return (flat, *reversed(parts))
 
 
+def moved(value: Any, device: torch.device) -> torch.Tensor:
+    """Return what is, or can be, a tensor on a device; a GPU is not waited for.
+
+    Of pageable memory the driver has a copy when the call returns (CUDA Runtime API, "API synchronization behavior").
+    Page-locked memory it would read later, when its owner may have changed it: that is waited for.
+    """
+    value = torch.as_tensor(value)
+    if value.device == device:
+        return value
+    is_taken_over = device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned()
+    return value.to(device, non_blocking=is_taken_over)
+
+
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
     """Return any form of an index as flat rows, contiguous ``[B]`` int64.
 
@@ -52,8 +65,8 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
     if isinstance(index, tuple):
-        index = torch.stack([torch.as_tensor(part, device=device).reshape(-1) for part in index], -1)
-    index = torch.as_tensor(index, device=device)
+        index = torch.stack([moved(part, device).reshape(-1) for part in index], -1)
+    index = moved(index, device)
     if index.dtype is not torch.int64:
         if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
             raise TypeError(f"rows are named by integers, got an index of dtype {index.dtype}")

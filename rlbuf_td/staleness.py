@@ -11,6 +11,7 @@ import torch
 from rlbuf_td.batches import first_of_row, inner_dims
 from rlbuf_td.indices import flat_rows
 from rlbuf_td.kernels import staleness
+from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.sharing.numbers import NumberOf, SharedNumbers
 
 #: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
@@ -150,7 +151,8 @@ class WriteClock:
         if self._numbers[_BY_ROW] and written is not None:
             return written
         if written is None or written.shape[0] != prod(shape):
-            written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
+            with lasting():
+                written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
         steps, last, now = shape[0], self._numbers[_LAST], self._numbers[_NOW]
         age = (last - torch.arange(steps, device=device)) % steps
         written.view(steps, -1).copy_((now - age)[:, None].expand(steps, prod(shape[1:])))
@@ -189,8 +191,10 @@ class WriteClock:
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}
 
-    def load_state_dict(self, state: dict[str, Any], steps: int, last: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
         """Go on from :meth:`state_dict`, over the same rows, of a capacity of ``steps``, written up to ``last``.
+
+        ``device`` is where these rows live, whatever that of the state was.
 
         A clock that has not begun yet then knows what has become of the rows of batches that were sampled before the
         state was saved. One that has been running counts all batches as stale: it could not tell a batch of what it has
@@ -205,7 +209,8 @@ class WriteClock:
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:
-            self._written = written.clone()
+            with lasting():
+                self._written = written.to(device, copy=True)
 
 
 class Tally:

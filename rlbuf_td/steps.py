@@ -132,5 +132,5 @@ def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | No
             copy.copy_(x, non_blocking=True)
         copies.append(copy)
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(next(x.device for x in columns if x is not None)))
     return copies, event

@@ -11,6 +11,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 
 from rlbuf_td.indices import device_of, flat_rows, lanes_of
 from rlbuf_td.kernels.boundaries import BitBoundaries, Boundaries, make_boundaries
+from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.sharing.numbers import SharedNumbers
 
 DONE_KEY = ("next", "done")
@@ -261,7 +262,9 @@ class TrajectoryIndex:
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
         plain = len(flags) == 1 and flags[0].shape[2:].numel() == 1
-        self._end = flags[0].view(steps, lanes) if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+        with lasting():
+            ends = None if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+        self._end = flags[0].view(steps, lanes) if ends is None else ends
         self._flags = [] if plain else flags
         self._columns = columns
         if self._boundaries is None or self._size != (steps, lanes, device):

@@ -112,7 +112,7 @@ class RecordedGraph:
                 call()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
         recorder, random = _Recorder(), torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
             for kind, run in _kernels():
@@ -137,6 +137,8 @@ def _kernels() -> Iterator[tuple[type, Callable[..., object]]]:
 @contextmanager
 def graphs_by(path: Path) -> Iterator[None]:
     """Let buffers on the CPU go the way of CUDA, graphs included, by the kernels of one device path."""
+    if path == "triton" and not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("needs Triton's interpreter: a GPU's kernels cannot read the memory of the CPU")
     nothing, stream = nullcontext(), SimpleNamespace(wait_stream=lambda other: None)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

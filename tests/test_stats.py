@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 from torchrl.record import CSVLogger, TensorboardLogger
 
-from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
+from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, steps
 from rlbuf_td.kernels import _episodes_numba
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
@@ -416,6 +417,20 @@ def test_numbers_of_any_dtype_are_exact():
     stats.update(TensorDict({"next": step}, [2]))
     assert stats.summary()["train/count_mean"] == big + 1
     assert stats.summary()["train/return_mean"] == 3.0
+
+
+def test_copies_from_a_gpu_are_there_when_its_own_stream_says_so(monkeypatch):
+    recorded: list[Any] = []
+    empty, gpu = torch.empty, torch.zeros(2, dtype=torch.float64)
+    event = SimpleNamespace(record=recorded.append)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+    copies, ready = steps._to_host([None, gpu + 1])
+    assert ready is event
+    assert recorded == [("stream of", gpu.device)]
+    assert copies[0] is None
+    assert torch.equal(copies[1], torch.ones(2, dtype=torch.float64))
 
 
 def test_on_every_device(device):

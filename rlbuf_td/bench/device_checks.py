@@ -257,7 +257,7 @@ def offloaded(device: torch.device, rows: int, batch: int) -> None:
 
 def no_waiting(device: torch.device, rows: int, batch: int) -> None:
     """Ask whether nothing that a training loop calls waits for the device."""
-    data = transitions(2_000).to(device)
+    data = transitions(2_000).set("td_error", torch.rand(2_000)).to(device)
     one, td_error = data[0], torch.rand(batch, device=device)
     given = [torch.randn(8, 128, 1, device=device) for _ in range(3)] + [torch.zeros(8, 128, 1, device=device) > 0] * 2
     samplers = (
@@ -278,6 +278,8 @@ def no_waiting(device: torch.device, rows: int, batch: int) -> None:
             drawn = rb.sample()
             drawn["td_error"] = td_error
             rb.update_tensordict_priority(drawn)
+            if hasattr(rb.sampler, "alpha"):
+                rb.sampler.alpha *= 0.9  # as a schedule does
             functional.generalized_advantage_estimate(0.99, 0.95, *given)
 
         loop()
@@ -292,8 +294,8 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")  # which may warn, and has done its work then
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -60,6 +60,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+def settle(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for what GPUs are still to do with tensors, so that threads, which have other streams, may use them."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def wait_for(jobs: Sequence[Any], report: Report) -> None:
     """Wait for all jobs; raise the first error, having called off what has not begun."""
     try:

@@ -107,7 +107,7 @@ def refuse_malformed(saved: dict[str, Any]) -> None:
     if saved["generator"] is not None:
         states |= {saved["generator"]["device"]: saved["generator"]["state"]}
     for device, state in states.items():
-        if torch.device(device).type == "cpu" or torch.cuda.is_available():
+        if _is_here(torch.device(device)):
             torch.Generator(device).set_state(state)
 
 
@@ -158,8 +158,13 @@ def restore_default_generator(states: dict[str, Any]) -> None:
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)
-        elif torch.cuda.is_available():
+        elif _is_here(torch.device(device)):
             torch.cuda.set_rng_state(state, device)
+
+
+def _is_here(device: torch.device) -> bool:
+    """Return whether there is such a device: a dump may come from a machine with more GPUs."""
+    return device.type != "cuda" or (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count())
 
 
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
@@ -170,7 +175,7 @@ def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
     if rb._rng is not None and rb._rng.device == device:
         rb._rng.set_state(saved["state"])  # the same object: others may draw from it, too
         return
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not _is_here(device):
         warnings.warn(f"the dump's generator is of {device}, which is not here: it was not restored", stacklevel=4)
         return
     generator = torch.Generator(device)

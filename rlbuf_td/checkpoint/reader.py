@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import DATA, READERS, Report, wait_for
+from rlbuf_td.checkpoint.folder import DATA, READERS, Report, settle, wait_for
 from rlbuf_td.checkpoint.journal import read_journal, undo_
 from rlbuf_td.checkpoint.manifest import (
     MANIFEST,
@@ -113,6 +113,7 @@ class DumpReader:
             CheckpointError: as :meth:`verify`; ``target`` may have been written to.
         """
         jobs = []
+        settle([target])
         with ThreadPoolExecutor(READERS) as pool:
             for part in self._parts(stored):
                 at = part.start

@@ -17,6 +17,7 @@ from rlbuf_td.checkpoint.folder import (
     WRITERS,
     Report,
     flat_bytes,
+    settle,
     sync_file,
     sync_folder,
     wait_for,
@@ -98,10 +99,12 @@ class DumpWriter:
             sources: what is known of each.
             report: told the bytes of each chunk that is done.
         """
+        flat = [flat_bytes(tensor) for tensor in tensors]
+        settle(flat)
         with ThreadPoolExecutor(WRITERS) as pool:
             jobs = []
-            for tensor, source in zip(tensors, sources, strict=True):
-                parts = flat_bytes(tensor).split(chunk_bytes(max(tensor.nbytes, source.whole)))
+            for data, source in zip(flat, sources, strict=True):
+                parts = data.split(chunk_bytes(max(data.nbytes, source.whole)))
                 jobs.append([pool.submit(self._put, part, source.journal) for part in parts if len(part)])
             wait_for([job for part in jobs for job in part], report)
             return tuple(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels import _rank_torch
-from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.numbers import DeviceNumbers, lasting
 from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.rank_law import HEAD, RankLaw
 
@@ -29,12 +29,13 @@ class OnDevice:
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.numbers = DeviceNumbers(4, device)
-        self.head = torch.zeros(HEAD, dtype=torch.float64, device=device)
-        self.claims = torch.full((capacity,), -1, dtype=torch.int32, device=device)
-        self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
-        self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
-        self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        with lasting():
+            self.numbers = DeviceNumbers(4, device)
+            self.head = torch.zeros(HEAD, dtype=torch.float64, device=device)
+            self.claims = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.refused = torch.zeros((), dtype=torch.int64, device=device)
         self._law: RankLaw | None = None
 
     def take(self, law: RankLaw, beta: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlbuf_td.kernels._sum_tree_torch import Number
-from rlbuf_td.kernels.numbers import DeviceNumbers
+from rlbuf_td.kernels.numbers import DeviceNumbers, lasting
 
 #: The numbers: of the law, the rows that are drawn from and that may be named, the magnitude of new rows.
 ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = range(6)
@@ -25,13 +25,14 @@ class OnDevice:
     """
 
     def __init__(self, rows: int, starts: list[int], device: torch.device) -> None:
-        self.numbers = DeviceNumbers(6, device)
-        self.claims = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
-        self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
-        self.refused = torch.zeros((), dtype=torch.int64, device=device)
-        self.ended = torch.zeros((), dtype=torch.int32, device=device)
-        self.starts = torch.tensor(starts, device=device)
+        with lasting():
+            self.numbers = DeviceNumbers(6, device)
+            self.claims = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.refused = torch.zeros((), dtype=torch.int64, device=device)
+            self.ended = torch.zeros((), dtype=torch.int32, device=device)
+            self.starts = torch.tensor(starts, device=device)
 
     def take(self, at: tuple[int, ...], values: tuple[Number, ...]) -> tuple[Number, ...]:
         """Put numbers where kernels and captured graphs read them; return what torch ops are to read."""

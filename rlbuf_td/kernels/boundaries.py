@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.numbers import DeviceNumbers, is_repeated
+from rlbuf_td.kernels.numbers import DeviceNumbers, is_repeated, lasting
 from rlbuf_td.kernels.paths import path_of
 
 WORD = 64
@@ -39,9 +39,10 @@ class FlagBoundaries:
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
-        self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
-        self.over = torch.zeros_like(self.cut)
-        self.head = torch.full((1,), -1)
+        with lasting():
+            self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+            self.over = torch.zeros_like(self.cut)
+            self.head = torch.full((1,), -1)
         self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
@@ -143,8 +144,9 @@ class BitBoundaries:
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // WORD))
         self.starts = np.cumsum([0, *sizes])
-        self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
-        self.head = torch.full((1,), -1)
+        with lasting():
+            self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
+            self.head = torch.full((1,), -1)
 
     @property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:

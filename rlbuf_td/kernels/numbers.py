@@ -7,7 +7,7 @@ rows are written, alpha, beta) is therefore no argument but memory, which the ho
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -35,6 +35,11 @@ def is_repeated() -> bool:
     return not torch.compiler.is_compiling() and _is_repeated.get()
 
 
+def lasting() -> AbstractContextManager[object]:
+    """Make memory inside that may be written to later, wherever: torch refuses that of what inference mode made."""
+    return torch.inference_mode(False)
+
+
 class DeviceNumbers:
     """``count`` float64 numbers, 0 at first. Integers up to 2**53 are exact.
 
@@ -43,7 +48,8 @@ class DeviceNumbers:
     """
 
     def __init__(self, count: int, device: torch.device | str) -> None:
-        self.tensor = torch.zeros(count, dtype=torch.float64, device=device)
+        with lasting():
+            self.tensor = torch.zeros(count, dtype=torch.float64, device=device)
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.kernels.paths import path_of
 
 
@@ -193,8 +194,9 @@ def write_(
 def grow_(table: Table, g: int, most: int) -> None:
     """Give a group room for ``most`` entries, by a copy of those that it has."""
     entries, stack = table.entries[g], table.stacks[g]
-    table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
-    table.stacks[g] = stack.new_empty(most + 1)
+    with lasting():
+        table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
+        table.stacks[g] = stack.new_empty(most + 1)
     table.entries[g][: len(entries) - 1] = entries[:-1]
     table.stacks[g][: len(stack) - 1] = stack[:-1]
     table._arrays.clear()

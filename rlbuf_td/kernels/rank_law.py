@@ -47,7 +47,8 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
     """
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64)
-    return RankLaw(alpha, head.to(device), float(head[-1] - _primitive(alpha, x)))
+    # Nobody else has the table: a GPU need not be waited for, see rlbuf_td.indices.moved.
+    return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 
 def cumulative(alpha: float, n: int) -> Tensor:

@@ -29,6 +29,7 @@ from rlbuf_td.kernels import _sum_tree_torch as specification
 from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, ENTRY, EPS, NAMED, OnDevice
 from rlbuf_td.kernels._sum_tree_torch import BLOCK, LARGEST, SMALLEST, Number, weight_of
 from rlbuf_td.kernels.columns import Gathering
+from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.kernels.paths import path_of
 
 __all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "clear_", "draw", "fill_", "padded", "rebuild_"]
@@ -270,7 +271,8 @@ def _starts(rows: int) -> list[int]:
 
 
 def _memory(size: int, device: torch.device | str) -> torch.Tensor:
-    memory = torch.empty(size, dtype=torch.float64, device=device)
+    with lasting():
+        memory = torch.empty(size, dtype=torch.float64, device=device)
     if not memory.is_cuda:
         advise_huge_pages(memory)
     return memory

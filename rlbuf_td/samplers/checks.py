@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from rlbuf_td.indices import moved
+
 
 def exponent(name: str, value: float) -> float:
     """Return a setting as a float.
@@ -45,8 +47,7 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
     if td_error.requires_grad:
         td_error = td_error.detach()
-    if td_error.device != device:
-        td_error = td_error.to(device)
+    td_error = moved(td_error, device)
     if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
         td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
     if td_error.numel() == 1 != rows:

@@ -126,12 +126,13 @@ class MinibatchSampler(SamplerWithoutReplacement):
 
     def order(self, storage: Storage) -> torch.Tensor:
         """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""
-        rows = len(storage)
+        rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
             self.restart()
             self.len_storage = rows
+        if self._order is not None and self._order.device != device:  # one that was loaded
+            self._order = self._order.to(device)
         if self._order is None:
-            device = device_of(storage)
             if self.shuffle:
                 source = device if self._rng is None else self._rng.device
                 self._order = torch.randperm(rows, generator=self._rng, device=source).to(device)

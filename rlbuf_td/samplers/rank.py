@@ -8,6 +8,7 @@ import torch
 
 from rlbuf_td.indices import flat_rows
 from rlbuf_td.kernels._rank_device import NAMED, DeviceOrder
+from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.kernels.paths import path_of
 from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
 from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
@@ -203,7 +204,8 @@ class RankSampler(Prioritized):
         if self._is_shared:
             self._order.assign_(tensors["magnitude"])
         else:
-            self._order: RankOrder = make_order(tensors["magnitude"].clone(), self._stale_updates)
+            with lasting():
+                self._order: RankOrder = make_order(tensors["magnitude"].clone(), self._stale_updates)
         self._alpha_changed(self.alpha)
 
     def _clear(self) -> None:

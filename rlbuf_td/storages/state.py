@@ -171,7 +171,7 @@ class SavedStorage(SharedStorage):
         self._is_reserved = state_dict.get("reserved", False)
         clock, rows = state_dict.get("clock"), self._all_rows()
         if clock is not None and clock["capacity"] == rows.cells:
-            self.clock.load_state_dict(clock, rows.steps, state_dict["last_cursor"])
+            self.clock.load_state_dict(clock, rows.steps, state_dict["last_cursor"], rows.matrix.device)
         else:
             self.clock.forget(rows.steps, state_dict["last_cursor"])
         self._len_value.value = state_dict["_len"]

@@ -16,8 +16,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     torch.manual_seed(0)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if request.param == "triton" and not (pytest.importorskip("triton").knobs.runtime.interpret):
-        pytest.skip("needs Triton's interpreter")
     if request.param in ("torch", "triton"):
         with graphs_by(request.param):
             yield torch.device("cpu")

@@ -18,13 +18,14 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from rlbuf_td.bench.device_checks import waiting_is_an_error
 from tests.capture.rows import buffer, counted, data
 from tests.graphs import graphs_by
 from tests.statistics import assert_follows
 
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
-def test_graphs_are_made_anew_only_when_something_is_baked_in_them(gpu, cls):
+def test_graphs_are_made_anew_only_when_something_is_baked_in_them(cls):
     with graphs_by("triton"):
         rb, runs = buffer(cls(20), torch.device("cpu"), batch_size=8, count_replays=True), []
         captured = rb.capture(lambda batch: runs.append(batch), ring=3, warmup=2)
@@ -137,16 +138,13 @@ def test_a_generator_of_the_device_decides_what_graphs_draw(unique):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_outputs_hold_for_a_ring_of_calls_and_nothing_waits_for_the_device():
-    rb = buffer(ProportionalSampler(20), torch.device("cuda"))
+    rb = buffer(ProportionalSampler(20, stratified=False), torch.device("cuda"))
     captured = rb.capture(ring=3)
     first = captured()["x"]
     kept = first.clone()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error(torch.device("cuda")):
         others = [captured()["x"] for _ in range(2)]
         again = captured()["x"]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert again.data_ptr() == first.data_ptr()
     assert len({first.data_ptr(), *(other.data_ptr() for other in others)}) == 3
     assert not torch.equal(again, kept)

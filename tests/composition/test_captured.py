@@ -61,7 +61,7 @@ def check(kind: str, recipe: Recipe, ndim: int, path: Path) -> None:
 @pytest.mark.parametrize("path", ["torch", "triton"])
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_replays_are_what_brute_force_says(recipe, ndim, path, gpu):
+def test_replays_are_what_brute_force_says(recipe, ndim, path):
     check("proportional", RECIPES[recipe], ndim, path)
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from rlbuf_td.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels import _rank_chunks
 from rlbuf_td.kernels.chunked_order import ChunkedOrder
 from rlbuf_td.kernels.rank_law import rank_law
@@ -297,14 +298,9 @@ def test_the_specification_runs_on_the_device_without_waiting_for_it(device: tor
     uniform = torch.rand(256, dtype=torch.float64)
     law, moved = rank_law(0.7), rank_law(0.7, device)
     arguments = (index.to(device), td_error.to(device), uniform.to(device))
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error(device):
         order.update_(arguments[0], arguments[1], 5_000)
         drawn = order.draw(moved, arguments[2], stratified=True, beta=0.5, norm="buffer")
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     twin.update_(index, td_error, 5_000)
     expected = twin.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
     assert drawn is not None

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlbuf_td.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels import scan
 
 SHAPES = [
@@ -120,11 +121,8 @@ def test_cuda_agrees_with_the_cpu_without_host_synchronisation():
     tensors = random_inputs((8, 300, 1), torch.float32, 0.05, 0)
     on_device = [x.cuda() for x in tensors]
     scan.gae(0.99, 0.95, *on_device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error(on_device[0].device):
         advantage, target = scan.gae(0.99, 0.95, *on_device)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = scan.gae(0.99, 0.95, *tensors)
     torch.testing.assert_close((advantage.cpu(), target.cpu()), expected, rtol=1e-4, atol=1e-4)
 

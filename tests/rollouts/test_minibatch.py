@@ -111,6 +111,18 @@ def test_state_survives_within_and_between_epochs(how, drawn, tmp_path):
     assert rb.sampler.ran_out
 
 
+def test_an_order_that_was_saved_elsewhere_goes_to_where_the_rows_are():
+    rb, other = buffer(6, MinibatchSampler(), 2), buffer(6, MinibatchSampler(), 2)
+    rb.sample()
+    other.sampler.load_state_dict(rb.sampler.state_dict())
+    rows = other.storage
+    rows.device = torch.device("meta")
+    order = other.sampler.order(rows)
+    assert order.device.type == other.sampler.draw(rows, 2)[0].device.type == "meta"
+    assert other.sampler.position == 4
+    assert other.sampler.order(rows) is order
+
+
 def test_the_epoch_and_the_position_can_be_watched():
     rb = buffer(5, MinibatchSampler(2), 2)
     seen = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,6 +20,7 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
+from rlbuf_td.indices import moved
 from rlbuf_td.kernels.paths import forced
 from tests.graphs import RefuseWaiting
 
@@ -87,3 +89,15 @@ def test_what_waits_is_refused():
     for wait in (lambda: float(x[0]), lambda: x[x > 0.5], lambda: bool((x > 0).all()), lambda: x.nonzero()):
         with RefuseWaiting(), pytest.raises(AssertionError, match="waits for the device"):
             wait()
+
+
+@pytest.mark.parametrize("given", [3, [1, 2], np.arange(2), torch.arange(2)], ids=["int", "list", "array", "tensor"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_goes_to_a_gpu_is_waited_for_only_where_its_owner_may_change_it_too_early(monkeypatch, given, pinned):
+    asked, gpu = [], torch.device("cuda", 0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, *, non_blocking: asked.append((device, non_blocking)))
+    moved(given, gpu)
+    assert asked == [(gpu, not pinned)]
+    assert torch.equal(moved(given, torch.device("cpu")), torch.as_tensor(given))
+    assert len(asked) == 1

@@ -138,7 +138,7 @@ def test_every_schema_is_read_as_it_was_written(schema: Schema, ndim: int, devic
     if ndim == 2:
         batch = packed[index, torch.tensor(lanes, device=device)]
         assert_same(batch, torch.stack([data[step, lane] for step, lane in zip(steps, lanes, strict=True)]))
-    assert packed[index].device == packed[:].device == device
+    assert packed[index].device == packed[:].device == data.device
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
