@@ -91,9 +91,7 @@ def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Mea
         goals = (20, 150) if batch == 256 else (None, None)
         yield Measured(f"proportional, sample + update, graph, batch {batch:,}", replay, "us", goals[0])
         yield Measured(f"proportional, sample + update, eager, batch {batch:,}", eager, "us", goals[1])
-        if batch == 256:
-            yield Measured("launches of a draw and its gather", launches(rb.sample), "", 8)
-        else:
+        if batch > 256:
             matrix, index = rb.storage._written().flat, torch.randint(rows, (batch,), device=device)
             column = torch.zeros(rows, device=device)
 
@@ -264,6 +262,14 @@ def flashbax(device: torch.device, rows: int, seconds: float) -> Iterator[Measur
             yield Measured(f"Flashbax: proportional, {how}, batch {batch:,}", wall(call, seconds, theirs.wait), "us")
 
 
+def counted(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
+    """Count launches; last, as the profiler may be refused."""
+    rb = filled(rows, ProportionalSampler(rows), device, 256)
+    yield Measured("launches of a draw and its gather", launches(rb.sample), "", 8)
+    call = cycle(rb, torch.rand(256, device=device))
+    yield Measured("launches of proportional, sample + update, eager, batch 256", launches(call), "")
+
+
 TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
     prioritized,
     orders,
@@ -275,6 +281,7 @@ TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = 
     images_from_host,
     torchrl,
     flashbax,
+    counted,
 )
 
 
