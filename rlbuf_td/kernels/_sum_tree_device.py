@@ -20,7 +20,7 @@ class OnDevice:
         largest: 0-dim float64, the largest magnitude seen since :func:`clear_`, -1 before any.
         unseen: where the largest of others than that goes.
         refused: 0-dim int64, how many NaN or infinite errors have been left out.
-        ended: 0-dim int32, 0 between launches: how many programs of one have ended.
+        ended: 0-dim int32, how many programs have ended of the launch that recomputes sums.
         starts: ``[levels + 1]`` int64, where the levels begin.
     """
 

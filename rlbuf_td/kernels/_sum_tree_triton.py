@@ -44,9 +44,16 @@ def _weight_of(magnitude, numbers):
     return tl.where(positive, weight, tl.where(alpha == 0, 1.0, 0.0))
 
 
+@triton.jit
+def _begin(ended):
+    """Let the next launch count its programs from 0, whatever has become of the one before."""
+    if tl.program_id(0) == 0:
+        tl.store(ended, 0)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _assign(
-    index, td_error, count, numbers, claims, magnitude, weight, largest, refused,
+    index, td_error, count, numbers, claims, magnitude, weight, largest, refused, ended,
     CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Let mentions claim their rows, or winners write, or both where one program holds the batch."""
@@ -56,14 +63,16 @@ def _assign(
         tl.store(magnitude + row, error, mask=wins)
         tl.store(weight + row, _weight_of(error, numbers), mask=wins)
         take_note(largest, refused, error, named, valid)
+        _begin(ended)
 
 
 @triton.jit(do_not_specialize=["start", "count"])
-def _fill(start, count, entry, numbers, magnitude, weight, SIZE: tl.constexpr):
+def _fill(start, count, entry, numbers, magnitude, weight, ended, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     value = tl.zeros([SIZE], tl.float64) + tl.load(entry)
     tl.store(magnitude + start + at, value, mask=at < count)
     tl.store(weight + start + at, _weight_of(value, numbers), mask=at < count)
+    _begin(ended)
 
 
 @triton.jit
@@ -130,7 +139,6 @@ def _repair(
         tl.debug_barrier()  # only what all threads have done is released
         if tl.atomic_add(ended, 1) == tl.num_programs(0) - 1:
             _finish(sums, before, minima, starts, levels, nodes, SIZE)
-            tl.atomic_xchg(ended, 0, sem="relaxed")  # for the next launch
 
 
 @triton.jit
@@ -206,7 +214,7 @@ def _draw(
 def update(tree: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
     """Do as :func:`rlbuf_td.kernels.sum_tree.update_`; the tree's ``on_device`` holds the numbers and the counters."""
     count, state = index.shape[0], tree.on_device
-    own = state.claims, tree.magnitude, tree.weight, largest, state.refused
+    own = state.claims, tree.magnitude, tree.weight, largest, state.refused, state.ended
     given = index, td_error, count, state.numbers.tensor, *own
     with launching_on(index):
         for grid, options in passes(count):
@@ -219,7 +227,8 @@ def fill(tree: Any, start: int, count: int, entry: Tensor) -> None:
     """Do as :func:`rlbuf_td.kernels.sum_tree.fill_`; ``entry`` is the magnitude, 0-dim float64."""
     first, last = start // SUBTREE.value, (start + count - 1) // SUBTREE.value
     with launching_on(entry):
-        given = start, count, entry, tree.on_device.numbers.tensor, tree.magnitude, tree.weight
+        state = tree.on_device
+        given = start, count, entry, state.numbers.tensor, tree.magnitude, tree.weight, state.ended
         _fill[(triton.cdiv(count, 256),)](*given, SIZE=256, **_EXACT)
         _recompute(tree, None, first, last + 1 - first)
 
@@ -227,11 +236,15 @@ def fill(tree: Any, start: int, count: int, entry: Tensor) -> None:
 def rebuild(tree: Any) -> None:
     """Do as :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
     with launching_on(tree.weight):
+        tree.on_device.ended.zero_()
         _recompute(tree, None, 0, triton.cdiv(tree.weight.shape[0], SUBTREE.value))
 
 
 def _recompute(tree: Any, index: Tensor | None, first: int, programs: int) -> None:
-    """Recompute the subtrees that ``index`` names, or so many from ``first`` on, and everything above."""
+    """Recompute the subtrees that ``index`` names, or so many from ``first`` on, and everything above.
+
+    No program has been counted yet.
+    """
     state, blocks = tree.on_device, tree.weight.shape[0] // WIDTH.value
     levels = state.starts.shape[0] - 1
     named = state.numbers.tensor if index is None else index

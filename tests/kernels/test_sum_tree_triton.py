@@ -108,6 +108,21 @@ def test_rebuilding_gives_the_bits_that_updates_gave(gpu):
         assert torch.equal(tensor, tree.tensors()[name]), name
 
 
+def test_a_launch_that_was_broken_off_does_not_upset_the_next(gpu):
+    tree = SumTree.empty(4_103, gpu)
+    index, td_error = torch.tensor([5, 4_000, 700]), torch.tensor([3.0, 1.0, 2.0])
+    with forced("triton"):
+        for change in (
+            lambda: sum_tree.update_(tree, index.to(gpu), td_error.to(gpu), 4_103, 0.6, 0.0),
+            lambda: sum_tree.fill_(tree, 1_000, 900, 1.0, 0.6, 0.0),
+            lambda: sum_tree.rebuild_(tree),
+        ):
+            tree.on_device.ended.fill_(1)  # programs that were counted, and no last one
+            tree.sums[tree.starts[-1]] = -1.0
+            change()
+            assert_same(tree, SumTree.over(tree.magnitude.cpu(), tree.weight.cpu()))
+
+
 @pytest.mark.parametrize("capacity", [8, 513, 4_103])
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
 @pytest.mark.parametrize("stratified", [True, False])
