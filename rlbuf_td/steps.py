@@ -93,7 +93,7 @@ class StepReader:
                 x = x.to(kind)
             columns.append(x)
         if columns[1].is_cuda:
-            return Steps(shape, strides, *_to_host(columns))
+            return Steps(shape, strides, *_to_host(columns, columns[1].device))
         return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
 
     def _implied(self, data: TensorDictBase, key: tuple[str, ...]) -> torch.Tensor:
@@ -123,8 +123,8 @@ def _words(path: tuple[str, ...]) -> str:
     return repr(path if len(path) > 1 else path[0])
 
 
-def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Any]:
-    """Begin to copy CUDA tensors to the host; return the copies, and the event from which on they hold something."""
+def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
+    """Begin to copy tensors of a GPU to the host; return copies, and the event from which on they hold something."""
     copies: list[torch.Tensor | None] = []
     for x in columns:
         copy = None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -132,5 +132,5 @@ def _to_host(columns: list[torch.Tensor | None]) -> tuple[list[torch.Tensor | No
             copy.copy_(x, non_blocking=True)
         copies.append(copy)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(next(x.device for x in columns if x is not None)))
+    event.record(torch.cuda.current_stream(device))
     return copies, event

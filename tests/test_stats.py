@@ -426,7 +426,7 @@ def test_copies_from_a_gpu_are_there_when_its_own_stream_says_so(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    copies, ready = steps._to_host([None, gpu + 1])
+    copies, ready = steps._to_host([None, gpu + 1], gpu.device)
     assert ready is event
     assert recorded == [("stream of", gpu.device)]
     assert copies[0] is None

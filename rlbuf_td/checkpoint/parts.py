@@ -164,7 +164,9 @@ def restore_default_generator(states: dict[str, Any]) -> None:
 
 def _is_here(device: torch.device) -> bool:
     """Return whether there is such a device: a dump may come from a machine with more GPUs."""
-    return device.type != "cuda" or (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count())
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:

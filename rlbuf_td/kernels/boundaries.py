@@ -89,7 +89,7 @@ class FlagBoundaries:
         else:
             back, ahead = self._reach = self._reach or self._scan()
         steps, lanes = self.cut.shape
-        most = steps if within is None else within
+        most = steps if within is None else min(steps, within)
         back, ahead = (x.view(-1)[cells].clamp(max=most) for x in (back, ahead))
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
@@ -167,7 +167,7 @@ class BitBoundaries:
         """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        most = self.steps if within is None else within
+        most = self.steps if within is None else min(self.steps, within)
         reach_twin().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 

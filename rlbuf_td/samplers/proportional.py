@@ -147,13 +147,18 @@ class ProportionalSampler(Prioritized):
         """Draw flat rows, and return them with the sampler's report and what they hold, as fresh memory.
 
         On a GPU small rows are gathered by the kernel that draws them.
+
+        Raises:
+            RuntimeError: the storage is empty, or no row has a positive priority.
         """
-        along = None if path_of(self._tree.weight) == "numba" else storage.gathering(batch_size)
+        rows, uniform = self._numbers_for(storage, batch_size)
+        is_on_gpu = path_of(self._tree.weight) == "triton" and type(self)._pick is ProportionalSampler._pick
+        along = storage.gathering(batch_size) if is_on_gpu else None
         if along is None:
-            flat, info = self.draw(storage, batch_size)
-            return flat, info, storage.gather(flat)
+            flat, weight = self._pick(rows, uniform)
+            return flat, {"priority_weight": weight}, storage.gather(flat)
         gathering, batch = along
-        flat, weight = self._pick(*self._numbers_for(storage, batch_size), gathering)
+        flat, weight = self._pick(rows, uniform, gathering)
         return flat, {"priority_weight": weight}, batch
 
     def _assign(

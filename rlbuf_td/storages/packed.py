@@ -186,9 +186,10 @@ class PackedStorage(SavedStorage):
     def gathering(self, count: int) -> tuple[Gathering, TensorDict] | None:
         """Return what a kernel that draws ``count`` rows can gather as well, and the batch that it then fills.
 
-        ``None`` where :meth:`gather` is better: on the CPU, or if rows share observations, or are large or many.
+        ``None`` where :meth:`gather` is better: on the CPU, or if rows share observations, or are large or many; and
+        where a subclass has its own.
         """
-        return self._written().gathering(count)
+        return self._written().gathering(count) if type(self).gather is PackedStorage.gather else None
 
     def read_ahead(self, flat: torch.Tensor) -> None:
         """Ask the disk for transitions that a kernel is about to read, if they lie in a file and not in memory."""

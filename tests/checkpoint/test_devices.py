@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.checkpoint import parts, reader, writer
 from rlbuf_td.checkpoint.folder import settle
 from tests.checkpoint.worlds import make, step
@@ -24,6 +25,17 @@ def test_threads_use_memory_of_a_gpu_after_what_was_asked_of_it_before(monkeypat
     tensors: Any = [SimpleNamespace(is_cuda=device != "cpu", device=device) for device in ("cuda:1", "cpu", "cuda:1")]
     settle(tensors)
     assert waited == ["cuda:1"]
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:1", "cuda:99"])
+def test_a_generator_of_a_device_that_is_not_here_is_left_out(device):
+    assert not parts._is_here(torch.device(device))
+    rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
+    state = torch.Generator().get_state()
+    parts.restore_default_generator({device: state})
+    with pytest.warns(UserWarning, match="not here"):
+        parts.restore_generator(rb, {"device": device, "state": state})
+    assert rb._rng is None
 
 
 def test_dumps_and_loads_wait_for_gpus_before_threads_begin(monkeypatch, tmp_path):
