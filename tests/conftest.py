@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -10,10 +9,6 @@ import pytest
 import torch
 
 from tests.sanitizer import sanitized
-
-if not torch.cuda.is_available():
-    # Without a GPU its kernels run in Triton's interpreter. Triton asks once, when it is imported (as TorchRL does).
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

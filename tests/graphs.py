@@ -10,7 +10,7 @@ waits for the device is refused, and so is who brings numbers from the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,23 +25,30 @@ from rlbuf_td.kernels.paths import Path, forced
 
 #: Operations whose result the host needs, as a value or as a shape.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
+_WAITS |= {"unique_consecutive", "bincount"}
 _RUBBISH = 0x7F  # a byte: large numbers, which name no row
 
 
+def waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation waits for the device that its tensors are on."""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+        return any(index is not None and index.dtype is torch.bool for index in args[1])
+    if name == "repeat_interleave":
+        return func._overloadname == "Tensor" and kwargs.get("output_size") is None
+    return name in _WAITS
+
+
 class RefuseWaiting(TorchDispatchMode):
-    """Raise where an operation would wait for the device that its tensors are on."""
+    """Raise where an operation would wait for the device that its tensors are on, as torch's own mode does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = name in ("index", "index_put_", "index_put") and any(
-            index is not None and index.dtype is torch.bool for index in args[1]
-        )
-        if name in _WAITS or masks:
-            raise AssertionError(f"{name} waits for the device")
+        if waits(func, args, kwargs or {}):
+            raise RuntimeError(f"{func.overloadpacket.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(RefuseWaiting):
+class Recorder(RefuseWaiting):
     """Write down operations: how to do them again, what they change, and the memory that they make."""
 
     def __init__(self) -> None:
@@ -52,7 +59,7 @@ class _Recorder(RefuseWaiting):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ == "lift_fresh":
-            raise AssertionError("a tensor of numbers from the host cannot be captured")
+            raise RuntimeError("a tensor of numbers from the host cannot be captured")
         given = tree_flatten((args, kwargs))[0]
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -111,14 +118,18 @@ class RecordedGraph:
             for call in self._calls:
                 call()
 
+    def listening(self, recorder: Recorder) -> AbstractContextManager[object]:
+        """Let the recorder see every operation."""
+        return recorder
+
     @contextmanager
-    def recording(self, *, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        recorder, random = _Recorder(), torch.get_rng_state()
+    def recording(self, *, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+        recorder, random = Recorder(), torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
             for kind, run in _kernels():
                 patch.setattr(kind, "run", lambda kernel, *a, run=run, **k: recorder.launch(kernel, run, *a, **k))
             try:
-                with recorder:
+                with self.listening(recorder):
                     yield
             finally:
                 recorder.undo()

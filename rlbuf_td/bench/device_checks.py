@@ -280,12 +280,14 @@ def no_waiting(device: torch.device, rows: int, batch: int) -> None:
             rb.update_tensordict_priority(drawn)
             if hasattr(rb.sampler, "alpha"):
                 rb.sampler.alpha *= 0.9  # as a schedule does
-            functional.generalized_advantage_estimate(0.99, 0.95, *given)
 
         loop()
         loop()
         with waiting_is_an_error(device):
             loop()
+    functional.generalized_advantage_estimate(0.99, 0.95, *given)
+    with waiting_is_an_error(device):
+        functional.generalized_advantage_estimate(0.99, 0.95, *given)
 
 
 @contextmanager

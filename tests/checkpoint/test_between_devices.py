@@ -1,0 +1,132 @@
+"""State that is saved where rows lie on one device, and goes on where they lie on another."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from tests.checkpoint.worlds import SAMPLERS, WRAPPERS, make
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 24
+
+
+def buffer(name: str, device: str, lanes: int) -> ReplayBuffer:
+    storage = PackedStorage(STEPS * max(1, lanes), ndim=1 + bool(lanes), device=device)
+    given: dict[str, Any] = {"dim_extend": 0} if lanes else {}
+    return make(name, STEPS, lanes, seed=None, storage=storage, **given)
+
+
+def data(n: int, first: int, lanes: int = 0) -> TensorDict:
+    number = torch.arange(first, first + n)
+    if lanes:
+        number = number[:, None] * 10 + torch.arange(lanes)
+    value, done = number[..., None].float(), (number % 7 == 6)[..., None]
+    after = {"reward": value, "done": done, "terminated": done.clone(), "achieved_goal": value}
+    return TensorDict({"number": number, "desired_goal": -value, "next": after}, number.shape)
+
+
+def learn(rb: ReplayBuffer) -> None:
+    """Write, sample, and update what was sampled, as a run does."""
+    batch = rb.sample()
+    assert batch.device is None or batch.device == rb.storage.device
+    if rb._prioritized is not None:
+        rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.shape, device=batch["number"].device)))
+
+
+def trained(name: str, device: str, lanes: int) -> ReplayBuffer:
+    rb = buffer(name, device, lanes)
+    for first in (0, 14):  # the second write goes round the end
+        rb.extend(data(14, first, lanes).to(device))
+        learn(rb)
+    return rb
+
+
+def assert_alike(ours: ReplayBuffer, theirs: ReplayBuffer) -> None:
+    assert_close(ours.storage[:].cpu().to_dict(), theirs.storage[:].cpu().to_dict(), rtol=0, atol=0)
+    mine, other = ours._prioritized, theirs._prioritized
+    if mine is not None and other is not None:
+        every = torch.arange(len(ours))
+        assert_close(mine.priority(every).cpu(), other.priority(every).cpu())
+
+
+def go_on(rb: ReplayBuffer, other: ReplayBuffer, lanes: int) -> None:
+    """Do the same with both, and compare; then sample."""
+    index = torch.arange(0, len(rb), 3)
+    for one in (rb, other):
+        one.extend(data(3, 28, lanes).to(one.storage.device))
+        if one._prioritized is not None:
+            one._prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
+    assert_alike(rb, other)
+    learn(other)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "lanes"), [("cpu", "cuda", 0), ("cpu", "cuda", 3), ("cuda", "cpu", 0), ("cuda", "cuda", 3)]
+)
+@pytest.mark.parametrize("name", SAMPLERS | WRAPPERS)
+def test_a_state_goes_on_on_another_device(name, source, target, lanes, tmp_path):
+    rb = trained(name, source, lanes)
+    others = [trained(name, target, lanes), buffer(name, target, lanes)]
+    rb.dumps(tmp_path, sync=False)
+    others[0].load_state_dict(rb.state_dict())
+    others[1].loads(tmp_path)
+    for other in others:
+        assert other.storage.device.type == target
+        assert_alike(rb, other)
+    go_on(rb, others[1], lanes)
+    learn(others[0])
+
+
+@pytest.mark.parametrize("name", SAMPLERS | WRAPPERS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copy", "pickle"])
+def test_copies_have_memory_of_their_own_on_the_device(name, copied):
+    rb = trained(name, "cuda", 0)
+    other = copied(rb)
+    assert other.storage.device == rb.storage.device
+    assert other.storage._all_rows().matrix.data_ptr() != rb.storage._all_rows().matrix.data_ptr()
+    assert_alike(rb, other)
+    go_on(rb, other, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_may_be_written_and_named_from_either_device(device):
+    rb, expected = (make("proportional", STEPS, storage=PackedStorage(STEPS, device=at)) for at in (device, "cpu"))
+    for one, where in ((rb, "cuda"), (expected, "cpu")):
+        one.extend(data(STEPS, 0).to(where))
+        one.storage.set(torch.tensor([3, 5], device=one.storage.device), data(2, 50).to(where), set_cursor=False)
+        one.storage.set([7], data(1, 60), set_cursor=False)
+        one.update_priority([1, 2], [0.5, 1.0])
+        one.update_priority(torch.tensor([3]), torch.tensor([2.0], device=where))
+    assert_alike(rb, expected)
+    mask = torch.arange(STEPS) % 2 == 0
+    for index in (3, slice(2, 5), [1, 2], torch.tensor([1, 2]), mask, mask.cuda() if device == "cuda" else mask):
+        assert torch.equal(rb.storage[index]["number"].cpu(), expected.storage[_cpu(index)]["number"])
+
+
+def test_another_storage_brings_the_sampler_to_its_device():
+    rb = trained("proportional", "cuda", 0)
+    for device in ("cpu", "cuda"):
+        storage = PackedStorage(STEPS, device=device)
+        storage.set(range(10), data(10, 0).to(device))
+        rb.set_storage(storage)
+        rb.set_sampler(ProportionalSampler(STEPS))
+        learn(rb)
+        rb.extend(data(STEPS, 10).to(device))
+        learn(rb)
+        assert (rb.sample()["number"].cpu() >= 10).all()
+
+
+def _cpu(index: Any) -> Any:
+    return index.cpu() if isinstance(index, torch.Tensor) else index

@@ -1,0 +1,226 @@
+"""The pretended CUDA device refuses what CUDA refuses. On a machine with a GPU, the same is asked of the GPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlbuf_td.bench.device_checks import waiting_is_an_error
+from tests.pretended_cuda import pretended_cuda
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+
+@pytest.fixture
+def cuda() -> Iterator[torch.device]:
+    """Return a CUDA device: a pretended one where there is none."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda", 0)
+        return
+    with pretended_cuda() as device:
+        yield device
+
+
+@triton.jit
+def _double(x, y, shift):
+    at = tl.program_id(0) * 4 + tl.arange(0, 4)
+    tl.store(y + at, 2 * tl.load(x + at + shift))
+
+
+def _index(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+#: What is done with ``[4]`` on the device, and what the error says.
+REFUSED: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
+    "a sum": (lambda x: x + torch.ones(4), RuntimeError, "same device"),
+    "a sum in place": (lambda x: x.add_(torch.ones(4)), RuntimeError, "same device"),
+    "a number of the CPU changed": (lambda x: torch.ones(()).add_(x[0]), RuntimeError, "same device"),
+    "a joint": (lambda x: torch.cat([x, torch.ones(4)]), RuntimeError, "same device"),
+    "a choice": (lambda x: torch.where(x > 0, x, torch.ones(4)), RuntimeError, "same device"),
+    "rows by an index of the CPU": (lambda x: x.index_select(0, _index(1)), RuntimeError, "same device"),
+    "a place by an index of the CPU": (lambda x: x.gather(0, _index(1)), RuntimeError, "same device"),
+    "the CPU's by an index": (lambda x: torch.ones(4)[x.long()], RuntimeError, "indices should be|same device"),
+    "rows of the CPU written": (lambda x: x.index_copy_(0, x.long(), torch.ones(4)), RuntimeError, "same device"),
+    "rows of the CPU put": (lambda x: x.__setitem__(x.long(), torch.ones(4)), RuntimeError, "same device"),
+    "a generator of the CPU": (lambda x: x.uniform_(generator=torch.Generator()), RuntimeError, "generator"),
+    "a new number by a generator of the CPU": (
+        lambda x: torch.rand(2, device=x.device, generator=torch.Generator()),
+        RuntimeError,
+        "generator",
+    ),
+    "the CPU's by a generator": (
+        lambda x: torch.rand(2, generator=torch.Generator(x.device)),
+        RuntimeError,
+        "generator",
+    ),
+    "numpy": (lambda x: x.numpy(), TypeError, "can't convert cuda:0"),
+    "an array": (lambda x: memoryview(x.__array__()), TypeError, "can't convert cuda:0"),
+    "another device": (lambda x: torch.zeros(2, device="cuda:77"), RuntimeError, "invalid device ordinal"),
+    "a kernel that reads the CPU's": (lambda x: _double[(1,)](torch.ones(4), x, 0), ValueError, "cannot be accessed"),
+    "a kernel that writes the CPU's": (lambda x: _double[(1,)](x, torch.ones(4), 0), ValueError, "cannot be accessed"),
+}
+
+#: What the host waits for.
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "a branch": lambda x: bool((x > 0).all()),
+    "a list": lambda x: x.tolist(),
+    "a copy to the CPU": lambda x: x.cpu(),
+    "a copy into the CPU's": lambda x: torch.ones(4).copy_(x),
+    "a copy from the CPU": lambda x: torch.ones(4).to(x.device),
+    "a copy of the CPU's": lambda x: x.copy_(torch.ones(4)),
+    "numbers of the host": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "numbers of the host for a tensor": lambda x: x.new_tensor([1.0, 2.0]),
+    "an index of the CPU": lambda x: x[_index(1, 2)],
+    "an index of the host": lambda x: x[[1, 2]],
+    "an index of no dims": lambda x: x[x.long()[1]],
+    "a number of the CPU to places": lambda x: x.index_put_((x.long(),), torch.tensor(3.0)),
+    "a mask": lambda x: x[x > 1],
+    "a mask, as a function": lambda x: x.masked_select(x > 1),
+    "where": lambda x: (x > 1).nonzero(),
+    "different ones": lambda x: x.unique(),
+    "whether all are equal": lambda x: torch.equal(x, x.clone()),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+}
+
+#: What the host does not wait for.
+GOES_ON: dict[str, Callable[[Tensor], object]] = {
+    "arithmetic": lambda x: (x + 1).mul_(2).sum(),
+    "a number of the CPU": lambda x: x * torch.tensor(2.0),
+    "places": lambda x: x[x.long()],
+    "a part": lambda x: x[1:3].fill_(2.0),
+    "a number": lambda x: x.__setitem__(1, 3.0),
+    "a choice": lambda x: torch.where(x > 1, x, 0.0),
+    "a copy that is not waited for": lambda x: torch.ones(4).to(x.device, non_blocking=True),
+    "new ones": lambda x: torch.arange(4, device=x.device) + torch.zeros_like(x) + x.new_ones(4),
+    "random numbers": lambda x: torch.rand(4, device=x.device),
+    "repeats of known size": lambda x: x.repeat_interleave(x.long(), output_size=6),
+    "a kernel": lambda x: _double[(1,)](x, torch.empty_like(x), 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cuda_refuses_is_refused(cuda, name):
+    call, error, words = REFUSED[name]
+    x = torch.arange(4.0, device=cuda)
+    with pytest.raises(error, match=words):
+        call(x)
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_waits_is_refused_where_waiting_is_an_error(cuda, name):
+    x = torch.arange(4.0, device=cuda)
+    WAITS[name](x)
+    with waiting_is_an_error(cuda), pytest.raises(RuntimeError, match="synchroniz"):
+        WAITS[name](x)
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_what_does_not_wait_goes_on(cuda, name):
+    x = torch.arange(4.0, device=cuda)
+    GOES_ON[name](x)
+    with waiting_is_an_error(cuda):
+        GOES_ON[name](x)
+    assert x.device == cuda
+
+
+@pytest.mark.parametrize("name", ["item", "a copy to the CPU", "numbers of the host", "where"])
+def test_what_waits_is_refused_in_a_capture(cuda, name):
+    x = torch.arange(4.0, device=cuda)
+    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        WAITS[name](x)
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_a_replay_repeats_what_was_captured_with_the_numbers_that_the_host_gave(cuda):
+    x, y, number = torch.arange(4.0, device=cuda), torch.zeros(4, device=cuda), 3
+    _double[(1,)](x, y, 0)
+    before, graph = y.tolist(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(number)
+        _double[(1,)](x, y, 0)
+        z = y + number
+    number = 100
+    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], before)  # a capture does nothing
+    for step in range(1, 4):
+        graph.replay()
+        expected = [2 * (at + 3 * step) for at in range(4)]
+        assert (y.tolist(), z.tolist()) == (expected, [one + 3 for one in expected])
+    x.zero_()  # memory that the host writes between replays is read by them
+    with waiting_is_an_error(cuda):
+        graph.replay()
+    assert z.tolist() == [9.0] * 4
+
+
+def test_a_replay_draws_new_numbers_from_its_generator(cuda):
+    generator, graph = torch.Generator(cuda), torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        x = torch.rand(5, device=cuda, generator=generator)
+    drawn = []
+    for _ in range(2):
+        generator.manual_seed(3)
+        for _ in range(2):
+            graph.replay()
+            drawn.append(x.tolist())
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+
+
+def test_tensors_say_where_they_are_and_share_memory_as_they_should(cuda):
+    x = torch.arange(6.0, device=cuda)
+    assert (x.device, x.is_cuda, x[2:].device, (x + 1).device) == (cuda, True, cuda, cuda)
+    assert (x.cpu().device.type, torch.zeros(2).device.type) == ("cpu", "cpu")
+    x.view(2, 3)[1] = 7.0
+    assert x.tolist() == [0, 1, 2, 7, 7, 7]
+    assert x[2:].data_ptr() == x.data_ptr() + 8
+    one, part = copy.deepcopy((x, x[2:]))
+    part.zero_()
+    assert (one.tolist(), x.tolist()) == ([0, 1, 0, 0, 0, 0], [0, 1, 2, 7, 7, 7])
+    assert pickle.loads(pickle.dumps(x)).device == cuda
+
+
+def test_generators_say_where_they_are(cuda):
+    generator = torch.Generator(cuda).manual_seed(3)
+    first = torch.rand(3, device=cuda, generator=generator)
+    assert torch.equal(first, torch.rand(3, device=cuda, generator=torch.Generator(cuda).manual_seed(3)))
+    assert not torch.equal(first, torch.rand(3, device=cuda, generator=generator))
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert isinstance(generator, torch.Generator)
+    assert (generator.device, torch.Generator().device.type) == (cuda, "cpu")
+
+
+def test_other_threads_have_the_device(cuda):
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device=cuda).sum().item()))
+    thread.start()
+    thread.join()
+    assert found == [0.0]
+
+
+def test_launches_are_watched(cuda):
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("watches Triton's interpreter")
+    x = torch.arange(4.0, device=cuda)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match=r"Unsound.*outside of all arguments"):
+        _double[(1,)](x, x.clone(), 1 << 20)
+
+
+def test_it_is_gone_afterwards():
+    before = torch.cuda.is_available(), torch.tensor, torch.Generator, torch.Tensor.to, threading.Thread.run
+    if not before[0]:
+        with pretended_cuda():
+            assert torch.cuda.is_available()
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.zeros(2, device="cuda")
+    assert before == (torch.cuda.is_available(), torch.tensor, torch.Generator, torch.Tensor.to, threading.Thread.run)
