@@ -463,7 +463,6 @@ def pretended_cuda() -> Iterator[torch.device]:
 CANNOT = {
     "tests/test_compile.py": "Dynamo follows no pretended tensor",
     "tests/storages/test_offload.py::TestOnADevice::test_rows_take_ram_and_none_of_the_device": "counts no memory",
-    "tests/kernels/test_compile_twins.py": "compiles kernels, which are interpreted here",
 }
 
 
