@@ -1,8 +1,7 @@
 """Compile every Triton kernel for an H100 or H200, as far as it goes without one: to machine code that nobody runs.
 
-``python -m tests.kernels.compile_twins`` prints one line a kernel. The interpreter checks what a kernel computes, but
-takes programs that the compiler refuses; this checks the other half. Needs no GPU, and an environment in which
-``TRITON_INTERPRET`` is not set.
+``TRITON_INTERPRET=0 python -m tests.kernels.compile_twins`` prints one line a kernel. The interpreter checks what a
+kernel computes, but takes programs that the compiler refuses; this checks the other half. Needs no GPU.
 """
 
 from __future__ import annotations
