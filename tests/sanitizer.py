@@ -36,7 +36,7 @@ MEANT = {
     (
         "_assign",
         "claims",
-    ): "a winner gives its claim back while others look: they find it, or -1, and neither is theirs",
+    ): "while others look a winner gives its claim back: they find it or -1, neither of them theirs",
 }
 _RUBBISH = 0x7B  # a byte: large integers, which are no place in memory, and large floats
 

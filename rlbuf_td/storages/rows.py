@@ -37,9 +37,7 @@ class Rows:
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
         # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
-        path = path_of(self.flat)
-        self._few = few_of(self.flat) if path == "numba" else 0
-        self._is_on_gpu = path == "triton"
+        self._few = few_of(self.flat) if path_of(self.flat) == "numba" else 0
         self._begin = 0  # addresses, from the first longer write on
         self._end: int | None = None
 
@@ -84,8 +82,8 @@ class Rows:
 
     def gathering(self, count: int) -> tuple[Gathering, TensorDict] | None:
         """Return what a kernel that draws ``count`` rows is to gather as well, if it can, and what it then has."""
-        along = gathering(self.flat, count) if self._is_on_gpu else None
-        return along and (along, self.layout.unpack(along.out.view(self.flat.dtype)))
+        along = gathering(self.flat, count)
+        return None if along is None else (along, self.layout.unpack(along.out.view(self.flat.dtype)))
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""
