@@ -34,6 +34,8 @@ def test_its_last_cell_asserts_what_it_has_shown(path):
 
 @pytest.mark.slow
 def test_it_runs_and_its_pictures_come_out(path, tmp_path):
+    if "gymnasium_robotics" in path.read_text():
+        pytest.importorskip("gymnasium_robotics")  # Python 3.14 has none that works
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

@@ -9,6 +9,9 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
+
+pytest.importorskip("gymnasium_robotics")  # Python 3.14 has none that works
+
 from rlbuf_td.demos import sac_her
 
 
