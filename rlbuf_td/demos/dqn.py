@@ -80,7 +80,8 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
             target_update.step()
             with clock("buffer"):
                 buffer.update_tensordict_priority(batch)
-        schedule.step()
+        if seen >= WARM_UP:
+            schedule.step()
 
         ended = data["next", "done"].squeeze(-1)
         run.episodes += [(seen, float(total)) for total in data["next", "episode_reward"][ended]]
