@@ -68,7 +68,7 @@ class Crowd:
         for thread in self.threads:
             thread.start()
         for thread in self.threads:
-            thread.join(60)
+            thread.join(180)
             assert not thread.is_alive(), f"{thread.name} is blocked"
         if self.errors:
             raise self.errors[0]
@@ -268,6 +268,6 @@ def test_a_thread_that_cannot_sample_does_not_keep_the_lock():
         rb.sample()
     thread = threading.Thread(target=rb.extend, args=(rows(0, 5),))
     thread.start()
-    thread.join(10)
+    thread.join(180)
     assert len(rb) == 5
     assert np.isin(rb.sample()["x"].numpy(), np.arange(5)).all()

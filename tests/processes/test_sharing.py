@@ -339,23 +339,26 @@ def test_a_process_forked_while_a_thread_holds_the_lock_is_not_blocked_for_good(
     def hold() -> None:
         with lock:
             entered.set()
-            leave.wait(60)
+            leave.wait(180)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    entered.wait(60)
+    assert entered.wait(180)
+    begun = mp.get_context("fork").Event()
 
     def come_in() -> None:
+        begun.set()
         with lock:
             pass
 
     process = mp.get_context("fork").Process(target=come_in)
     process.start()
+    assert begun.wait(180)
     process.join(0.3)
     assert process.is_alive()  # it waits for the other process,
     leave.set()
     thread.join()
-    process.join(60)
+    process.join(180)
     assert process.exitcode == 0  # but not for a thread that it does not have
 
 
