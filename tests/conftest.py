@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, register_random, settings
 
 from tests.sanitizer import sanitized
+
+
+class TorchsGenerator:
+    """What Hypothesis seeds before each example, as it does with the generators that it knows."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCHS_GENERATOR = TorchsGenerator()  # which Hypothesis does not keep alive
+register_random(TORCHS_GENERATOR)
+settings.register_profile("on a busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("on a busy machine")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Let a test draw the same numbers whichever tests have run before it in its process."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002  libraries draw from it
+    random.seed(0)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

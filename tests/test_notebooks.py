@@ -37,7 +37,8 @@ def test_it_runs_and_its_pictures_come_out(path, tmp_path):
     if "gymnasium_robotics" in path.read_text():
         pytest.importorskip("gymnasium_robotics")  # Python 3.14 has none that works
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=1800, startup_timeout=600, resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in outputs if output.output_type == "error"]
     drawn = [output for output in outputs if "image/png" in output.get("data", {})]

@@ -53,7 +53,7 @@ class Crowd:
     def repeat(self, name: str, work: Callable[[], object], pause: float = 0.0) -> None:
         def loop() -> None:
             try:
-                while time.monotonic() < self.end:
+                while not self.rounds[name] or time.monotonic() < self.end:  # once, however late it begins
                     work()
                     self.rounds[name] += 1
                     time.sleep(pause)
@@ -68,11 +68,10 @@ class Crowd:
         for thread in self.threads:
             thread.start()
         for thread in self.threads:
-            thread.join(60)
+            thread.join(180)
             assert not thread.is_alive(), f"{thread.name} is blocked"
         if self.errors:
             raise self.errors[0]
-        assert all(self.rounds.values()), self.rounds
 
 
 def make(sampler: str, **kwargs) -> ReplayBuffer:
@@ -196,14 +195,15 @@ def test_two_buffers_over_one_storage_exclude_each_other():
 
 
 def _big_tree() -> Callable[[], object]:
-    tree = sum_tree.SumTree.empty(100_000)
+    tree, uniform = sum_tree.SumTree.empty(100_000), torch.rand(2_000_000, dtype=torch.float64)
     sum_tree.fill_(tree, 0, 100_000, 1.0, 0.6, 1e-6)
-    return lambda: sum_tree.draw(tree, torch.rand(2_000_000, dtype=torch.float64), True, 100_000, 0.4, "buffer")
+    return lambda: sum_tree.draw(tree, uniform.clone(), True, 100_000, 0.4, "buffer")  # it is overwritten
 
 
 def _big_update() -> Callable[[], object]:
     tree, index = sum_tree.SumTree.empty(100_000), torch.randint(100_000, (2_000_000,))
-    return lambda: sum_tree.update_(tree, index, torch.rand(2_000_000), 100_000, 0.6, 1e-6)
+    error = torch.rand(2_000_000)
+    return lambda: sum_tree.update_(tree, index, error, 100_000, 0.6, 1e-6)
 
 
 def _big_order() -> Callable[[], object]:
@@ -217,30 +217,38 @@ def _big_staleness() -> Callable[[], object]:
     return lambda: staleness.skip_ring(index, stamp, 1, 5, 500, 2)
 
 
-@pytest.mark.parametrize("make_work", [_big_tree, _big_update, _big_order, _big_staleness])
-def test_loops_let_other_threads_run(make_work):
-    work = make_work()
-    work()  # compiled, or read from disk
-    stage = [0]
+def share_without_others(work: Callable[[], object]) -> float:
+    """Return for which share of its time, at a stretch, a thread that works keeps this one from running."""
+    span: list[float] = []
 
     def inside() -> None:
-        stage[0] = 1
+        span.append(time.perf_counter())
         work()
-        stage[0] = 2
+        span.append(time.perf_counter())
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # a thread goes on until it lets go of the interpreter itself
     try:
         thread = threading.Thread(target=inside)
         thread.start()
-        seen = stage[0]
-        while seen == 0:
+        moments = [time.perf_counter()]
+        while len(span) < 2:
             time.sleep(0)
-            seen = stage[0]
+            moments.append(time.perf_counter())
     finally:
         sys.setswitchinterval(interval)
     thread.join()
-    assert seen == 1, "this thread was not let in before the loop had ended"
+    begun, ended = span
+    times = np.array([begun, *(moment for moment in moments if begun < moment < ended), ended])
+    return float(np.diff(times).max() / (ended - begun))
+
+
+@pytest.mark.parametrize("make_work", [_big_tree, _big_update, _big_order, _big_staleness])
+def test_loops_let_other_threads_run(make_work):
+    work = make_work()
+    work()  # compiled, or read from disk
+    # A loop that keeps the interpreter does so every time; the system may keep a thread waiting now and then.
+    assert any(share_without_others(work) < 0.3 for _ in range(50)), "this thread was not let in during the loop"
 
 
 def test_every_compiled_function_lets_go_of_the_interpreter():
@@ -260,6 +268,6 @@ def test_a_thread_that_cannot_sample_does_not_keep_the_lock():
         rb.sample()
     thread = threading.Thread(target=rb.extend, args=(rows(0, 5),))
     thread.start()
-    thread.join(10)
+    thread.join(180)
     assert len(rb) == 5
     assert np.isin(rb.sample()["x"].numpy(), np.arange(5)).all()

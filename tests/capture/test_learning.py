@@ -131,13 +131,13 @@ def test_on_the_cpu_others_write_while_a_step_learns_and_what_they_replace_is_le
     begun, written = Event(), Event()
 
     def write() -> None:
-        assert begun.wait(10)
+        assert begun.wait(180)
         rb.extend(data(5, 20))
         written.set()
 
     def step(batch: TensorDictBase) -> torch.Tensor:
         begun.set()
-        assert written.wait(10), "the writer waits for the step"
+        assert written.wait(180), "the writer waits for the step"
         batch["td_error"] = torch.full((200,), 3.0)
         return batch["x"].clone()
 

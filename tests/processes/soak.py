@@ -122,13 +122,15 @@ def run(
     sampler: str = "proportional",
     capacity: int = 100_000,
     kill_every: float = 0.0,
+    kills: int = 0,
     longest: int = 64,
     seed: int = 0,
 ) -> tuple[Report, ReplayBuffer]:
-    """Run the soak; return what was seen, and the buffer."""
+    """Run the soak, for longer if there have not been so many kills by then; return what was seen, and the buffer."""
     context: Any = mp.get_context(method)
     rb = ReplayBuffer(storage=PackedStorage(capacity, shared=True), sampler=SAMPLERS[sampler](capacity), batch_size=256)
-    most = workers + (int(seconds / kill_every) + 2 if kill_every else 0)
+    most_kills = max(kills, 2 * int(seconds / kill_every)) if kill_every else 0
+    most = workers + most_kills
     intended, told, stop = (RawArray("q", size) for size in (most, most, 1))
     rb.extend(make_rows(most, 0, 256))  # of nobody: there is something to sample at once
     running: dict[int, Any] = {}
@@ -146,7 +148,7 @@ def run(
         time.sleep(0.01)
     end, next_kill, next_read = time.monotonic() + seconds, time.monotonic() + kill_every, 0
     try:
-        while time.monotonic() < end:
+        while report.sampled == 0 or report.kills < min(kills, most_kills) or time.monotonic() < end:
             batch = rb.sample()
             report.sampled += len(batch)
             report.torn += int((checksums(batch) != batch["checksum"]).sum())
@@ -155,7 +157,7 @@ def run(
             if rb.write_count >= next_read:
                 report.read_all(rb)
                 next_read = rb.write_count + capacity // 4
-            if kill_every and time.monotonic() > next_kill:
+            if report.kills < most_kills and time.monotonic() > next_kill:
                 next_kill = time.monotonic() + draw.uniform(0, 2 * kill_every)
                 worker = draw.choice(list(running))
                 if told[worker]:
@@ -167,7 +169,7 @@ def run(
     finally:
         stop[0] = 1
         for process in running.values():
-            process.join(30)
+            process.join(180)
             if process.exitcode != 0:
                 raise RuntimeError(f"a worker ended with {process.exitcode}: is it blocked?")
     report.read_all(rb)

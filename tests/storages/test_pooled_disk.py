@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.kernels import read_ahead
 from tests.catalogue import assert_same
+from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes
 from tests.storages.test_pooled import chain, pooled
 from tests.worlds import World, reward_fn
@@ -94,6 +95,8 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
     (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
     reopened = other._map(other._all_rows().layout, other._all_rows().shape, other.pooling)
     drop_from_memory(tmp_path)
+    if resident_of(reopened.matrix[:100]):
+        pytest.skip("this file system keeps its files in memory")
     assert_same(reopened.at_cells(torch.arange(100)), expected)
     assert asked
 

@@ -239,7 +239,7 @@ def test_several_processes_write_to_the_same_entries(start, first) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(180)
         assert worker.exitcode == 0
     rb.extend(Lanes(1, 3).steps(8, 0.2)[:, 0])
     assert len(rb) == 50
@@ -304,7 +304,7 @@ def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps, monkey
         work = rb.empty if "emptied" in point else partial(rb.extend, data)
         process = multiprocessing.get_context("fork").Process(target=work)
         process.start()
-        process.join(60)
+        process.join(180)
         assert process.exitcode == -signal.SIGKILL
     rb.sample()
     assert_same(rb[:], before)
