@@ -7,11 +7,12 @@ learners on a GPU in :mod:`rlbuf_td.learner`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import (
     ConsumingSampler,
@@ -24,7 +25,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td._tensordict import entries_of
-from rlbuf_td.batches import by_row, merge_, one_a_row
+from rlbuf_td.batches import by_row, merge_, one_a_row, put_back_
 from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
 from rlbuf_td.health import LastDraw, ReplayCount
@@ -67,8 +68,9 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: the index, the importance weights and whatever else a sampler reports are in the batch
-    *before* the transforms run; several TD errors of a row are reduced after taking their magnitude; a prioritized
-    buffer refuses a batch without TD errors rather than giving its rows the default priority.
+    *before* the transforms run (and put back where one leaves them out, as ``SelectTransform`` does); several TD errors
+    of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch without TD errors rather
+    than giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
@@ -254,7 +256,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)
-        return self._transformed(batch)
+        return self._transformed(batch, info)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
@@ -270,11 +272,15 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
         return batch, info
 
-    def _transformed(self, batch: TensorDictBase) -> TensorDictBase:
+    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         if not len(self._stages):
             return batch
+        known = {key: batch.get(key) for key in report}
         with _set_dispatch_td_nn_modules(True):
-            return self._transform(batch)
+            batch = self._transform(batch)
+        if isinstance(batch, TensorDictBase):
+            put_back_(batch, known)
+        return batch
 
     # -- writing
 
