@@ -2,7 +2,7 @@
 
 What else it offers is in files of its own: constructors for environments in :mod:`rlbuf_td.construction`, processes in
 :mod:`rlbuf_td.sharing.buffers`, dumps in :mod:`rlbuf_td.checkpoint.saved`, looking at it in :mod:`rlbuf_td.looking`,
-learners on a GPU in :mod:`rlbuf_td.learner`.
+setting entries of rows in :mod:`rlbuf_td.editing`, learners on a GPU in :mod:`rlbuf_td.learner`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row, put_back_
 from rlbuf_td.checkpoint.saved import SavedBuffer
 from rlbuf_td.construction import FromEnvironment
+from rlbuf_td.editing import EditedBuffer
 from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
 from rlbuf_td.kernels.paths import path_of
@@ -45,7 +46,9 @@ from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
 
 
-class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, FeedsLearner, TensorDictReplayBuffer):
+class ReplayBuffer(
+    FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, EditedBuffer, FeedsLearner, TensorDictReplayBuffer
+):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
     Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with this package's samplers or
