@@ -26,7 +26,7 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td._tensordict import entries_of
 from rlbuf_td.batches import by_row, merge_, one_a_row, put_back_
-from rlbuf_td.checkpoint.saved import SavedBuffer
+from rlbuf_td.checkpoint.saved import NO_CHECKPOINTERS, SavedBuffer
 from rlbuf_td.construction import FromEnvironment
 from rlbuf_td.editing import EditedBuffer
 from rlbuf_td.health import LastDraw, ReplayCount
@@ -51,9 +51,10 @@ class ReplayBuffer(
 ):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
-    Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with this package's samplers or
-    any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a ``collate_fn``, sample units and
-    generation tracking take TorchRL's general path; both give the same batches from the same generator state.
+    Takes every keyword of ``TensorDictReplayBuffer`` but ``checkpointer``. Over a :class:`PackedStorage`, with this
+    package's samplers or any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a
+    ``collate_fn``, sample units and generation tracking take TorchRL's general path; both give the same batches from
+    the same generator state.
 
     Args:
         storage: default ``PackedStorage(1_000)`` (give your own capacity).
@@ -100,6 +101,8 @@ class ReplayBuffer(
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("checkpointer") is not None:
+            raise NotImplementedError(NO_CHECKPOINTERS)
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
         self._count_replays = count_replays
         self._replays: ReplayCount | None = None

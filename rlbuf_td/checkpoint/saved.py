@@ -14,8 +14,30 @@ else:
     _Base = object  # a mixin: the buffer's own bases come behind it
 
 
+NO_CHECKPOINTERS = (
+    "dumps of this buffer have a format of their own, without TorchRL's checkpointers and hooks: TorchRL's "
+    "TensorDictReplayBuffer over the same storage takes them"
+)
+
+
 class SavedBuffer(_Base):
     """Dumps, loads, and the state of a buffer."""
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Refuse a hook: :meth:`dumps` would not call it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_CHECKPOINTERS)
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Refuse a hook: :meth:`loads` would not call it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_CHECKPOINTERS)
 
     def dumps(self, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
         """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
