@@ -57,7 +57,8 @@ class ReplayBuffer(
     the same generator state.
 
     Args:
-        storage: default ``PackedStorage(1_000)`` (give your own capacity).
+        storage: default ``PackedStorage(1_000)`` (give your own capacity). In one that holds rows already, a new
+            :class:`RingWriter` goes on behind the newest.
         sampler: default :class:`UniformSampler`.
         writer: default :class:`RingWriter`.
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
@@ -124,6 +125,8 @@ class ReplayBuffer(
     def _init(self) -> None:
         super()._init()
         self._choose_path()
+        if type(self._writer) is RingWriter and not self._writer._write_count:
+            self._writer._cursor = self._next_step()  # the storage may hold rows already
         self._refuse_unfed()
         if self.shared or getattr(self._storage, "shared", False):
             self.share()

@@ -501,6 +501,19 @@ def test_a_storage_put_in_place_later_takes_the_writes():
     assert rb.chronological()["observation"][0, 0] == 107.0
 
 
+@pytest.mark.parametrize("delayed_init", [False, True])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize(("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])])
+def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written, expected, storage, delayed_init):
+    first = ReplayBuffer(storage=storage(60))
+    first.extend(transitions(written))
+    rb = ReplayBuffer(storage=first.storage, sampler=ProportionalSampler(60), delayed_init=delayed_init)
+    assert rb.extend(transitions(2, start=900)).tolist() == expected
+    assert rb.write_count == 2
+    assert len(rb) == min(60, written + 2)
+    assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
+
+
 def test_order_of_age_is_that_of_the_rows_whoever_wrote_them():
     rb = make(ReplayBuffer, "uniform")
     rb.extend(transitions(63))
