@@ -49,7 +49,8 @@ class PackedStorage(SavedStorage):
             those that repeat in half of the first write's rows or more, unless they are too small to be worth it (if
             that is one time step, all keys of 16 bytes or more, each by itself, which takes 8 bytes a row and key).
             Keys of less than 8 bytes, flags and rewards are never shared. ``False`` is the default: a column, a slice
-            or an int then gives views of every key, of a shared one it gives a copy.
+            or an int then gives views of every key, of a shared one it gives a copy. (``set_``, ``set_at_`` and
+            ``update_`` of TorchRL's own buffers write to it, in vain; those of :class:`ReplayBuffer` do not.)
         frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the key along which they lie, 0 if not
             given, ``{"pixels": (4, -1)}``: the newest frame of a stack is last. A row stores its newest frame where its
             stack is that of the row before, moved on by one (which is compared), else the whole stack; of the stack
