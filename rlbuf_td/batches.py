@@ -36,6 +36,13 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
         batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
 
 
+def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
+    """Set what is known of the rows of a batch where it is missing, unless the batch has other rows by now."""
+    for key, value in known.items():
+        if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
+            batch.set(key, value)
+
+
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,16 +2,17 @@
 
 What else it offers is in files of its own: constructors for environments in :mod:`rlbuf_td.construction`, processes in
 :mod:`rlbuf_td.sharing.buffers`, dumps in :mod:`rlbuf_td.checkpoint.saved`, looking at it in :mod:`rlbuf_td.looking`,
-learners on a GPU in :mod:`rlbuf_td.learner`.
+setting entries of rows in :mod:`rlbuf_td.editing`, learners on a GPU in :mod:`rlbuf_td.learner`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import (
     ConsumingSampler,
@@ -24,9 +25,10 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td._tensordict import entries_of
-from rlbuf_td.batches import by_row, merge_, one_a_row
-from rlbuf_td.checkpoint.saved import SavedBuffer
+from rlbuf_td.batches import by_row, merge_, one_a_row, put_back_
+from rlbuf_td.checkpoint.saved import NO_CHECKPOINTERS, SavedBuffer
 from rlbuf_td.construction import FromEnvironment
+from rlbuf_td.editing import EditedBuffer
 from rlbuf_td.health import LastDraw, ReplayCount
 from rlbuf_td.indices import coordinates
 from rlbuf_td.kernels.paths import path_of
@@ -44,15 +46,19 @@ from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.writers import RingWriter
 
 
-class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, FeedsLearner, TensorDictReplayBuffer):
+class ReplayBuffer(
+    FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, EditedBuffer, FeedsLearner, TensorDictReplayBuffer
+):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
-    Takes every keyword of ``TensorDictReplayBuffer``. Over a :class:`PackedStorage`, with this package's samplers or
-    any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a ``collate_fn``, sample units and
-    generation tracking take TorchRL's general path; both give the same batches from the same generator state.
+    Takes every keyword of ``TensorDictReplayBuffer`` but ``checkpointer``. Over a :class:`PackedStorage`, with this
+    package's samplers or any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a
+    ``collate_fn``, sample units and generation tracking take TorchRL's general path; both give the same batches from
+    the same generator state.
 
     Args:
-        storage: default ``PackedStorage(1_000)`` (give your own capacity).
+        storage: default ``PackedStorage(1_000)`` (give your own capacity). In one that holds rows already, a new
+            :class:`RingWriter` goes on behind the newest.
         sampler: default :class:`UniformSampler`.
         writer: default :class:`RingWriter`.
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
@@ -67,8 +73,9 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: the index, the importance weights and whatever else a sampler reports are in the batch
-    *before* the transforms run; several TD errors of a row are reduced after taking their magnitude; a prioritized
-    buffer refuses a batch without TD errors rather than giving its rows the default priority.
+    *before* the transforms run (and put back where one leaves them out, as ``SelectTransform`` does); several TD errors
+    of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch without TD errors rather
+    than giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
@@ -95,6 +102,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("checkpointer") is not None:
+            raise NotImplementedError(NO_CHECKPOINTERS)
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
         self._count_replays = count_replays
         self._replays: ReplayCount | None = None
@@ -116,6 +125,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
     def _init(self) -> None:
         super()._init()
         self._choose_path()
+        if type(self._writer) is RingWriter and not self._writer._write_count:
+            self._writer._cursor = self._next_step()  # the storage may hold rows already
         self._refuse_unfed()
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
@@ -254,7 +265,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)
-        return self._transformed(batch)
+        return self._transformed(batch, info)
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
@@ -270,11 +281,15 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
         return batch, info
 
-    def _transformed(self, batch: TensorDictBase) -> TensorDictBase:
+    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         if not len(self._stages):
             return batch
+        known = {key: batch.get(key) for key in report}
         with _set_dispatch_td_nn_modules(True):
-            return self._transform(batch)
+            batch = self._transform(batch)
+        if isinstance(batch, TensorDictBase):
+            put_back_(batch, known)
+        return batch
 
     # -- writing
 

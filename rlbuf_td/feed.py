@@ -94,7 +94,7 @@ class DeviceFeed:
                     self._sent.append(self._send(batch_size))
                 sent = self._sent.popleft()
             batch, info = self._unpacked(sent)
-        return self._buffer._transformed(batch), info
+        return self._buffer._transformed(batch, info), info
 
     @property
     def _is_cuda(self) -> bool:

@@ -254,7 +254,7 @@ class RolloutBuffer(ReplayBuffer):
         return batches
 
     def _finished(self, batch: TensorDictBase) -> TensorDictBase:
-        batch = self._transformed(batch)
+        batch = self._transformed(batch, ["index"])
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return self._normalized(batch)

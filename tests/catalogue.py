@@ -80,6 +80,7 @@ _SCHEMAS = (
     Schema("image", {"pixels": (torch.uint8, 4, 12, 12), "action": (torch.int64,), "reward": (torch.float32, 1)}),
     Schema("many leaves", {f"leaf {j}": (DTYPES[j % len(DTYPES)], 1 + j % 3) for j in range(60)}),
     Schema("no columns", {"observation": (torch.float32, 3), "nothing": (torch.float32, 0)}),
+    Schema("no bytes", {"nothing": (torch.float32, 0), "next": {"nothing": (torch.float32, 0)}}),
     Schema("empty nodes", {"x": (torch.float32, 2), "void": {}, "next": {"void": {"void": {}}, "y": (torch.int32,)}}),
     Schema("element dims", {"x": (torch.float32, 2), "next": {"done": (torch.bool,)}}, element=(3, 2)),
     Schema(

@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers import (
     ReplayBuffer as TorchRLReplayBuffer,
 )
 from torchrl.data.replay_buffers.sample_units import Sequence
-from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform
+from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
     PackedStorage,
@@ -145,6 +145,26 @@ def test_transforms_see_the_index_and_run_on_samples_and_in_reverse_on_writes():
     batch = rb.sample()
     assert {"index", "priority_weight"} <= set(seen[0])
     assert "state" in batch.keys()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes, device):
+    rb = make(ReplayBuffer, "proportional", lanes=lanes, transform=SelectTransform("observation"), device=device)
+    rb.extend(transitions(20, lanes=lanes))
+    batch = rb.sample()
+    assert set(batch.keys()) == {"observation", "index", "priority_weight", "sampled_at"}
+    index = batch["index"].unbind(-1) if lanes else batch["index"]
+    assert torch.equal(rb.storage.get(index)["observation"], batch["observation"])
+    batch["td_error"] = torch.full((8,), 7.0)
+    rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(batch["index"].unique(dim=0))
+
+
+def test_a_transform_that_drops_rows_leaves_no_index_of_others():
+    rb = make(ReplayBuffer, "proportional", transform=lambda batch: batch.select("observation")[:3])
+    rb.extend(transitions(20))
+    assert list(rb.sample().keys()) == ["observation"]
 
 
 def test_a_transform_may_cast_what_a_batch_holds():
@@ -479,6 +499,19 @@ def test_a_storage_put_in_place_later_takes_the_writes():
     assert rb.extend(transitions(2, start=900)).tolist() == [5, 6]
     assert rb.chronological()["observation"][-3:, 0].tolist() == [164.0, 900.0, 901.0]
     assert rb.chronological()["observation"][0, 0] == 107.0
+
+
+@pytest.mark.parametrize("delayed_init", [False, True])
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize(("written", "expected"), [(6, [6, 7]), (60, [0, 1]), (65, [5, 6])])
+def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written, expected, storage, delayed_init):
+    first = ReplayBuffer(storage=storage(60))
+    first.extend(transitions(written))
+    rb = ReplayBuffer(storage=first.storage, sampler=ProportionalSampler(60), delayed_init=delayed_init)
+    assert rb.extend(transitions(2, start=900)).tolist() == expected
+    assert rb.write_count == 2
+    assert len(rb) == min(60, written + 2)
+    assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
 
 
 def test_order_of_age_is_that_of_the_rows_whoever_wrote_them():

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import load_trajectories, trajectories_of
+from rlbuf_td.checkpoint.parts import Rollback, load_trajectories, trajectories_of
+from rlbuf_td.storages import PackedStorage
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer as _Base
@@ -14,8 +15,30 @@ else:
     _Base = object  # a mixin: the buffer's own bases come behind it
 
 
+NO_CHECKPOINTERS = (
+    "dumps of this buffer have a format of their own, without TorchRL's checkpointers and hooks: TorchRL's "
+    "TensorDictReplayBuffer over the same storage takes them"
+)
+
+
 class SavedBuffer(_Base):
     """Dumps, loads, and the state of a buffer."""
+
+    def register_save_hook(self, hook: Any) -> None:
+        """Refuse a hook: :meth:`dumps` would not call it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_CHECKPOINTERS)
+
+    def register_load_hook(self, hook: Any) -> None:
+        """Refuse a hook: :meth:`loads` would not call it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_CHECKPOINTERS)
 
     def dumps(self, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
         """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
@@ -72,7 +95,31 @@ class SavedBuffer(_Base):
         return super().state_dict() | {"_trajectories": trajectories_of(self._storage)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
+        """
+        if not self._initialized:
+            self._init()
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            self._try_parts(state_dict)
         super().load_state_dict(state_dict)
         with self._replay_lock, self._write_lock:
             load_trajectories(self._storage, state_dict.get("_trajectories", []))
+
+    def _try_parts(self, state_dict: dict[str, Any]) -> None:
+        """Load all parts but the storage, which is only asked; if one refuses, all have back what they had."""
+        if isinstance(self._storage, PackedStorage):
+            self._storage.examine_state(state_dict["_storage"])
+        parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
+        rollback = Rollback()
+        try:
+            for name, part in parts.items():
+                rollback.load(part, state_dict[name])
+        except Exception as error:
+            rollback.undo()
+            if not isinstance(error, KeyError | TypeError):
+                raise
+            raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error

@@ -72,7 +72,7 @@ class RowLayout:
         self.leaves = tuple(sorted(found, key=_place))
         self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
         self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
-        self.row_bytes = _padded(self.data_bytes, max(8, self.leaves[0].dtype.itemsize))
+        self.row_bytes = _padded(max(1, self.data_bytes), max(8, self.leaves[0].dtype.itemsize))
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves

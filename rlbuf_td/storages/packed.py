@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from threading import RLock
@@ -49,7 +49,8 @@ class PackedStorage(SavedStorage):
             those that repeat in half of the first write's rows or more, unless they are too small to be worth it (if
             that is one time step, all keys of 16 bytes or more, each by itself, which takes 8 bytes a row and key).
             Keys of less than 8 bytes, flags and rewards are never shared. ``False`` is the default: a column, a slice
-            or an int then gives views of every key, of a shared one it gives a copy.
+            or an int then gives views of every key, of a shared one it gives a copy. (``set_``, ``set_at_`` and
+            ``update_`` of TorchRL's own buffers write to it, in vain; those of :class:`ReplayBuffer` do not.)
         frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the key along which they lie, 0 if not
             given, ``{"pixels": (4, -1)}``: the newest frame of a stack is last. A row stores its newest frame where its
             stack is that of the row before, moved on by one (which is compared), else the whole stack; of the stack
@@ -271,6 +272,35 @@ class PackedStorage(SavedStorage):
                 self._replace(cursor, data)
             else:
                 self._set_steps(cursor, data, set_cursor)
+
+    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+        """Let ``change`` set entries of rows that are there, in place. They stay the transitions that they were.
+
+        Args:
+            change: is given a TensorDict of the rows, and sets entries of it in place.
+            region: an index of a tensor ``[T, *lanes]``, which gives the shape of what ``change`` gets; default: all.
+
+        Raises:
+            IndexError: the region is out of range; nothing has been written.
+
+        Cost: a copy of the rows named, there and back; none if all rows are and none of them shares what it holds.
+        """
+        with self.lock:
+            rows = self._written()
+            in_place = region is None and not isinstance(rows, PooledRows)
+            cells = rows.cells_of(slice(None) if region is None else region)
+            flat = cells.reshape(-1)
+            if not in_place:
+                data = rows.at_cells(flat).reshape(cells.shape)
+                change(data)
+                leaves = rows.layout.collect(data, cells.shape)
+            self.keep_for_dump(0, rows.steps)
+            self._announce(flat)
+            if in_place:
+                change(rows.view())
+            else:
+                rows.replace_(cells, leaves)
+            self._bump_mutation_revision()
 
     def _replace(self, cursor: Any, data: TensorDictBase) -> None:
         """Write at a mask or at coordinates of rows that are there."""

@@ -116,17 +116,14 @@ class SavedStorage(SharedStorage):
 
         Raises:
             SchemaError: the saved rows differ in keys, dtypes or shapes; this storage stays as it was.
-            ValueError: the capacity or the lanes do not fit the saved rows; this storage stays as it was.
+            ValueError: the capacity or the lanes do not fit the saved rows, or another kind of storage has saved them;
+                this storage stays as it was.
         """
-        reserved = state_dict.get("reserved", False)
-        if "layout" not in state_dict or (reserved and self._rows is not None):  # saved before the first write
+        admitted = self.examine_state(state_dict)
+        if admitted is None:
             return self._empty()
-        matrix = state_dict["rows"]
-        layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
-        pooling = saved_pooling(layout, state_dict)
-        entries = state_dict.get("entries", [])
-        if pooling is not None:
-            refuse_foreign(pooling, matrix, entries)
+        layout, lanes, pooling = admitted
+        matrix, entries = state_dict["rows"], state_dict.get("entries", [])
         if self._rows is not None and matrix.data_ptr() == self._rows.matrix.data_ptr():  # its own snapshot
             return self.restore_counters(state_dict)
         if self._rows is not None and self._rows.layout != layout:
@@ -140,6 +137,29 @@ class SavedStorage(SharedStorage):
         else:
             copy_rows(rows_of_state(layout, matrix, pooling, entries), rows, [(0, len(matrix))])
         self.restore_counters(state_dict)
+
+    def examine_state(self, state_dict: dict[str, Any]) -> tuple[RowLayout, torch.Size, Pooling | None] | None:
+        """Return layout, lanes and pooling of the rows that :meth:`load_state_dict` would load, None for none.
+
+        Raises:
+            SchemaError: see :meth:`load_state_dict`.
+            ValueError: see :meth:`load_state_dict`.
+        """
+        if "layout" not in state_dict:
+            if state_dict.keys() != {"_len"}:  # what is saved before the first write
+                raise ValueError(
+                    f"this is not the state of a PackedStorage (it holds {', '.join(map(repr, state_dict))}): load it "
+                    "into a storage of its own kind, and extend this one's buffer by what that holds"
+                )
+            return None
+        if state_dict.get("reserved", False) and self._rows is not None:
+            return None
+        matrix = state_dict["rows"]
+        layout, lanes = self.admit_state(state_dict, matrix.shape[1:-1])
+        pooling = saved_pooling(layout, state_dict)
+        if pooling is not None:
+            refuse_foreign(pooling, matrix, state_dict.get("entries", []))
+        return layout, lanes, pooling
 
     def pooling_like(self, layout: RowLayout, saved: Pooling | None) -> Pooling | None:
         """Return what new rows for saved ones share: what those did, if this storage's are to share anything."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import (
+    FlatStorageCheckpointer,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -449,6 +450,15 @@ def test_statistics_and_counts_of_replays_go_on(tmp_path):
     with pytest.warns(UserWarning, match="dropped"):
         smaller.loads(tmp_path)
     assert smaller.health()["replays_max"] == 0
+
+
+def test_checkpointers_and_hooks_that_dumps_would_ignore_are_refused():
+    with pytest.raises(NotImplementedError, match="a format of their own"):
+        ReplayBuffer(checkpointer=FlatStorageCheckpointer())
+    rb = ReplayBuffer()
+    for register in (rb.register_save_hook, rb.register_load_hook):
+        with pytest.raises(NotImplementedError, match="a format of their own"):
+            register(lambda data, path=None: data)
 
 
 def episodes(rows):

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.envs import Compose, DoubleToFloat, RewardScaling
+from torchrl.envs import Compose, DoubleToFloat, RewardScaling, SelectTransform
 
 from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
 from rlbuf_td.rollouts import RolloutBuffer
@@ -73,6 +73,13 @@ def test_batches_gathered_in_blocks_are_those_of_sample(make_world, batch_size, 
         assert (one == two).all()
         assert (one == three).all()
         assert one.batch_size == two.batch_size
+
+
+def test_the_index_survives_a_transform_that_selects_keys(make_world):
+    rollout, _ = filled(make_world(3))
+    rollout.append_transform(SelectTransform("observation", "advantage"))
+    for batch in (*rollout, rollout.sample()):
+        assert torch.equal(rollout.storage.get(batch["index"].unbind(-1))["advantage"], batch["advantage"])
 
 
 def test_changing_a_batch_changes_neither_the_buffer_nor_other_batches(make_world):

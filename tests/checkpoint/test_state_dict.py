@@ -1,0 +1,75 @@
+"""A state that a buffer cannot take in is refused in words, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
+from torchrl.envs.transforms import ObservationNorm
+
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer
+from tests.checkpoint.worlds import make, step, transitions
+
+
+def observation_norm() -> ObservationNorm:
+    return ObservationNorm(1.0, 2.0, in_keys=["observation"])
+
+
+def torchrls(sampler: Any = None) -> TensorDictReplayBuffer:
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
+    rb.extend(transitions(9))
+    return rb
+
+
+def state_of(rb: ReplayBuffer) -> Any:
+    """Return all that a user sees of a buffer."""
+    return rb[:].clone(), rb.sampler.priority(torch.arange(len(rb))), rb.write_count, rb.sampler.alpha
+
+
+@pytest.mark.parametrize("kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "TorchRL's"])
+def test_a_state_that_does_not_fit_leaves_rows_priorities_and_counters_as_they_were(kind):
+    foreign: Any
+    if kind == "rows":
+        foreign = make("proportional")
+        foreign.extend(transitions(3).exclude("observation"))
+    elif kind == "capacity":
+        foreign = make("proportional", steps=40)
+        foreign.extend(transitions(40))
+    elif kind == "TorchRL's":
+        foreign = torchrls(PrioritizedSampler(20, 0.6, 0.4))
+    else:
+        foreign = make("proportional" if kind == "transform" else kind)
+    if not len(foreign):
+        step(foreign, 0)
+    rb = make("proportional", transform=observation_norm() if kind == "transform" else None)
+    for number in range(3):
+        step(rb, number)
+    rows, priority, count, alpha = state_of(rb)
+    with pytest.raises((ValueError, RuntimeError)):
+        rb.load_state_dict(foreign.state_dict())
+    after = state_of(rb)
+    assert (after[0] == rows).all()
+    assert torch.equal(after[1], priority)
+    assert after[2:] == (count, alpha)
+    step(rb, 4)
+
+
+def test_the_state_of_another_kind_of_storage_is_named_rather_than_taken_for_an_empty_one():
+    rb = make("uniform")
+    rb.extend(transitions(5))
+    with pytest.raises(ValueError, match="not the state of a PackedStorage"):
+        rb.load_state_dict(torchrls().state_dict())
+    assert len(rb) == 5
+
+
+def test_the_state_of_another_sampler_is_named():
+    with pytest.raises(ValueError, match="not that of a ProportionalSampler"):
+        make("proportional").load_state_dict(make("uniform").state_dict())
+
+
+def test_the_state_of_another_writer_is_named():
+    rollout = RolloutBuffer(4)
+    with pytest.raises(ValueError, match="not that of a RolloutWriter"):
+        rollout.load_state_dict(ReplayBuffer(storage=PackedStorage(4), sampler=rollout.sampler).state_dict())

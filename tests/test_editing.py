@@ -1,0 +1,126 @@
+"""Entries of rows that are there, set in place: as in TorchRL, whatever the rows share and wherever they lie."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+
+STORAGES = {
+    "plain": PackedStorage,
+    "shared observations": partial(PackedStorage, share_next=True),
+    "frames": partial(PackedStorage, frames={"observation": (3, -1)}),
+}
+over_storages = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+
+
+def transitions(n: int) -> TensorDict:
+    seen = torch.arange(n + 3.0).unfold(0, 3, 1)  # [n + 1, 3], a stack of frames each
+    after = {"observation": seen[1:], "reward": torch.arange(n)[:, None].float()}
+    return TensorDict({"observation": seen[:-1], "hidden": torch.zeros(n, 2), "next": after}, [n])
+
+
+def pair(storage: Any, lanes: int = 1) -> tuple[ReplayBuffer, TensorDictReplayBuffer]:
+    """Return a buffer and TorchRL's, with the same 12 rows."""
+    ndim, buffers = 1 + (lanes > 1), []
+    for cls, place in ((ReplayBuffer, storage), (TensorDictReplayBuffer, LazyTensorStorage)):
+        buffers.append(cls(storage=place(20, ndim=ndim)))
+        buffers[-1].extend(transitions(12) if lanes == 1 else transitions(12).reshape(lanes, -1))
+    return buffers[0], buffers[1]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert (ours[:] == theirs[:].exclude("index")).all()
+    batch = ours.sample(64)
+    index = batch.pop("index")
+    assert (batch == ours.storage.get(index.unbind(-1) if index.ndim > 1 else index)).all()
+
+
+@over_storages
+@pytest.mark.parametrize("key", ["hidden", "observation", ("next", "observation")])
+@pytest.mark.parametrize(
+    "index", [3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8], ids=str
+)
+def test_one_entry_of_some_rows_is_set(storage: Any, key: Any, index: Any):
+    ours, theirs = pair(storage)
+    value = -1 - torch.rand_like(theirs[:][key][index])
+    for rb in (ours, theirs):
+        assert rb.set_at_(key, value, index) is rb
+    assert_same(ours, theirs)
+
+
+@over_storages
+@pytest.mark.parametrize("index", [2, (1, 1), (slice(None), 0), (torch.tensor([0, 3]), torch.tensor([1, 0]))], ids=str)
+def test_rows_of_lanes_are_named_as_those_of_a_tensor(storage: Any, index: Any):
+    ours, theirs = pair(storage, lanes=2)
+    for rb in (ours, theirs):
+        rb.set_at_("observation", torch.tensor(-7.0), index)
+    assert_same(ours, theirs)
+
+
+@over_storages
+def test_entries_of_all_rows_are_set(storage: Any):
+    ours, theirs = pair(storage)
+    for rb in (ours, theirs):
+        rb.set_("observation", -torch.arange(36.0).view(12, 3))
+        rb.update_({"hidden": torch.ones(12, 2), "next": {"observation": torch.full((12, 3), -5.0)}})
+    assert_same(ours, theirs)
+
+
+@over_storages
+def test_what_does_not_fit_changes_nothing(storage: Any):
+    ours, theirs = pair(storage)
+    with pytest.raises(KeyError, match="absent"):
+        ours.set_at_("absent", torch.zeros(2), 0)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        ours.set_at_("observation", torch.zeros(2, 4), [0, 1])
+    with pytest.raises(IndexError, match="12"):
+        ours.set_at_("observation", torch.zeros(3), 12)
+    assert_same(ours, theirs)
+
+
+@over_storages
+@pytest.mark.parametrize("how", ["set_at_", "set_", "update_"])
+def test_a_dump_in_the_folder_of_the_rows_stays_what_it_was(storage: Any, how: str, tmp_path):
+    rb = ReplayBuffer(storage=storage(20, scratch_dir=tmp_path))
+    rb.extend(transitions(12))
+    rb.dumps(tmp_path)
+    new = torch.full((12, 3), -1.0)
+    arguments = {
+        "set_at_": ("observation", new[:2], [4, 5]),
+        "set_": ("observation", new),
+        "update_": ({"observation": new},),
+    }
+    getattr(rb, how)(*arguments[how])
+    assert (rb[:]["observation"] == -1).any()
+    again = ReplayBuffer(storage=storage(20))
+    again.loads(tmp_path)
+    assert (again[:] == transitions(12)).all()
+
+
+@over_storages
+def test_rows_whose_entries_were_set_take_the_td_errors_of_a_batch_from_before(storage: Any):
+    rb = ReplayBuffer(storage=storage(20), sampler=ProportionalSampler(20), batch_size=4)
+    rb.extend(transitions(12))
+    batch = rb.sample()
+    rb.set_at_("observation", torch.zeros(4, 3), batch["index"])
+    batch["td_error"] = torch.full((4,), 9.0)
+    rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(batch["index"]) == 9).all()
+
+
+@over_storages
+def test_rows_in_shared_memory_are_set_and_then_written_as_before(storage: Any):
+    rb = ReplayBuffer(storage=storage(20, shared=True))
+    rb.extend(transitions(12))
+    rb.set_at_("observation", torch.full((3,), -2.0), 5)
+    rb.set_("hidden", torch.ones(12, 2))
+    rb.extend(transitions(3))
+    assert (rb[:]["observation"][5] == -2).all()
+    assert (rb[:]["hidden"][:12] == 1).all()
