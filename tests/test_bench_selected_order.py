@@ -13,6 +13,7 @@ from rlbuf_td.kernels.paths import forced
 from rlbuf_td.kernels.rank_law import rank_law
 from rlbuf_td.kernels.rank_order import LARGEST
 from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.strata import masses
 from tests.kernels.orders import empty
 
 MAGNITUDES: dict[str, Callable[[int], torch.Tensor]] = {
@@ -63,7 +64,9 @@ def test_every_rank_is_found_where_all_are_wanted(gpu, kind, rows):
     order, uniform = SelectedOrder(magnitude.to(gpu)), torch.full((rows,), 0.5, dtype=torch.float64, device=gpu)
     drawn = order.draw(rank_law(0.0, gpu), uniform, stratified=True, beta=0.4, norm=None)
     assert drawn is not None
-    assert torch.equal(drawn[0].cpu(), magnitude.sort(descending=True, stable=True).indices)
+    ranks = masses(uniform.cpu(), torch.tensor(rows), stratified=True).long()
+    assert len(ranks.unique()) == rows
+    assert torch.equal(drawn[0].cpu(), magnitude.sort(descending=True, stable=True).indices[ranks])
 
 
 def test_ties_of_many_rows_are_found_through_several_chunks(gpu):

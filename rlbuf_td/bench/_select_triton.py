@@ -27,6 +27,7 @@ from torch import Tensor
 from rlbuf_td.kernels._rank_merge_triton import NONE, ROW, bits_of
 from rlbuf_td.kernels._rank_triton import drawn, normed, outputs
 from rlbuf_td.kernels.paths import launching_on
+from rlbuf_td.kernels.strata import step_of
 
 BINS1, BINS2 = tl.constexpr(2048), tl.constexpr(4096)  # the first is selected_order.BINS
 SHIFT1, SHIFT2 = tl.constexpr(20), tl.constexpr(8)  # of bits of a magnitude
@@ -91,15 +92,16 @@ def _count_first(magnitude, capacity, first, slots1, SIZE: tl.constexpr):
         tl.store(slots1 + digit, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "step"])
 def _look_first(
-    uniform, numbers, head, weight, count, first, slots1, second, slots2, found,
+    uniform, numbers, head, weight, count, step, first, slots1, second, slots2, found,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Draw a rank, and find its first digit."""
     number = tl.program_id(0)
     there_are = tl.sum(tl.load(first + tl.arange(0, BINS1)), 0).to(tl.int64)
-    rank = drawn(uniform, numbers, head, there_are, weight, number + tl.arange(0, 1), count, STRATIFIED, NORM)
+    at = number + tl.arange(0, 1)
+    rank = drawn(uniform, numbers, head, there_are, weight, at, count, step, STRATIFIED, NORM)
     digit, left = _find(first, tl.sum(rank, 0).to(tl.int32) - 1, BINS1, BINS1)
     tl.store(found + DIGIT * count + number, digit)
     tl.store(found + LEFT * count + number, left)
@@ -230,7 +232,7 @@ def draw(
             magnitude, capacity, first, slots1, SIZE=wide, num_warps=8, **_EXACT
         )
         _look_first[by_ranks](
-            *(uniform, *law, weight, count, first, slots1, second, slots2, found),
+            *(uniform, *law, weight, count, step_of(count, stratified), first, slots1, second, slots2, found),
             STRATIFIED=stratified,
             NORM=norm_of,
             **_EXACT,

@@ -10,6 +10,7 @@ import numpy as np
 from rlbuf_td.kernels._rank_chunks import ROWS
 from rlbuf_td.kernels._rank_find_numba import rows_at
 from rlbuf_td.kernels._rank_jit import bare, compiled
+from rlbuf_td.kernels._strata_numba import masses
 from rlbuf_td.kernels.rank_law import HEAD
 
 BUFFER, BATCH = 0, 1
@@ -59,23 +60,25 @@ def draw(
     alpha: float,
     shift: float,
     beta: float,
-    stratified: bool,
+    step: int,
     norm: int,
     index: np.ndarray,
     weight: np.ndarray,
 ) -> bool:
-    """Draw rows and their importance weights; return whether there are rows to draw from."""
+    """Draw rows and their importance weights; return whether there are rows to draw from.
+
+    ``step``: see :func:`rlbuf_td.kernels.strata.step_of`.
+    """
     rows = head[ROWS]
     if rows == 0:
         return False
     batch = len(uniform)
-    ranks = np.empty(batch, np.int64)
+    ranks, mass = np.empty(batch, np.int64), np.empty(batch)
     total = mass_of_all(rows, law, alpha, shift)
-    segment = total / batch if stratified else total
+    masses(uniform, total, step, mass)
     last = 1
     for j in range(batch):
-        mass = (j + uniform[j]) * segment if stratified else uniform[j] * segment
-        ranks[j] = rank_of_mass(mass, rows, law, alpha, shift)
+        ranks[j] = rank_of_mass(mass[j], rows, law, alpha, shift)
         last = max(last, ranks[j])
     rows_at(head, top_tree, top_group, before, child, keys, ranks, index)
     # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.

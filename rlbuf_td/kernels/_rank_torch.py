@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlbuf_td.kernels.rank_law import RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.rank_order import as_float32
+from rlbuf_td.kernels.strata import masses
 
 
 def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -36,11 +37,7 @@ def draw_ranks(
     ``rows`` is how many rows have a magnitude, 0-dim.
     """
     total = mass(law, rows)
-    batch = uniform.shape[0]
-    value = uniform * total
-    if stratified:
-        value = (torch.arange(batch, device=uniform.device) + uniform) * (total / batch)
-    ranks = ranks_of_mass(law, value, rows)
+    ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
     power = law.alpha * beta
     # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
     log_scale = beta * torch.log(total / rows)

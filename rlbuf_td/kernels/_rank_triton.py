@@ -15,7 +15,9 @@ from torch import Tensor
 
 from rlbuf_td.kernels._mentions_triton import mentions, passes, take_note, winners
 from rlbuf_td.kernels._rank_merge_triton import COUNT, ROW, SIDE, exchange
+from rlbuf_td.kernels._strata_triton import masses
 from rlbuf_td.kernels.paths import launching_on
+from rlbuf_td.kernels.strata import step_of
 
 ALPHA, SHIFT, BETA, NAMED = (tl.constexpr(at) for at in range(4))  # as in _rank_device
 HEAD = tl.constexpr(1024)  # rank_law.HEAD
@@ -83,7 +85,7 @@ def _rank_of_mass(value, head, alpha, shift, inside):
 
 @triton.jit
 def drawn(
-    uniform, numbers, head, there_are, weight, at, count, STRATIFIED: tl.constexpr, NORM: tl.constexpr
+    uniform, numbers, head, there_are, weight, at, count, step, STRATIFIED: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
     """Return the ranks that draws at ``at`` give, at least 1, and store their weights.
 
@@ -92,11 +94,7 @@ def drawn(
     inside = at < count
     alpha, shift, beta = tl.load(numbers + ALPHA), tl.load(numbers + SHIFT), tl.load(numbers + BETA)
     total = _mass(there_are, head, alpha, shift)
-    value = tl.load(uniform + at, mask=inside, other=0.0)
-    if STRATIFIED:
-        value = (at.to(tl.float64) + value) * (total / count)
-    else:
-        value = value * total
+    value = masses(uniform, at, count, step, total, STRATIFIED)
     rank = tl.maximum(tl.minimum(_rank_of_mass(value, head, alpha, shift, inside), there_are), 1)
     log = alpha * beta * tl.log(rank.to(tl.float64))
     if NORM == 1:
@@ -108,15 +106,15 @@ def drawn(
     return rank
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "step"])
 def _draw(
-    uniform, numbers, head, rows, by_rank, index, weight, count,
+    uniform, numbers, head, rows, by_rank, index, weight, count, step,
     capacity, HALVES: tl.constexpr, STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Draw rows. HALVES: ``rows`` is the state of a merged order, and ``by_rank`` its keys, which end in rows."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there_are = tl.load(rows + COUNT) if HALVES else tl.load(rows)
-    rank = drawn(uniform, numbers, head, there_are, weight, at, count, STRATIFIED, NORM)
+    rank = drawn(uniform, numbers, head, there_are, weight, at, count, step, STRATIFIED, NORM)
     if HALVES:
         by_rank += tl.load(rows + SIDE) * capacity
     row = tl.load(by_rank + rank - 1, mask=at < count, other=0) & ROW
@@ -159,7 +157,7 @@ def draw(
     with launching_on(uniform):
         _draw[(triton.cdiv(count, 128),)](
             *(uniform, on_device.numbers.tensor, on_device.head, rows, by_rank, index, weight, count),
-            by_rank.shape[-1],
+            *(step_of(count, stratified), by_rank.shape[-1]),
             HALVES=by_rank.dim() == 2,
             STRATIFIED=stratified,
             NORM=norm_of,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, uint64
 
+from rlbuf_td.kernels._strata_numba import masses
 from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 #: The Python error model would check every division for zero, which keeps loops from being vectorised.
@@ -191,23 +192,23 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @_kernel
-def draw(starts, magnitude, weight, sums, before, minima, uniform, stratified, rows, beta, mode, index, importance):
-    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none."""
+def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, beta, mode, index, importance):
+    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none.
+
+    ``step``: see :func:`rlbuf_td.kernels.strata.step_of`.
+    """
     root = starts[starts.shape[0] - 1]
     total = sums[root]
     if not total > 0.0:
         return False
-    batch = uniform.shape[0]
     mass, node = uniform, index.view(np.uint64)  # each becomes what is asked of it, step by step, in place
-    segment = total / batch if stratified else total
-    for j in range(batch):
-        mass[j] = ((j if stratified else 0) + uniform[j]) * segment
-        node[j] = uint64(0)
+    masses(uniform, total, step, mass)
+    node[:] = 0
     _descend(starts, before, mass, node)
     _draw_in_blocks(weight, mass, node)
     smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
     if mode == 1:
-        for j in range(batch):
+        for j in range(node.shape[0]):
             smallest = min(smallest, weight[node[j]])
     _importance(weight, node, smallest, beta, importance)
     return True

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.strata import masses
+
 if TYPE_CHECKING:
     from rlbuf_td.kernels.sum_tree import SumTree
 
@@ -96,10 +98,8 @@ def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor]:
     """Draw rows, and their importance weights."""
-    batch, total = uniform.shape[0], tree.total
-    mass = uniform * total
-    if stratified:
-        mass = (torch.arange(batch, device=uniform.device) + uniform) * (total / batch)
+    total = tree.total
+    mass = masses(uniform, total, stratified)
     index = torch.zeros_like(mass, dtype=torch.int64)
     for start, above in reversed(list(pairwise(tree.starts))):
         before = tree.before[start:above].view(-1, BLOCK)[index]

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from rlbuf_td.kernels._mentions_triton import mentions, passes, take_note, winners
 from rlbuf_td.kernels._rows_triton import take_along, to_take_along
+from rlbuf_td.kernels._strata_triton import masses
 from rlbuf_td.kernels.columns import Gathering
 from rlbuf_td.kernels.paths import launching_on
+from rlbuf_td.kernels.strata import step_of
 
 ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = (tl.constexpr(at) for at in range(6))  # as in _sum_tree_device
 SMALLEST, LARGEST = tl.constexpr(1e-290), tl.constexpr(1e290)
@@ -160,9 +162,9 @@ def _go(mass, left, right):
     return tl.where(goes_right, mass - left, mass), goes_right
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "step"])
 def _draw(
-    uniform, numbers, weight, sums, before, minima, starts, index, importance, count, levels,
+    uniform, numbers, weight, sums, before, minima, starts, index, importance, count, step, levels,
     source, out, words, stride,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -171,11 +173,7 @@ def _draw(
     inside = at < count
     root = tl.load(starts + levels)
     total = tl.load(sums + root)
-    mass = tl.load(uniform + at, mask=inside, other=0.0)
-    if STRATIFIED:
-        mass = (at.to(tl.float64) + mass) * (total / count)
-    else:
-        mass = mass * total
+    mass = masses(uniform, at, count, step, total, STRATIFIED)
     node = tl.zeros([SIZE], tl.int64)
     for down in range(levels):
         line = tl.load(starts + levels - 1 - down) + node * WIDTH
@@ -269,7 +267,7 @@ def draw(
         given = uniform, state.numbers.tensor, tree.weight, tree.sums, tree.before, tree.minima, state.starts
         _draw[(triton.cdiv(count, size),)](
             *given,
-            *(index, importance, count, state.starts.shape[0] - 1, *along),
+            *(index, importance, count, step_of(count, stratified), state.starts.shape[0] - 1, *along),
             STRATIFIED=stratified,
             NORM=1 if by_batch else 0 if norm == "buffer" else 2,
             SIZE=size,

@@ -16,6 +16,7 @@ from rlbuf_td.kernels import _rank_chunks
 from rlbuf_td.kernels._rank_chunks import ROWS, Chunks
 from rlbuf_td.kernels.rank_law import RankLaw
 from rlbuf_td.kernels.rank_order import LARGEST, as_float32
+from rlbuf_td.kernels.strata import step_of
 
 #: From this many rows on, ``fill_`` goes through the old keys in their order.
 _MANY = 256
@@ -113,11 +114,11 @@ class ChunkedOrder:
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
         twin = _draw()
         mode = twin.BUFFER if norm == "buffer" else twin.BATCH if norm == "batch" else 2
-        st = self._chunks
+        st, step = self._chunks, step_of(batch, stratified)
         with self._lock:
             drawn = twin.draw(
                 *(st.head, st.top_tree, st.top_group, st.before, st.child, st.keys),
-                *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, stratified, mode, index, weight),
+                *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, step, mode, index, weight),
             )
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 

@@ -31,6 +31,7 @@ from rlbuf_td.kernels._sum_tree_torch import BLOCK, LARGEST, SMALLEST, Number, w
 from rlbuf_td.kernels.columns import Gathering
 from rlbuf_td.kernels.numbers import lasting
 from rlbuf_td.kernels.paths import path_of
+from rlbuf_td.kernels.strata import step_of
 
 __all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "clear_", "draw", "fill_", "padded", "rebuild_"]
 __all__ += ["reweigh_", "update_", "weight_of"]
@@ -228,7 +229,8 @@ def draw(
     Args:
         tree: the weights.
         uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
-        stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
+        stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole; see
+            :mod:`rlbuf_td.kernels.strata`.
         rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
@@ -247,8 +249,8 @@ def draw(
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
     mode = 0 if norm == "buffer" else 1 if norm == "batch" else 2
-    law = int(rows), float(beta), mode
-    if not cpu_twin().draw(*arrays(tree), uniform.numpy(), stratified, *law, index, weight):
+    law = step_of(batch, stratified), int(rows), float(beta), mode
+    if not cpu_twin().draw(*arrays(tree), uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
 

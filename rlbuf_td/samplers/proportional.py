@@ -31,8 +31,7 @@ class ProportionalSampler(Prioritized):
             TorchRL's ``ParameterScheduler`` too.
         eps: added to every magnitude, so that a row with a TD error of 0 is drawn again.
         stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
-            rather than independently. A stratified batch comes in the order of the rows: shuffle it before you take
-            a part of it.
+            rather than independently. The segments are spread over the batch: any part of it has rows from everywhere.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.

@@ -114,13 +114,14 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def observed_cells(sampler: RankSampler, alpha: float, n: int, k: int, seed: int) -> np.ndarray:
-    """``[k, CELLS]`` counts of ``DRAWS`` draws in batches of ``k``, by position in the batch."""
+    """``[k, CELLS]`` counts of ``DRAWS`` draws in batches of ``k``, by the order of their ranks in the batch."""
     generator = torch.Generator().manual_seed(seed)
-    cell_of_row = cells_of(alpha, n)[sampler.rank(torch.arange(n)).numpy() - 1]
+    cell_of_rank, rank_of_row = cells_of(alpha, n), sampler.rank(torch.arange(n)).numpy()
     batches = DRAWS // k
     uniform = torch.rand(batches, k, dtype=torch.float64, generator=generator)
     rows = torch.stack([sampler._pick(n, u)[0] for u in uniform]).numpy()
-    return np.stack([np.bincount(cell_of_row[rows[:, j]], minlength=CELLS) for j in range(k)])
+    ranks = np.sort(rank_of_row[rows], axis=1)  # by segment, if each row is from another one
+    return np.stack([np.bincount(cell_of_rank[ranks[:, j] - 1], minlength=CELLS) for j in range(k)])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.7, 1.0, 1.5])

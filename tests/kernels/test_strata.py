@@ -1,0 +1,69 @@
+"""Where draws fall: one in each segment, every place of a batch anywhere, and any part of a batch everywhere."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+import pytest
+import torch
+
+from rlbuf_td.kernels._strata_numba import masses as of_numba
+from rlbuf_td.kernels.strata import masses, step_of
+from tests.statistics import assert_follows
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def segments(uniform: torch.Tensor) -> torch.Tensor:
+    """Return the segment of each draw, found by brute force: which of the equal parts its mass lies in."""
+    return (masses(uniform, ONE, stratified=True)[:, None] >= torch.arange(1, len(uniform)) / len(uniform)).sum(1)
+
+
+@pytest.mark.parametrize("batch", [*range(1, 40), 64, 100, 255, 256, 1_000])
+def test_each_segment_is_drawn_from_once_at_the_place_that_the_uniform_number_says(batch):
+    uniform = torch.rand(batch, dtype=torch.float64)
+    mass = masses(uniform, 3 * ONE, stratified=True)
+    assert (segments(uniform).sort().values == torch.arange(batch)).all()
+    torch.testing.assert_close(mass * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9)
+    assert gcd(step_of(batch), batch) == 1
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("batch", [0, 1, 2, 6, 97, 256])
+def test_the_cpu_twin_does_what_the_specification_does(batch, stratified):
+    for _ in range(20):
+        uniform = torch.rand(batch, dtype=torch.float64)
+        expected = masses(uniform, 7.3 * ONE, stratified)
+        out = uniform.numpy().copy()
+        of_numba(out, 7.3, step_of(batch, stratified), out)  # in place, as draws do it
+        np.testing.assert_allclose(out, expected.numpy(), rtol=1e-15)
+
+
+def test_draws_that_are_not_stratified_are_where_their_own_numbers_say():
+    uniform = torch.rand(9, dtype=torch.float64)
+    assert torch.equal(masses(uniform, 2 * ONE, stratified=False), 2 * uniform)
+    assert step_of(9, stratified=False) == 0
+
+
+@pytest.mark.parametrize("batch", [2, 6, 16])
+def test_every_place_of_a_batch_is_in_every_segment_equally_often(batch):
+    drawn = torch.stack([segments(torch.rand(batch, dtype=torch.float64)) for _ in range(4_000)])
+    for place in range(batch):
+        assert_follows(drawn[:, place].bincount(minlength=batch), np.full(batch, 1 / batch))
+
+
+def test_where_the_segments_begin_does_not_depend_on_the_place_in_the_first_one():
+    uniform = torch.rand(40_000, 2, dtype=torch.float64)
+    first = torch.stack([segments(each)[0] for each in uniform])
+    both = 8 * first + (uniform[:, 0] * 8).long()
+    assert_follows(both.bincount(minlength=16), np.full(16, 1 / 16))
+
+
+@pytest.mark.parametrize("batch", [32, 60, 64, 256, 1_000])
+def test_a_part_of_a_batch_has_draws_from_everywhere(batch):
+    uniform = torch.rand(batch, dtype=torch.float64)
+    for parts in (2, 4):
+        for part in segments(uniform).split(batch // parts):
+            counts = (part * 4 // batch).bincount(minlength=4)
+            assert (counts - len(part) / 4).abs().max() <= 3 + len(part) // 100
