@@ -59,7 +59,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
         The findings, the gravest first; ``report.healthy`` if there are none. ``print`` it.
 
     Raises:
-        TypeError: the source is nothing of the kind, or was never written.
+        TypeError: the source is nothing of the kind.
         ValueError: it is empty, ``ignore`` names no finding, or what is saved cannot be read.
         FileNotFoundError: nothing is saved there.
 

@@ -87,14 +87,14 @@ class Record:
     """
 
     def __init__(self, storage: Storage, writer: Writer | None, ignore: tuple[Key, ...] = ()) -> None:
+        if not len(storage):
+            raise ValueError("the buffer is empty: there is nothing to read")
         rows = getattr(storage, "_storage", None)
         if not isinstance(rows, TensorDictBase):
             raise TypeError(
-                "the doctor reads storages of TensorDicts that have been written (PackedStorage, LazyTensorStorage, "
+                "the doctor reads storages of TensorDicts (PackedStorage, LazyTensorStorage, "
                 f"LazyMemmapStorage), not a {type(storage).__name__} of {type(rows).__name__}"
             )
-        if not len(storage):
-            raise ValueError("the buffer is empty: there is nothing to read")
         lanes = tuple(rows.shape[1 : storage.ndim])
         self.lanes = torch.Size(lanes).numel()
         self.steps = len(storage) // self.lanes

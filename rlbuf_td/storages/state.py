@@ -182,7 +182,7 @@ class SavedStorage(SharedStorage):
         if state_dict["_len"] > capacity or (state_dict["full"] and state_dict["_len"] != capacity):
             raise ValueError(
                 f"{state_dict['_len']} rows of a {'full ' if state_dict['full'] else ''}buffer do not fit "
-                f"a capacity of {capacity}"
+                f"a capacity of {capacity}; rb.dumps and rb.loads bring the newest ones that fit into another capacity"
             )
         return layout, lanes
 

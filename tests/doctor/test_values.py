@@ -194,10 +194,12 @@ def test_a_check_changes_nothing(rows: TensorDict) -> None:
 def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(TypeError, match=r"the doctor looks at a buffer, a storage, .* not at a int"):
         check(3)
-    with pytest.raises(TypeError, match=r"storages of TensorDicts .* not a PackedStorage of NoneType"):
+    with pytest.raises(ValueError, match=r"the buffer is empty"):
         check(PackedStorage(10))
-    with pytest.raises(TypeError, match=r"storages of TensorDicts .* not a ListStorage"):
-        check(TorchRLBuffer(storage=ListStorage(10)))
+    words = TorchRLBuffer(storage=ListStorage(10))
+    words.extend(["left", "right"])
+    with pytest.raises(TypeError, match=r"storages of TensorDicts .* not a ListStorage of list"):
+        check(words)
     rb = ReplayBuffer(storage=PackedStorage(10))
     rb.extend(walk(5)[:, 0])
     rb.empty()
