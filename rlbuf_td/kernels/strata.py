@@ -12,8 +12,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-#: The digits of the first uniform number behind the 2^-48th choose where the segments begin: its other ones, and so
-#: its place in its segment, do not depend on them.
+#: The first uniform number in this unit, modulo the batch, is where the segments begin: no other number has to be drawn.
+#: Its leading digits, which say where in its segment it falls, do not depend on its last ones.
 FIRST = 2.0**48
 _GOLDEN = 0.6180339887498949
 
