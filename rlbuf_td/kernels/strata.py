@@ -12,8 +12,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-#: The first uniform number in this unit, modulo the batch, is where the segments begin: no other number has to be drawn.
-#: Its leading digits, which say where in its segment it falls, do not depend on its last ones.
+#: Where the segments begin: the first uniform number in this unit, modulo the batch. None has to be drawn for it: the
+#: number's leading digits, which are where in its segment the first draw falls, do not depend on its last ones.
 FIRST = 2.0**48
 _GOLDEN = 0.6180339887498949
 
