@@ -102,12 +102,12 @@ class SavedBuffer(_Base):
         """
         if not self._initialized:
             self._init()
-        self.synchronize()
-        with self._replay_lock, self._write_lock:
-            self._try_parts(state_dict)
-        super().load_state_dict(state_dict)
-        with self._replay_lock, self._write_lock:
-            load_trajectories(self._storage, state_dict.get("_trajectories", []))
+        with self._futures_lock:
+            self.synchronize()  # what is fetched ahead needs the other locks
+            with self._replay_lock, self._write_lock:  # nobody sees the parts of two states
+                self._try_parts(state_dict)
+                super().load_state_dict(state_dict)
+                load_trajectories(self._storage, state_dict.get("_trajectories", []))
 
     def _try_parts(self, state_dict: dict[str, Any]) -> None:
         """Load all parts but the storage, which is only asked; if one refuses, all have back what they had."""
