@@ -99,9 +99,11 @@ class SavedBuffer(_Base):
 
         Raises:
             ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
+            RuntimeError: it was saved with another ``prefetch``; the buffer stays as it was.
         """
         if not self._initialized:
             self._init()
+        self._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before anything changes
         with self._futures_lock:
             self.synchronize()  # what is fetched ahead needs the other locks
             with self._replay_lock, self._write_lock:  # nobody sees the parts of two states

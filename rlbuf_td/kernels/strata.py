@@ -18,7 +18,7 @@ FIRST = 2.0**48
 _GOLDEN = 0.6180339887498949
 
 
-def step_of(batch: int, stratified: bool = True) -> int:
+def step_of(batch: int, stratified: bool) -> int:
     """Return how many segments lie between those of neighbours in a batch: no divisor in common; 0 for no segments."""
     if not (batch and stratified):
         return 0

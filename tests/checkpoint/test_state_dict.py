@@ -28,7 +28,9 @@ def state_of(rb: ReplayBuffer) -> Any:
     return rb[:].clone(), rb.sampler.priority(torch.arange(len(rb))), rb.write_count, rb.sampler.alpha
 
 
-@pytest.mark.parametrize("kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "TorchRL's"])
+@pytest.mark.parametrize(
+    "kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "TorchRL's"]
+)
 def test_a_state_that_does_not_fit_leaves_rows_priorities_and_counters_as_they_were(kind):
     foreign: Any
     if kind == "rows":
@@ -37,6 +39,8 @@ def test_a_state_that_does_not_fit_leaves_rows_priorities_and_counters_as_they_w
     elif kind == "capacity":
         foreign = make("proportional", steps=40)
         foreign.extend(transitions(40))
+    elif kind == "prefetch":
+        foreign = make("proportional", prefetch=2)
     elif kind == "TorchRL's":
         foreign = torchrls(PrioritizedSampler(20, 0.6, 0.4))
     else:

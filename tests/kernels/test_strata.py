@@ -26,7 +26,7 @@ def test_each_segment_is_drawn_from_once_at_the_place_that_the_uniform_number_sa
     mass = masses(uniform, 3 * ONE, stratified=True)
     assert (segments(uniform).sort().values == torch.arange(batch)).all()
     torch.testing.assert_close(mass * batch / 3 - segments(uniform), uniform, rtol=0.0, atol=1e-9)
-    assert gcd(step_of(batch), batch) == 1
+    assert gcd(step_of(batch, stratified=True), batch) == 1
 
 
 @pytest.mark.parametrize("stratified", [True, False])
