@@ -5,9 +5,9 @@ a writer, which work in TorchRL's own buffers as well. For Gymnasium, ``ReplayBu
 :class:`GymnasiumRecorder`. Beside these names there are
 
 - ``rlbuf_td.functional``: advantages and returns as functions on tensors;
-- ``rlbuf_td.plots``: pictures of buffers, episodes and rollouts (needs matplotlib);
-- ``rlbuf_td.health``: what the numbers of ``rb.health()`` mean;
-- ``rlbuf_td.doctor.CODES``: what :func:`check` looks for;
+- ``rlbuf_td.diagnostics.plots``: pictures of buffers, episodes and rollouts (needs matplotlib);
+- ``rlbuf_td.diagnostics.health``: what the numbers of ``rb.health()`` mean;
+- ``rlbuf_td.diagnostics.doctor.CODES``: what :func:`check` looks for;
 - ``rlbuf_td.checkpoint.open_checkpoint``: what a dump holds, without a buffer to load it into;
 - ``python -m rlbuf_td {demo, bench, plan, doctor}``.
 
@@ -15,13 +15,15 @@ In docstrings B is the size of a batch, N the number of rows, T time steps and E
 shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
 """
 
-from rlbuf_td._room import MemoryWarning
-from rlbuf_td.buffers import ReplayBuffer
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.checkpoint import CheckpointError
-from rlbuf_td.doctor import check
-from rlbuf_td.planning import plan
-from rlbuf_td.recorder import GymnasiumRecorder
-from rlbuf_td.rollouts import RolloutBuffer
+from rlbuf_td.diagnostics.doctor import check
+from rlbuf_td.diagnostics.episode_stats import EpisodeStats
+from rlbuf_td.diagnostics.memory_plan import plan
+from rlbuf_td.envs.gymnasium_recorder import GymnasiumRecorder
+from rlbuf_td.envs.specs import schema_of
+from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.samplers import (
     HindsightSampler,
     MinibatchSampler,
@@ -33,11 +35,9 @@ from rlbuf_td.samplers import (
     gymnasium_reward_fn,
     gymnasium_terminated_fn,
 )
-from rlbuf_td.spaces import schema_of
-from rlbuf_td.stats import EpisodeStats
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.trajectories import TrajectoryIndex
-from rlbuf_td.transitions import make_transition
+from rlbuf_td.storages.memory_budget import MemoryWarning
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers import RingWriter, RolloutWriter
 
 __all__ = [

@@ -80,21 +80,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     module, extra = {
         "demo": ("", "demo"),
-        "bench": ("rlbuf_td.bench.compare", "bench"),
-        "plan": ("rlbuf_td.planning", "demo"),
-        "doctor": ("rlbuf_td.doctor", "demo"),
+        "bench": ("rlbuf_td.cli.bench.compare", "bench"),
+        "plan": ("rlbuf_td.diagnostics.memory_plan", "demo"),
+        "doctor": ("rlbuf_td.diagnostics.doctor", "demo"),
     }[options.command]
     if options.command == "bench" and options.device != "cpu":
-        module = "rlbuf_td.bench.device"
+        module = "rlbuf_td.cli.bench.device"
     if options.command == "demo":
         env, sampler = DEFAULTS[options.algo]
         options.env, options.sampler = options.env or env, options.sampler or sampler
-        module, extra = f"rlbuf_td.demos.{options.algo.replace('-', '_')}", EXTRAS.get(options.algo, extra)
+        module, extra = f"rlbuf_td.cli.demos.{options.algo.replace('-', '_')}", EXTRAS.get(options.algo, extra)
     try:
         if getattr(options, "env", None):
             importlib.import_module("gymnasium")
         if getattr(options, "picture", None):  # ask for matplotlib before the work, not behind it
-            importlib.import_module("rlbuf_td.bench.picture")
+            importlib.import_module("rlbuf_td.cli.bench.picture")
         command = importlib.import_module(module).main
     except ModuleNotFoundError as error:
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)

@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from rlbuf_td import capture
-from rlbuf_td.kernels.paths import Path, forced
+from rlbuf_td.buffers.device import graph as capture
+from rlbuf_td.kernels.dispatch import Path, forced
 
 #: Operations whose result the host needs, as a value or as a shape.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rlbuf_td.__main__ import main
-from rlbuf_td.bench import device, device_checks
-from rlbuf_td.bench.timing import Measured, table
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.cli.bench import device, device_checks
+from rlbuf_td.cli.bench.timing import Measured, table
+from rlbuf_td.kernels.dispatch import forced
 
 
 @pytest.mark.parametrize("name", device_checks.CHECKS)
@@ -22,7 +22,7 @@ def test_every_check_passes(gpu, name):
 
 
 def test_a_check_that_fails_is_named_and_the_others_run(gpu, monkeypatch):
-    from rlbuf_td.kernels import _sum_tree_triton
+    from rlbuf_td.kernels.sum_tree import cuda as _sum_tree_triton
 
     right = _sum_tree_triton.draw
 
@@ -55,7 +55,7 @@ def test_every_timing_runs_and_measures_what_it_says(monkeypatch):
 
 def test_flashbax_is_timed_in_two_programs_and_in_one():
     program = (
-        "import torch; from rlbuf_td.bench import device; torch.cuda.synchronize = None;"
+        "import torch; from rlbuf_td.cli.bench import device; torch.cuda.synchronize = None;"
         "lines = list(device.flashbax(torch.device('cpu'), 600, 0.001));"
         "print(*(f'{line.what}: {line.value > 1}' for line in lines), sep='\\n')"
     )

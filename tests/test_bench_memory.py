@@ -8,7 +8,7 @@ import pytest
 
 
 def test_it_measures_memory_time_and_cold_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    from rlbuf_td.bench import memory
+    from rlbuf_td.cli.bench import memory
 
     memory.main(["--rows", "20000", "--wide", "2000", "--images", "600", "--rounds", "8"])
     found = {line.split()[0]: re.findall(r"(\w+) ([\d.]+)x", line) for line in capsys.readouterr().out.splitlines()}

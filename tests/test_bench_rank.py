@@ -8,7 +8,7 @@ pytest.importorskip("rich")
 
 
 def test_it_times_every_operation_and_every_adversary(capsys: pytest.CaptureFixture[str]) -> None:
-    from rlbuf_td.bench import rank
+    from rlbuf_td.cli.bench import rank
 
     rank.main(["--rows", "20000", "--rounds", "3", "--adversaries", "5000"])
     printed = capsys.readouterr().out

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rlbuf_td.bench import selected_order
-from rlbuf_td.bench.selected_order import SelectedOrder, selecting
-from rlbuf_td.kernels.paths import forced
-from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.cli.bench import selected_order
+from rlbuf_td.cli.bench.selected_order import SelectedOrder, selecting
+from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.kernels.rank_order import LARGEST
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from rlbuf_td.kernels.strata import masses
 from tests.kernels.orders import empty
 

@@ -8,7 +8,7 @@ pytest.importorskip("rich")
 
 
 def test_it_times_every_case_against_its_rivals(capsys: pytest.CaptureFixture[str]) -> None:
-    from rlbuf_td.bench import trajectories
+    from rlbuf_td.cli.bench import trajectories
 
     trajectories.main(["--rows", "20000", "--rows-of-cycle", "20000", "--rounds", "2"])
     lines = capsys.readouterr().out.splitlines()

@@ -13,14 +13,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, functional
-from rlbuf_td.kernels import staleness, sum_tree
-from rlbuf_td.kernels.boundaries import FlagBoundaries
-from rlbuf_td.kernels.columns import gather_rows
-from rlbuf_td.kernels.goals import Law, choose_goals
-from rlbuf_td.kernels.merged_order import MergedOrder
-from rlbuf_td.kernels.n_step import sums_ahead
-from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.kernels.episodes.goals import Law, choose_goals
+from rlbuf_td.kernels.episodes.n_step import sums_ahead
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.merged import MergedOrder
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
+from rlbuf_td.kernels.rows import gather_rows, staleness
 from rlbuf_td.kernels.sum_tree import SumTree
 
 SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills

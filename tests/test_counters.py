@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 CAPACITY = 21
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import RandomSampler
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.feed import DeviceFeed
+from rlbuf_td.buffers.device.prefetch import DeviceFeed
 
 
 def data(n: int, first: int = 0, lanes: tuple[int, ...] = ()) -> TensorDict:

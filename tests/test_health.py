@@ -24,7 +24,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.health import ReplayCount
+from rlbuf_td.diagnostics.health import ReplayCount
 
 CAPACITY = 40
 SAMPLERS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rlbuf_td._huge_pages import advise_huge_pages, take_pages
+from rlbuf_td.kernels.huge_pages import advise_huge_pages, take_pages
 from tests.residency import resident_of
 
 MIB = 1 << 20

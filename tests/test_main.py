@@ -48,13 +48,13 @@ def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path):
 
 
 def timing(operation: str, rows: int, kind: str, **blocks: float):
-    from rlbuf_td.bench.compare import Timing
+    from rlbuf_td.cli.bench.compare import Timing
 
     return Timing(operation, rows, kind, {"rlbuf_td": [10.0], **{name: [time] for name, time in blocks.items()}})
 
 
 def test_the_picture_of_the_benchmark_has_a_line_an_operation_at_the_largest_size_and_a_mark_a_library():
-    from rlbuf_td.bench.picture import draw
+    from rlbuf_td.cli.bench.picture import draw
 
     timings = [
         timing("uniform", 100, "small", TorchRL=20.0),
@@ -75,13 +75,13 @@ def test_the_picture_of_the_benchmark_has_a_line_an_operation_at_the_largest_siz
 
 
 def test_every_operation_has_words_for_the_picture():
-    from rlbuf_td.bench.picture import _WORDS
+    from rlbuf_td.cli.bench.picture import _WORDS
 
     assert set(_WORDS) == set(OPERATIONS)
 
 
 def test_operations_named_on_the_command_line_are_those_that_the_benchmark_knows():
-    from rlbuf_td.bench import compare
+    from rlbuf_td.cli.bench import compare
 
     assert tuple(compare.OPERATIONS) == OPERATIONS
 
@@ -89,13 +89,13 @@ def test_operations_named_on_the_command_line_are_those_that_the_benchmark_knows
 @pytest.mark.parametrize(
     ("arguments", "missing", "extra"),
     [
-        ([], "rlbuf_td.demos.dqn", "demo"),
-        (["--algo", "drqn"], "rlbuf_td.demos.drqn", "demo"),
+        ([], "rlbuf_td.cli.demos.dqn", "demo"),
+        (["--algo", "drqn"], "rlbuf_td.cli.demos.drqn", "demo"),
         (["--algo", "sac-her"], "gymnasium_robotics", "demo-robotics"),
     ],
 )
 def test_a_missing_extra_is_named(arguments, missing, extra, monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "rlbuf_td.demos.sac_her", raising=False)
+    monkeypatch.delitem(sys.modules, "rlbuf_td.cli.demos.sac_her", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(["demo", *arguments]) == 1
     assert f"'{missing}' is missing: pip install 'rlbuf_td[{extra}]'" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_a_missing_extra_is_named(arguments, missing, extra, monkeypatch, capsys
 
 def test_what_a_picture_needs_is_asked_for_before_anything_is_timed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "rlbuf_td.bench.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "rlbuf_td.cli.bench.picture", raising=False)
     assert main(["bench", "--rows", "10", "--images", "0", "--picture", "unwritten.png"]) == 1
     assert "pip install 'rlbuf_td[bench]'" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_a_demo_has_an_environment_and_a_sampler_of_its_own(arguments, env, samp
         return 0
 
     for algo in ("dqn", "sac_her", "drqn"):
-        monkeypatch.setitem(sys.modules, f"rlbuf_td.demos.{algo}", types.SimpleNamespace(main=say))
+        monkeypatch.setitem(sys.modules, f"rlbuf_td.cli.demos.{algo}", types.SimpleNamespace(main=say))
     assert main(["demo", *arguments]) == 0
     assert capsys.readouterr().out == f"{env} {sampler}\n"
 
@@ -147,7 +147,7 @@ def test_a_demo_that_cannot_work_says_why(tmp_path, arguments, message):
 
 
 def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch, capsys):
-    from rlbuf_td.bench import compare
+    from rlbuf_td.cli.bench import compare
 
     monkeypatch.setattr(compare, "_available", lambda: 0)
     assert list(compare.run([1_000], 0, 8, 2, ["uniform"])) == []

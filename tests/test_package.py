@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import rlbuf_td
-from rlbuf_td import functional, plots
+from rlbuf_td import functional
+from rlbuf_td.diagnostics import plots
 
 ROOT = Path(__file__).parent.parent
 

@@ -21,13 +21,13 @@ from rlbuf_td import (
     RingWriter,
     UniformSampler,
     plan,
-    planning,
 )
 from rlbuf_td.__main__ import main
-from rlbuf_td._room import Room
-from rlbuf_td.planning import MemoryPlan, priority_bytes
+from rlbuf_td.diagnostics import memory_plan as planning
+from rlbuf_td.diagnostics.memory_plan import MemoryPlan, priority_bytes
+from rlbuf_td.storages.memory_budget import Room
 from rlbuf_td.storages.schema import SchemaError, show_key
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import SCHEMAS, Schema, transitions
 
 GIB = 1 << 30

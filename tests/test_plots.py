@@ -23,8 +23,8 @@ from rlbuf_td import (
     RolloutBuffer,
     UniformSampler,
 )
-from rlbuf_td.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
-from rlbuf_td.plots.figure import WIDTH
+from rlbuf_td.diagnostics.plots import plot_advantages, plot_episodes, plot_health, plot_priorities, plot_trajectory
+from rlbuf_td.diagnostics.plots.figure import WIDTH
 
 LANES, STEPS = 3, 50
 
@@ -195,6 +195,6 @@ def test_what_cannot_be_drawn_is_refused_with_a_reason():
 
 
 def test_pyplot_is_left_alone():
-    code = "import sys, rlbuf_td.plots; print('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, rlbuf_td.diagnostics.plots; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().splitlines()[-1] == "False"

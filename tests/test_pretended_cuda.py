@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuf_td.bench.device_checks import waiting_is_an_error
+from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from tests.pretended_cuda import pretended_cuda
 
 triton = pytest.importorskip("triton")

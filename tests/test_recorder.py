@@ -26,7 +26,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     make_transition,
 )
-from rlbuf_td.staging import Staging
+from rlbuf_td.envs.lane_queues import Staging
 from tests.catalogue import assert_same
 from tests.environments import Walk
 
@@ -413,7 +413,7 @@ def test_rewards_take_the_dtype_that_the_rows_have():
 
 
 def test_a_lane_far_behind_is_warned_of(monkeypatch):
-    monkeypatch.setattr("rlbuf_td.recorder._FAR_AHEAD", 16)
+    monkeypatch.setattr("rlbuf_td.envs.gymnasium_recorder._FAR_AHEAD", 16)
     env = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 1_000), env)
     with pytest.warns(RuntimeWarning, match="time steps behind another"):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, _room
-from rlbuf_td._room import Room, require_room, show_bytes
-from rlbuf_td.storages import memory
+from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td.storages import allocate as memory
+from rlbuf_td.storages import memory_budget as _room
+from rlbuf_td.storages.memory_budget import Room, require_room, show_bytes
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 20} kB\nSwapTotal: {2 << 20} kB\n"

@@ -17,7 +17,7 @@ from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition, schema_of
-from rlbuf_td.spaces import transition_schema
+from rlbuf_td.envs.specs import transition_schema
 from tests.environments import SPACES, Walk
 from tests.residency import resident
 

@@ -20,8 +20,9 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 from torchrl.record import CSVLogger, TensorboardLogger
 
-from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, steps
-from rlbuf_td.kernels import _episodes_numba
+from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
+from rlbuf_td.diagnostics import episode_reader as steps
+from rlbuf_td.kernels.episodes import statistics_cpu as _episodes_numba
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]

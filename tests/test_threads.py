@@ -19,9 +19,10 @@ from tensordict import TensorDict
 
 import rlbuf_td.kernels
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels import staleness, sum_tree
-from rlbuf_td.kernels.chunked_order import ChunkedOrder
-from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels import sum_tree
+from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rows import staleness
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "proportional": ProportionalSampler,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import RoundRobinWriter
 
-from rlbuf_td._huge_pages import take_pages
 from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.checkpoint.folder import DATA, flat_bytes, sync_file
@@ -22,10 +21,11 @@ from rlbuf_td.checkpoint.resize import Fit, fit, resized_state, warn_dropped
 from rlbuf_td.checkpoint.saving import bar, reading, write_state, writing
 from rlbuf_td.checkpoint.state import decode
 from rlbuf_td.checkpoint.writer import Source
+from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.memory import ROWS_FILE
-from rlbuf_td.storages.pooled_rows import PooledRows
-from rlbuf_td.storages.pooling import Pooling
+from rlbuf_td.storages.allocate import ROWS_FILE
+from rlbuf_td.storages.dedup.pooling import Pooling
+from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import copy_rows, refuse_foreign, rows_of_state, saved_pooling
 from rlbuf_td.writers.rollout import RolloutWriter

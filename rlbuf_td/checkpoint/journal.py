@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.kernels.checksum import xxh64
+from rlbuf_td.kernels.rows.checksum import xxh64
 
 BLOCK = 1 << 16
 _HEADER = struct.Struct("<QQ16s")  # the block's number, its bytes, their checksum

@@ -17,8 +17,8 @@ import torch
 
 from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.checkpoint.state import dtype_of
-from rlbuf_td.kernels.checksum import xxh64
-from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.kernels.rows.checksum import xxh64
+from rlbuf_td.storages.allocate import ROWS_FILE
 
 FORMAT, VERSION = "rlbuf_td checkpoint", 2
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from rlbuf_td.checkpoint.reader import read_matrix
 from rlbuf_td.checkpoint.saving import bar, reading
 from rlbuf_td.checkpoint.state import decode
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.state import refuse_foreign, saved_pooling
 
 

@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.checkpoint.errors import CheckpointError
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
 def state_of(part: Any) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from rlbuf_td.checkpoint.manifest import (
     Stored,
     read_manifest,
 )
-from rlbuf_td.kernels.checksum import xxh64
-from rlbuf_td.storages.memory import ROWS_FILE
+from rlbuf_td.kernels.rows.checksum import xxh64
+from rlbuf_td.storages.allocate import ROWS_FILE
 
 
 class _Part(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from rlbuf_td.indices import moved
+from rlbuf_td.storages.indexing import moved
 
 
 def exponent(name: str, value: float) -> float:

@@ -12,16 +12,16 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td._tensordict import leaf_of, set_entries_
-from rlbuf_td.indices import device_of
-from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.columns import copy_rows_, put_values_
-from rlbuf_td.kernels.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
+from rlbuf_td.kernels.rows import copy_rows_, put_values_
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, shared_like
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.schema import show_key
-from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]

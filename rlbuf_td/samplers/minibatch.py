@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td._signature import OwnSignature
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.indices import Index, coordinates, device_of
+from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.storages.indexing import Index, coordinates, device_of
 
 
 class MinibatchSampler(SamplerWithoutReplacement):

@@ -11,18 +11,18 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td._tensordict import leaf_of, set_entries_
-from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.columns import copy_rows_
-from rlbuf_td.kernels.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
-from rlbuf_td.kernels.pool import assemble_
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.kernels.rows import copy_rows_
+from rlbuf_td.kernels.rows.pool import assemble_
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key, walk
-from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 
 @dataclass(frozen=True)

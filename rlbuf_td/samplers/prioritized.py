@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td._room import require_room
-from rlbuf_td._signature import OwnSignature
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.indices import Index, coordinates, device_of, flat_rows, lanes_of
-from rlbuf_td.kernels.paths import path_of
+from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_settings, refuse_state
-from rlbuf_td.sharing.numbers import SharedNumbers
+from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.memory_budget import require_room
+from rlbuf_td.storages.shared.numbers import SharedNumbers
 
 _ALPHA, _BETA, _LARGEST, _WEIGHED = range(4)
 WeightNorm = Literal["buffer", "batch"] | None

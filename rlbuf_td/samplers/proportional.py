@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels._sum_tree_device import ALPHA, BETA, DRAWN, EPS, NAMED
-from rlbuf_td.kernels.columns import Gathering
-from rlbuf_td.kernels.paths import path_of
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.rows import Gathering
+from rlbuf_td.kernels.sum_tree.device import ALPHA, BETA, DRAWN, EPS, NAMED
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
 

@@ -6,15 +6,15 @@ from typing import Any, final
 
 import torch
 
-from rlbuf_td.indices import flat_rows
-from rlbuf_td.kernels._rank_device import NAMED, DeviceOrder
-from rlbuf_td.kernels.numbers import lasting
-from rlbuf_td.kernels.paths import path_of
-from rlbuf_td.kernels.rank_law import cumulative, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.rank_order.device import NAMED, DeviceOrder
+from rlbuf_td.kernels.rank_order.law import cumulative, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.indexing import flat_rows
 
 
 @final

@@ -9,12 +9,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td._tensordict import leaf_of
-from rlbuf_td.indices import coordinates, device_of, flat_rows
-from rlbuf_td.kernels.boundaries import Boundaries
-from rlbuf_td.kernels.paths import path_of
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.episodes import Boundaries
 from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
-from rlbuf_td.trajectories import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
+from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # of draws for windows that fit, on the CPU

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td._signature import OwnSignature
-from rlbuf_td.indices import Index, coordinates, device_of
+from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated
+from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.kernels.numbers import DeviceNumbers, is_repeated
-from rlbuf_td.kernels.paths import path_of
+from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.storages.indexing import Index, coordinates, device_of
 
 
 class UniformSampler(Sampler):

@@ -10,12 +10,12 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-from rlbuf_td._signature import OwnSignature
-from rlbuf_td._tensordict import leaf_of
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.indices import Index, coordinates, device_of, flat_rows
+from rlbuf_td.samplers.signature import OwnSignature
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
+from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Revise: TypeAlias = Callable[..., None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).

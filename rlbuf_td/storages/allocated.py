@@ -11,15 +11,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
-from rlbuf_td.sharing.rows import SharedRows
-from rlbuf_td.staleness import WriteClock
+from rlbuf_td.storages.allocate import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
+from rlbuf_td.storages.dedup.pooling import Pooling, Sharing, choose
+from rlbuf_td.storages.dedup.rows import PooledRows, grows
+from rlbuf_td.storages.dedup.sections import Sections
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
-from rlbuf_td.storages.pooled_rows import PooledRows, grows
-from rlbuf_td.storages.pooling import Pooling, Sharing, choose
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
-from rlbuf_td.storages.sections import Sections
+from rlbuf_td.storages.shared.rows import SharedRows
+from rlbuf_td.storages.write_clock import WriteClock
 
 
 class AllocatedStorage(LazyTensorStorage):
@@ -110,7 +110,7 @@ class AllocatedStorage(LazyTensorStorage):
         is not touched until it does, unless it is page-locked.
 
         Args:
-            schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.spaces.schema_of` gives.
+            schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
 
         Raises:
             RuntimeError: the rows are there already.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from rlbuf_td._tensordict import entries_of, new_tensordict
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
+from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
 
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16

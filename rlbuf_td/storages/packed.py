@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from rlbuf_td.kernels.columns import Gathering
-from rlbuf_td.staleness import WriteClock
+from rlbuf_td.kernels.rows import Gathering
 from rlbuf_td.storages.allocated import as_tensordict
-from rlbuf_td.storages.cursors import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
+from rlbuf_td.storages.dedup.pooling import Sharing
+from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.page_locked import refuse_offload
-from rlbuf_td.storages.pooled_rows import PooledRows
-from rlbuf_td.storages.pooling import Sharing
+from rlbuf_td.storages.pinned import refuse_offload
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 from rlbuf_td.storages.state import SavedStorage
+from rlbuf_td.storages.write_clock import WriteClock
+from rlbuf_td.storages.write_index import as_index, as_steps, is_index, is_key, is_mask, refuse_steps
 
 
 class PackedStorage(SavedStorage):
@@ -71,7 +71,7 @@ class PackedStorage(SavedStorage):
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. With
     ``offload``, what is read or written of rows crosses the bus, and nothing else. Rows that share observations take as
-    much longer to read and write as :mod:`rlbuf_td.bench.memory` says on your machine.
+    much longer to read and write as :mod:`rlbuf_td.cli.bench.memory` says on your machine.
 
     Differs from TorchRL's ``LazyTensorStorage``: a missing key is an error rather than uninitialised memory, an unknown
     key is an error rather than dropped, and only TensorDicts of tensors are taken.

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.columns import Gathering, few_of, gather_rows, gathering, new_rows
-from rlbuf_td.kernels.paths import path_of
-from rlbuf_td.kernels.read_ahead import ask_for_rows
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.rows import Gathering, few_of, gather_rows, gathering, new_rows
+from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 
 

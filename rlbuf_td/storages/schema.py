@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 
-from rlbuf_td._tensordict import entries_of
+from rlbuf_td.storages.tensordict_fast import entries_of
 
 
 class SchemaError(ValueError):

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.staleness import WriteClock
+from rlbuf_td.storages.allocate import allocate_sparse
+from rlbuf_td.storages.dedup.pooling import Pooling
+from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.sections import Sections
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory import allocate_sparse
-from rlbuf_td.storages.pooled_rows import PooledRows
-from rlbuf_td.storages.pooling import Pooling
-from rlbuf_td.storages.processes import SharedStorage
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError
-from rlbuf_td.storages.sections import Sections
+from rlbuf_td.storages.shared.storage import SharedStorage
+from rlbuf_td.storages.write_clock import WriteClock
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _MADE_ANEW = frozenset(

@@ -10,9 +10,9 @@ import functools
 import pytest
 import torch
 
-from rlbuf_td.bench import rollouts
-from rlbuf_td.bench.compare import OPERATIONS, REPLAY
-from rlbuf_td.bench.contenders import Contender, available, image_rows, small_rows
+from rlbuf_td.cli.bench import rollouts
+from rlbuf_td.cli.bench.compare import OPERATIONS, REPLAY
+from rlbuf_td.cli.bench.contenders import Contender, available, image_rows, small_rows
 
 KINDS = {"small": (100_000, small_rows), "image": (2_000, image_rows)}
 

@@ -17,7 +17,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.health import ReplayCount
+from rlbuf_td.diagnostics.health import ReplayCount
 from tests.capture.rows import SAMPLERS, buffer, data
 from tests.graphs import RecordedGraph
 

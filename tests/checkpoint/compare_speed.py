@@ -26,8 +26,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td._huge_pages import take_pages
-from rlbuf_td.storages.memory import allocate_bytes
+from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.storages.allocate import allocate_bytes
 
 
 def transitions(n: int) -> TensorDict:

@@ -20,7 +20,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RingWriter, RolloutBuffer
 from rlbuf_td.checkpoint import load_state, open_checkpoint, save_state
-from rlbuf_td.kernels.checksum import xxh64
+from rlbuf_td.kernels.rows.checksum import xxh64
 from tests.catalogue import assert_same
 from tests.checkpoint import damage_dumps, kill_dumps
 from tests.checkpoint.worlds import make, step, transitions

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.kernels.paths import Path
+from rlbuf_td.kernels.dispatch import Path
 from tests.composition.test_cells import RECIPES, assert_rows, decided, make
 from tests.graphs import graphs_by
 from tests.worlds import REWARD, Recipe, World, expected, window

@@ -23,7 +23,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.statistics import assert_follows
 from tests.worlds import Cell, Fields, Recipe, World, expected, reward_fn, terminated_fn, window
 
@@ -213,7 +213,7 @@ def test_over_torchrls_storage(buffer, ndim, recipe):
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("fill", FILLS)
 def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
-    monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+    monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
     check("uniform", RECIPES[recipe], ndim, fill, "ours")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SequenceSampler, UniformSampler
-from rlbuf_td.demos import drqn
+from rlbuf_td.cli.demos import drqn
 
 WINDOW = drqn.BURN_IN + drqn.LENGTH
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from tensordict.nn import TensorDictModule
 from torchrl.envs import GymEnv
 
-from rlbuf_td.demos import report
+from rlbuf_td.cli.demos import report
 
 
 def make_env():

@@ -12,7 +12,7 @@ from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampl
 
 pytest.importorskip("gymnasium_robotics")  # Python 3.14 has none that works
 
-from rlbuf_td.demos import sac_her
+from rlbuf_td.cli.demos import sac_her
 
 
 @pytest.fixture(autouse=True)

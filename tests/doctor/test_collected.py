@@ -24,7 +24,7 @@ from rlbuf_td import (
     RolloutBuffer,
     make_transition,
 )
-from rlbuf_td.doctor import check
+from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.faults import FAULTS, FLAGS
 from tests.environments import Walk
 

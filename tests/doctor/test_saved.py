@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, Te
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.__main__ import main
-from rlbuf_td.doctor import CODES, check
+from rlbuf_td.diagnostics.doctor import CODES, check
 from tests.doctor.faults import FAULTS
 from tests.doctor.world import walk
 

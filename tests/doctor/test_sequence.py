@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.doctor import check
+from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.faults import FAULTS
 from tests.doctor.world import nested, vector, walk
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.doctor import check
+from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.world import walk
 
 

@@ -16,8 +16,8 @@ from torchrl.data.replay_buffers import ReplayBuffer as TorchRLBuffer
 from torchrl.envs import GymEnv, SerialEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.doctor import check
-from rlbuf_td.doctor.bounds import bounds_of
+from rlbuf_td.diagnostics.doctor import check
+from rlbuf_td.diagnostics.doctor.bounds import bounds_of
 from tests.doctor.world import nested, walk
 
 

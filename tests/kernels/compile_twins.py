@@ -13,13 +13,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rlbuf_td.bench.selected_order import SelectedOrder
-from rlbuf_td.kernels import columns, goals, n_step, scan, sum_tree
-from rlbuf_td.kernels.boundaries import FlagBoundaries
-from rlbuf_td.kernels.merged_order import MergedOrder
-from rlbuf_td.kernels.paths import forced
-from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.cli.bench.selected_order import SelectedOrder
+from rlbuf_td.kernels import rows as columns
+from rlbuf_td.kernels import scan, sum_tree
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.kernels.episodes import FlagBoundaries, goals, n_step
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.merged import MergedOrder
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 
 compiled: dict[str, set[str]] = {}
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries, check, flags, make_boundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, check, flags, make_boundaries
 from tests.histories import History
 
 Write = tuple[int, int]  # the first step, how many

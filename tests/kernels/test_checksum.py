@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.checksum import xxh64
+from rlbuf_td.kernels.rows.checksum import xxh64
 
 P1, P2, P3, P4, P5 = (
     11400714785074694791,

@@ -19,13 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rlbuf_td.kernels import merged_order
-from rlbuf_td.kernels.chunked_order import ChunkedOrder
-from rlbuf_td.kernels.merged_order import COUNT, NONE, SIDE, MergedOrder, keys_of
-from rlbuf_td.kernels.paths import forced
-from rlbuf_td.kernels.rank_law import rank_law
+from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.kernels.rank_order import LARGEST, RankOrder, make_order, order_bytes
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.rank_order import merged as merged_order
+from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.merged import COUNT, NONE, SIDE, MergedOrder, keys_of
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from tests.kernels.orders import VALUES, NaiveOrder, empty
 from tests.statistics import assert_follows, power
 
@@ -41,8 +41,8 @@ def on_the_gpus_path(gpu: torch.device) -> Iterator[None]:
 @pytest.fixture
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small orders and batches take several programs."""
-    monkeypatch.setattr("rlbuf_td.kernels._rank_merge_triton._SIZE", 64)
-    monkeypatch.setattr("rlbuf_td.kernels._mentions_triton.ONE_PROGRAM", 64)
+    monkeypatch.setattr("rlbuf_td.kernels.rank_order.merge_cuda._SIZE", 64)
+    monkeypatch.setattr("rlbuf_td.kernels.sum_tree.duplicates_cuda.ONE_PROGRAM", 64)
 
 
 class LockstepWithSorting(RuleBasedStateMachine):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td.kernels.rank_law import HEAD, cumulative, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.rank_order.law import HEAD, cumulative, mass, rank_law, ranks_of_mass
 
 ALPHAS = [0.0, 0.3, 0.5, 0.7, 1.0 - 1e-9, 1.0, 1.0 + 1e-6, 1.5]
 ROWS = 1_000_000

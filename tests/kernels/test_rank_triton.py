@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbuf_td.kernels.paths import forced
-from rlbuf_td.kernels.rank_law import rank_law
-from rlbuf_td.kernels.sorted_order import SortedOrder
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.kernels.rank_order.law import rank_law
+from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from tests.kernels.orders import empty
 from tests.statistics import assert_follows, power
 
@@ -15,7 +15,7 @@ from tests.statistics import assert_follows, power
 @pytest.mark.parametrize("one_program", [16, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_updates_leave_what_the_specification_leaves(gpu, monkeypatch, one_program, dtype):
-    monkeypatch.setattr("rlbuf_td.kernels._mentions_triton.ONE_PROGRAM", one_program)
+    monkeypatch.setattr("rlbuf_td.kernels.sum_tree.duplicates_cuda.ONE_PROGRAM", one_program)
     order, expected = SortedOrder(empty(40, gpu)), SortedOrder(empty(40))
     generator = torch.Generator().manual_seed(0)
     for size in (1, 9, 300):

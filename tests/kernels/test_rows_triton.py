@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbuf_td.kernels.columns import copy_rows_, gather_rows
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.kernels.rows import copy_rows_, gather_rows
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64]
 

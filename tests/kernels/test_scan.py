@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlbuf_td.bench.device_checks import waiting_is_an_error
+from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels import scan
 
 SHAPES = [

@@ -7,7 +7,7 @@ import torch
 
 from rlbuf_td import functional
 from rlbuf_td.kernels import scan
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
 from tests.kernels.test_scan import random_inputs
 
 #: Both forms, both layouts of a tile, ragged tiles, and horizons of several of them.
@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 1), (3, 5, 1), (9, 32, 1), (2, 150, 1), (1, 12, 40), (1, 33, 6)
 @pytest.fixture(autouse=True)
 def small_tiles(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a horizon of a hundred steps take several tiles."""
-    monkeypatch.setattr("rlbuf_td.kernels._scan_triton._TILE", 64)
+    monkeypatch.setattr("rlbuf_td.kernels.scan.cuda._TILE", 64)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

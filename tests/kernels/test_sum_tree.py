@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels import _sum_tree_torch as specification
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree
+from rlbuf_td.kernels.sum_tree import reference as specification
 from tests.statistics import assert_follows, power
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbuf_td.kernels import _sum_tree_torch as specification
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.columns import gathering
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.kernels.rows import gathering
 from rlbuf_td.kernels.sum_tree import SumTree
+from rlbuf_td.kernels.sum_tree import reference as specification
 from tests.statistics import assert_follows, power
 
 #: One block, one group, a ragged one of each level that a launch covers, and levels beyond them.
@@ -63,7 +63,7 @@ def test_one_program_and_many_set_the_same_priorities(gpu, monkeypatch):
     td_error = torch.linspace(0.1, 9.0, 600, dtype=torch.float64).to(gpu)
     trees = []
     for one_program in (1024, 16):
-        monkeypatch.setattr("rlbuf_td.kernels._mentions_triton.ONE_PROGRAM", one_program)
+        monkeypatch.setattr("rlbuf_td.kernels.sum_tree.duplicates_cuda.ONE_PROGRAM", one_program)
         trees.append(SumTree.empty(700, gpu))
         with forced("triton"):
             sum_tree.update_(trees[-1], index, td_error, 700, 0.6, 1e-6)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlbuf_td.kernels.boundaries import FlagBoundaries
-from rlbuf_td.kernels.goals import Law, choose_goals
-from rlbuf_td.kernels.n_step import sums_ahead
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.kernels.episodes.goals import Law, choose_goals
+from rlbuf_td.kernels.episodes.n_step import sums_ahead
 
 
 def ring(steps: int, lanes: int, often: float, fill: float, device: torch.device, seed: int = 0) -> FlagBoundaries:
@@ -33,7 +33,7 @@ RINGS = [(1, 1, 0.5, 1.0), (7, 1, 0.3, 0.5), (40, 3, 0.1, 2.5), (600, 1, 0.0, 1.
 def test_trajectories_reach_as_far_as_the_specification_says(
     gpu, monkeypatch, steps, lanes, often, fill, stretch, within
 ):
-    monkeypatch.setattr("rlbuf_td.kernels._boundaries_triton.STRETCH", stretch)
+    monkeypatch.setattr("rlbuf_td.kernels.episodes.cuda.STRETCH", stretch)
     boundaries = ring(steps, lanes, often, fill, gpu)
     live = min(steps, int(fill * steps)) * lanes
     cells = torch.linspace(0, live - 1, min(live, 40), dtype=torch.float64).long().to(gpu)

@@ -10,7 +10,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 pytestmark = [
     pytest.mark.slow,

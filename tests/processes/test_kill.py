@@ -15,9 +15,9 @@ from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.sharing.journal import Journal
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.shared.journal import Journal
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY = 24
@@ -167,10 +167,10 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 
     def work() -> None:
         if sampler == "proportional":
-            monkeypatch.setattr("rlbuf_td.kernels._sum_tree_numba.update", lambda *state: spoil(state[1]))
-            monkeypatch.setattr("rlbuf_td.kernels._sum_tree_numba.fill", lambda *state: spoil(state[1]))
+            monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.update", lambda *state: spoil(state[1]))
+            monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.fill", lambda *state: spoil(state[1]))
         else:
-            monkeypatch.setattr("rlbuf_td.kernels._rank_update_numba.update_rows", lambda st, *_: lose(st))
+            monkeypatch.setattr("rlbuf_td.kernels.rank_order.update_cpu.update_rows", lambda st, *_: lose(st))
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil(magnitude) -> None:
@@ -285,7 +285,7 @@ def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(p
             die()
 
         if point == "when it leaves":
-            monkeypatch.setattr("rlbuf_td.sharing.lock.ProcessLock._leave", die)
+            monkeypatch.setattr("rlbuf_td.storages.shared.lock.ProcessLock._leave", die)
             rb.extend(rows(36, 6))
         monkeypatch.setattr(Journal, "entered", look)
         rb.sample()

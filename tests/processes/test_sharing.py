@@ -25,10 +25,10 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.sharing.lock import ProcessLock
-from rlbuf_td.sharing.memory import NamelessFile
-from rlbuf_td.sharing.numbers import SharedNumbers
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.shared.lock import ProcessLock
+from rlbuf_td.storages.shared.memory import NamelessFile
+from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.processes import soak
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.envs import Compose, DoubleToFloat, RewardScaling, SelectTransform
 
 from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
-from rlbuf_td.rollouts import RolloutBuffer
+from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
 
 
@@ -52,7 +52,7 @@ def test_iteration_gives_every_row_once_an_epoch_with_its_estimates(make_world, 
 @pytest.mark.parametrize("batch_size", [1, 5, 24, 100])
 @pytest.mark.parametrize("transform", [False, True])
 def test_batches_gathered_in_blocks_are_those_of_sample(make_world, batch_size, transform, monkeypatch):
-    monkeypatch.setattr("rlbuf_td.rollouts._BLOCK_BYTES", 600)  # several blocks an epoch
+    monkeypatch.setattr("rlbuf_td.buffers.rollout._BLOCK_BYTES", 600)  # several blocks an epoch
     world = make_world(3)
     data = world.steps(8)
     batches = []
@@ -286,7 +286,7 @@ def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(make_world
     assert rollout.value_target_std == summary["value_target_std"]
     assert rollout.explained_variance == summary["explained_variance"]
     with monkeypatch.context() as patched:
-        patched.setattr("rlbuf_td.rollouts.explained_variance", None)
+        patched.setattr("rlbuf_td.buffers.rollout.explained_variance", None)
         summary["advantage_mean"] = 0.0  # the caller's own copy
         assert rollout.summary()["advantage_mean"] != 0
     saved, before = rollout.state_dict(), rollout.summary()

@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from rlbuf_td.demos import ppo
+from rlbuf_td.cli.demos import ppo
 
 
 def options(tmp_path, env, steps, seed=0):

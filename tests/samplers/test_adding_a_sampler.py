@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, Storage, Ten
 
 from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.indices import Index, coordinates, device_of, lanes_of
+from rlbuf_td.storages.indexing import Index, coordinates, device_of, lanes_of
 from tests.statistics import assert_follows, power
 
 

@@ -18,7 +18,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.paths import Path, forced
+from rlbuf_td.kernels.dispatch import Path, forced
 
 
 @pytest.fixture(params=["torch", "triton"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
 from tests.samplers.test_no_waiting import SAMPLERS, data, loop
 
 

@@ -20,8 +20,8 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
-from rlbuf_td.indices import moved
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
+from rlbuf_td.storages.indexing import moved
 from tests.graphs import RefuseWaiting
 
 

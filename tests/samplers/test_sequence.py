@@ -23,7 +23,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.statistics import assert_follows
 from tests.worlds import Recipe, World, window
 
@@ -32,7 +32,7 @@ from tests.worlds import Recipe, World, window
 def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with the boundaries of the CPU, and with those of other devices."""
     if request.param == "flags":
-        monkeypatch.setattr("rlbuf_td.trajectories.make_boundaries", FlagBoundaries)
+        monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
     return request.param
 
 

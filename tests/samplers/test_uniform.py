@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, UniformSampler
-from rlbuf_td.kernels.paths import forced
+from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.samplers.uniform import first_mentions
 from tests.statistics import assert_follows, power
 

@@ -20,10 +20,12 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler, _room, plan
-from rlbuf_td._room import Room
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler, plan
 from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.storages import memory, page_locked
+from rlbuf_td.storages import allocate as memory
+from rlbuf_td.storages import memory_budget as _room
+from rlbuf_td.storages import pinned as page_locked
+from rlbuf_td.storages.memory_budget import Room
 from tests.catalogue import SCHEMAS, assert_same, transitions
 
 NESTED = SCHEMAS["nested"]
@@ -353,9 +355,9 @@ def test_systems_that_map_locked_pages_elsewhere_are_refused(monkeypatch: pytest
 
 def test_rows_are_planned_in_the_ram_and_priorities_on_the_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = {"cpu": Room("RAM", 20 << 20, 40 << 20), "cuda": Room("cuda:0", 1 << 20, 2 << 20)}
-    monkeypatch.setattr("rlbuf_td.planning.room_for", lambda device, **_: rooms[device.type])
-    monkeypatch.setattr("rlbuf_td.planning.ram", lambda: rooms["cpu"])
-    monkeypatch.setattr("rlbuf_td.planning.disk", lambda _: Room("disk (here)", 1 << 40, 1 << 40))
+    monkeypatch.setattr("rlbuf_td.diagnostics.memory_plan.room_for", lambda device, **_: rooms[device.type])
+    monkeypatch.setattr("rlbuf_td.diagnostics.memory_plan.ram", lambda: rooms["cpu"])
+    monkeypatch.setattr("rlbuf_td.diagnostics.memory_plan.disk", lambda _: Room("disk (here)", 1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for kind in (UniformSampler, ProportionalSampler):
         needed = plan(BIG[0], 1_000, sampler=kind, device="cuda", offload=True)

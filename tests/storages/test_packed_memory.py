@@ -17,7 +17,7 @@ from torch import multiprocessing
 from torchrl.data import TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, RingWriter, SchemaError
-from rlbuf_td.storages.memory import ROWS_FILE, allocate_bytes
+from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, Schema, as_bytes, assert_same, copied, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)

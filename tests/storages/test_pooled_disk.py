@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels import read_ahead
+from rlbuf_td.kernels.rows import read_ahead
 from tests.catalogue import assert_same
 from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes

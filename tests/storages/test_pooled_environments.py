@@ -25,7 +25,7 @@ from torchrl.envs import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
 from tests.catalogue import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, RingWriter, SchemaError
-from rlbuf_td.storages.pooled_rows import PooledRows
+from rlbuf_td.storages.dedup.rows import PooledRows
 from tests.catalogue import assert_same
 from tests.storages.observations import FRAMES, Lanes
 

@@ -27,10 +27,10 @@ from rlbuf_td import (
     plan,
 )
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
-from rlbuf_td.doctor import check as diagnose
-from rlbuf_td.staleness import WriteClock
-from rlbuf_td.storages.pooled_rows import PooledRows
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.diagnostics.doctor import check as diagnose
+from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
 from tests.storages.observations import FRAMES, Lanes
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlbuf_td import trajectories
-from rlbuf_td.kernels.boundaries import FlagBoundaries
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.storages import trajectory_index as trajectories
 
 
 @pytest.fixture(params=["bitmap", "flags"])

@@ -21,8 +21,8 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.kernels.boundaries import BitBoundaries
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.kernels.episodes import BitBoundaries
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
 
 

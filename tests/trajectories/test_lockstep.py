@@ -23,8 +23,8 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
-from rlbuf_td.kernels.boundaries import BitBoundaries, FlagBoundaries, check, make_boundaries
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, check, make_boundaries
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
 
 STORAGES: dict[str, Callable[..., Any]] = {
@@ -83,7 +83,7 @@ class Lockstep(RuleBasedStateMachine):
         self.cursor = self.live = 0
         self.current = [0] * self.lanes
         self.untold = False  # whether something has come that the index was not told of
-        self.patch = mock.patch("rlbuf_td.trajectories.make_boundaries", self.make_boundaries)
+        self.patch = mock.patch("rlbuf_td.storages.trajectory_index.make_boundaries", self.make_boundaries)
         self.patch.start()
         self.attached = early
         self.untold = not early

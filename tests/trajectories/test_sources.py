@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.trajectories import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
 
 torchrl_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")

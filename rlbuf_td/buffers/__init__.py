@@ -1,0 +1,1 @@
+"""Replay and rollout buffers: storage, sampler and writer put together."""

@@ -1,0 +1,1 @@
+"""A learner on another device than the rows: prefetching, priorities on their way back, CUDA graphs."""

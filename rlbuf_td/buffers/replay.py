@@ -1,0 +1,495 @@
+"""The replay buffer: storage, sampler and writer put together, with a short way through them.
+
+What else it offers is in files of its own: constructors for environments in :mod:`rlbuf_td.buffers.construction`,
+processes in
+:mod:`rlbuf_td.buffers.shared`, dumps in :mod:`rlbuf_td.buffers.saved`, looking at it in
+:mod:`rlbuf_td.buffers.looking`,
+setting entries of rows in :mod:`rlbuf_td.buffers.editing`, learners on a GPU in :mod:`rlbuf_td.buffers.learner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn.utils import _set_dispatch_td_nn_modules
+from torchrl.data.replay_buffers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    RoundRobinWriter,
+    Sampler,
+    Storage,
+    TensorDictReplayBuffer,
+    Writer,
+)
+
+from rlbuf_td.buffers.construction import FromEnvironment
+from rlbuf_td.buffers.editing import EditedBuffer
+from rlbuf_td.buffers.learner import FeedsLearner
+from rlbuf_td.buffers.looking import InspectedBuffer
+from rlbuf_td.buffers.saved import NO_CHECKPOINTERS, SavedBuffer
+from rlbuf_td.buffers.shared import SharedBuffer
+from rlbuf_td.diagnostics.episode_stats import EpisodeStats
+from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.samplers import UniformSampler
+from rlbuf_td.samplers.checks import refuse_errors
+from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.batch_rows import by_row, merge_, one_a_row, put_back_
+from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
+from rlbuf_td.writers import RingWriter
+
+
+class ReplayBuffer(
+    FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, EditedBuffer, FeedsLearner, TensorDictReplayBuffer
+):
+    """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
+
+    Takes every keyword of ``TensorDictReplayBuffer`` but ``checkpointer``. Over a :class:`PackedStorage`, with this
+    package's samplers or any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a
+    ``collate_fn``, sample units and generation tracking take TorchRL's general path; both give the same batches from
+    the same generator state.
+
+    Args:
+        storage: default ``PackedStorage(1_000)`` (give your own capacity). In one that holds rows already, a new
+            :class:`RingWriter` goes on behind the newest.
+        sampler: default :class:`UniformSampler`.
+        writer: default :class:`RingWriter`.
+        priority_key: where a batch holds its TD errors, default ``"td_error"``.
+        stats: an :class:`EpisodeStats` that is shown every write, before any transform.
+        count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes a row and a few us a batch.
+        device: where batches are wanted, of rows on the CPU: each comes in one asynchronous copy, and TD errors go
+            back so, see :class:`~rlbuf_td.buffers.device.prefetch.DeviceFeed`. Transforms run there, on what has
+            come. ``prefetch=k`` then
+            means k batches drawn ahead, on a stream instead of in threads; with 0 batches and priorities are bit for
+            bit those without ``device``. Of rows that are on that GPU already nothing is copied or fetched ahead. Where
+            rows *live* is the storage's affair.
+        **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
+            ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
+
+    Differs from TorchRL: the index, the importance weights and whatever else a sampler reports are in the batch
+    *before* the transforms run (and put back where one leaves them out, as ``SelectTransform`` does); several TD errors
+    of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch without TD errors rather
+    than giving its rows the default priority.
+
+    Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rlbuf_td import PackedStorage, ProportionalSampler
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=2)
+        >>> data = TensorDict({"observation": torch.zeros(5, 3), "next": {"reward": torch.ones(5, 1)}}, [5])
+        >>> rb.extend(data)
+        tensor([0, 1, 2, 3, 4])
+        >>> batch = rb.sample()
+        >>> sorted(batch.keys())
+        ['index', 'next', 'observation', 'priority_weight', 'sampled_at']
+        >>> batch["td_error"] = torch.rand(2)
+        >>> rb.update_tensordict_priority(batch)
+    """
+
+    def __init__(
+        self,
+        *,
+        priority_key: str = "td_error",
+        stats: EpisodeStats | None = None,
+        count_replays: bool = False,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("checkpointer") is not None:
+            raise NotImplementedError(NO_CHECKPOINTERS)
+        self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
+        self._count_replays = count_replays
+        self._replays: ReplayCount | None = None
+        self._last_draw: LastDraw | None = None
+        defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
+        if kwargs.get("consume_after_n_samples") is not None:
+            del defaults["sampler"]  # TorchRL puts its own in place
+        for part, default in defaults.items():
+            if kwargs.get(part) is None:
+                kwargs[part] = default
+        self._stale_updates = Tally()
+        self._learner_device = None if device is None else torch.device(device)
+        super().__init__(priority_key=priority_key, **kwargs)
+        if device is not None:
+            self._prefetch = False  # in TorchRL's threads
+
+    # -- parts
+
+    def _init(self) -> None:
+        super()._init()
+        self._choose_path()
+        if type(self._writer) is RingWriter and not self._writer._write_count:
+            self._writer._cursor = self._next_step()  # the storage may hold rows already
+        self._refuse_unfed()
+        if self.shared or getattr(self._storage, "shared", False):
+            self.share()
+
+    def _choose_path(self) -> None:
+        """Go the direct way, unless something asks for TorchRL's general one."""
+        self._stages = getattr(self._transform, "transforms", ())  # the list itself: asking the transform takes 1 us
+        how = _how_it_draws(type(self._sampler))
+        self._is_direct = (
+            self._initialized
+            and self._sample_unit is None
+            and self._collates_plainly
+            and isinstance(self._storage, PackedStorage)
+            and (how is not None or isinstance(self._sampler, SamplerWrapper))
+            and not self._writer.tracks_generations
+        )
+        # Asking an abstract class for its instances takes longer than the question is worth at each call.
+        self._wrapper = self._sampler if isinstance(self._sampler, SamplerWrapper) else None
+        self._draws_batches = self._wrapper is not None or how == "draw_batch"
+        sampler = self._sampler if self._wrapper is None else self._wrapper.innermost
+        self._prioritized = sampler if isinstance(sampler, Prioritized) else None
+        if self._prioritized is not None:
+            self._prioritized.follow(self._storage)
+        self._replays = ReplayCount.of(self._storage) if self._count_replays else None
+        self._writes_generally = isinstance(sampler, ConsumingSampler) or (
+            isinstance(sampler, PrioritizedSampler) and self._prioritized is None
+        )
+
+    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
+        """Put another storage in place, with what it holds, and return the old one.
+
+        Unlike in TorchRL, the writer goes on where the new storage was written last, and priorities start anew.
+        """
+        self._refuse_if_shared("storage")
+        previous = super().set_storage(storage, collate_fn)
+        storage.attach(self)
+        storage._rng = self._rng
+        self._writer.register_storage(storage)
+        if isinstance(self._writer, RoundRobinWriter):
+            self._writer._cursor = self._next_step()
+        self._sampler._empty()
+        self._choose_path()
+        self._let_rows_in()
+        return previous
+
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Put another sampler in place, and return the old one.
+
+        Unlike in TorchRL, rows to which it has given no priority yet enter as new ones do.
+        """
+        self._refuse_if_shared("sampler")
+        with self._replay_lock:
+            previous = super().set_sampler(sampler)
+            sampler._rng = self._rng
+            self._choose_path()
+            self._let_rows_in()
+        return previous
+
+    def _let_rows_in(self) -> None:
+        if self._prioritized is not None and len(self._storage):
+            rows = torch.arange(len(self._storage), device=self._prioritized.device)
+            absent = rows[self._prioritized.priority(rows) < 0]
+            if len(absent):
+                self._prioritized.mark_update(absent, storage=self._storage)
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Put another writer in place, and return the old one."""
+        self._refuse_if_shared("writer")
+        with self._replay_lock:
+            previous = super().set_writer(writer)
+            self._choose_path()
+        return previous
+
+    # -- sampling
+
+    def _get_collate_fn(self, collate_fn: Any) -> None:
+        self._collates_plainly = collate_fn is None
+        super()._get_collate_fn(collate_fn)
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+        """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
+
+        A batch has no environments' axis: its rows may come from any lane. ``numpy()`` makes it a nested dict of
+        NumPy arrays, if it is on the CPU.
+
+        Args:
+            batch_size: default: the buffer's.
+            return_info: return ``(batch, info)``, the sampler's report beside the batch.
+            include_info: ``False`` leaves the report out of the batch (deprecated in TorchRL).
+
+        Raises:
+            RuntimeError: the buffer is empty, or there is no batch size.
+        """
+        if not self._initialized:
+            self._init()
+        if not self._is_direct:
+            return super().sample(batch_size, return_info, include_info)
+        size = self._batch_size if batch_size is None else batch_size
+        is_other = self._batch_size not in (None, size) and self._learner_device is None
+        if self._prefetch or self._service_shutdown or size is None or is_other:
+            batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
+        else:
+            batch, info = self._sample(size)
+        if include_info is False:
+            batch = batch.exclude(*info)
+        return (batch, info) if return_info else batch
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        if self._is_fed:
+            return self._own_feed().take(batch_size)
+        storage = self._storage
+        with self._replay_lock, self._write_lock:
+            is_direct = self._is_direct  # asked here: another thread may set another sampler
+            stamped = self._prioritized is not None and isinstance(storage, PackedStorage)
+            now = storage.clock.now if stamped else None
+            if is_direct:
+                flat, info, batch = self._draw(batch_size)
+        if not is_direct:
+            return self._sample_generally(batch_size, now)
+        if now is not None:
+            info[SAMPLED_AT] = storage.clock.stamp(now, flat.shape[0], flat.device)
+        batch = self._assembled(flat, info, batch)
+        if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
+            batch = batch.pin_memory()
+        return batch, info
+
+    def _draw(self, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+        """Draw flat rows the direct way, and return them with the sampler's report and what they hold."""
+        if self._draws_batches:
+            return self._sampler.draw_batch(self._storage, batch_size)
+        flat, info = self._sampler.draw(self._storage, batch_size)
+        return flat, info, self._storage.gather(flat)
+
+    def _assembled(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+        """Return a batch with all that is known of its rows, transformed."""
+        info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
+        self._note_draw(index, info)
+        merge_(batch, info)
+        return self._transformed(batch, info)
+
+    def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
+        """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
+        self._last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
+        if self._replays is not None:
+            self._replays.count_(index)
+
+    def _sample_generally(self, batch_size: int, now: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
+        batch, info = super()._sample(batch_size)
+        self._note_draw(info["index"], info)
+        if now is not None and self._sample_unit is None:
+            first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
+            info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
+        return batch, info
+
+    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
+        if not len(self._stages):
+            return batch
+        known = {key: batch.get(key) for key in report}
+        with _set_dispatch_td_nn_modules(True):
+            batch = self._transform(batch)
+        if isinstance(batch, TensorDictBase):
+            put_back_(batch, known)
+        return batch
+
+    # -- writing
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+        """Write one transition (with ``ndim > 1``: one time step of all lanes); return where it lies.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: a TD error in the data is NaN or infinite; nothing has changed.
+        """
+        return self._write(data, "add")
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors give them); return their rows.
+
+        Args:
+            tensordicts: the transitions.
+            update_priority: ``False`` ignores TD errors that come with the data.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+            ValueError: there is nothing to write, or a TD error is NaN or infinite; nothing has changed.
+        """
+        return self._write(tensordicts, "extend", update_priority is not False)
+
+    def _write(self, data: TensorDictBase, how: str, update_priority: bool = True) -> Any:
+        if not self._initialized:
+            self._init()
+        stats, dims = self.episode_stats, self._storage.ndim - (how == "add")
+        if stats is None or not isinstance(data, TensorDictBase) or data.ndim < dims:
+            return self._write_rows(data, how, update_priority)
+        time_dim = -1 if data.ndim > dims else None if how == "add" else self._dim_extend
+        steps = stats.read(data, time_dim=time_dim)  # refuses what it cannot count before anything is written
+        with self._replay_lock:
+            index = self._write_rows(data, how, update_priority)
+            stats.record(steps)
+        return index
+
+    def _write_rows(self, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+        if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
+            raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+        if self._writes_generally:
+            return super().add(data) if how == "add" else super().extend(data, update_priority=update_priority)
+        if len(self._stages):
+            with _set_dispatch_td_nn_modules(True):
+                data = self._transform.inv(data)
+            if data is None:  # a transform may keep data back
+                return torch.zeros((0, self._storage.ndim), dtype=torch.long)
+        rows = data
+        if how == "extend" and self._dim_extend > 0:
+            if data.ndim <= self._dim_extend:
+                raise SchemaError(
+                    f"extend takes batch size [E, T] (lanes, time) with ndim={self._storage.ndim}, got {[*data.shape]}"
+                )
+            rows = reshaped(data, self._transpose)
+        row_dims = self._storage.ndim - (how == "add")
+        td_error = None
+        sampler = self._prioritized
+        if update_priority and sampler is not None:
+            td_error = rows.get(self.priority_key, None)
+        if sampler is not None and td_error is not None:
+            td_error = one_a_row(td_error, row_dims, sampler.reduction)
+            if path_of(td_error) == "numba":
+                refuse_errors(td_error)
+        with self._replay_lock, self._write_lock:
+            index = getattr(self._writer, how)(rows)
+            getattr(self._sampler, how)(index)
+            if sampler is not None and td_error is not None:
+                sampler.update_priority(index, td_error, storage=self._storage)
+        return index
+
+    def takes_packed(self) -> bool:
+        """Return whether :meth:`add_packed` does what :meth:`add` would of rows packed alike and without TD errors."""
+        storage, writer = self._storage, self._writer
+        return (
+            type(storage) is PackedStorage
+            and not storage.is_reserved
+            and storage.pooling is None
+            and type(writer) is RingWriter
+            and writer._generation is None
+            and not self._writes_generally
+            and not len(self._stages)
+            and self.episode_stats is None
+        )
+
+    def add_packed(self, block: torch.Tensor) -> None:
+        """Write one time step whose rows are packed as those of the storage are, see :meth:`takes_packed`.
+
+        Args:
+            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
+        """
+        with self._replay_lock, self._write_lock:
+            self._sampler.add(self._writer.add_packed(block))
+
+    def mark_update(self, index: Any) -> None:
+        """Tell the sampler that rows have been written; writers do."""
+        with self._replay_lock, self._write_lock:
+            super().mark_update(index)
+
+    def mark_range(self, start: int, count: int) -> None:
+        """Tell the sampler that flat rows ``start, start + 1, ...`` have been written; a :class:`RingWriter` does."""
+        if self._prioritized is not None:
+            self._prioritized.mark_range(start, count, storage=self._storage)
+        elif type(self._sampler).mark_update is not Sampler.mark_update:
+            index = coordinates(torch.arange(start, start + count, device=self._storage.device), self._storage)
+            self.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Forget all rows and priorities; keep the schema.
+
+        Args:
+            empty_write_count: count the writes anew, too.
+        """
+        if not self._initialized:
+            self._init()
+        with self._replay_lock, self._write_lock:
+            super().empty(empty_write_count)
+
+    # -- priorities
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Give rows the magnitudes of TD errors, whatever they hold by now.
+
+        Args:
+            index: flat rows, or as :meth:`extend` and :meth:`sample` give it: a tuple of coordinates, or
+                ``[..., ndim]``.
+            priority: one TD error a row, in the same order; or one for all.
+
+        Raises:
+            ValueError: wrong number of errors, or NaN or infinite ones; all priorities are as they were.
+            IndexError: a row is out of range; all priorities are as they were.
+        """
+        if not self._initialized:
+            self._init()
+        if self._prioritized is None:
+            return super().update_priority(index, priority)
+        self._settle_errors()
+        by_coordinates = self._storage.ndim > 1
+        if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
+            index = index.flatten(0, -2) if by_coordinates else index.flatten()
+        with self._replay_lock, self._write_lock:
+            self._prioritized.update_priority(index, priority, storage=self._storage)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the rows of a batch the TD errors that it now holds; does nothing for a sampler without priorities.
+
+        Rows that have been replaced since the batch was sampled keep the priority of what they hold now, and are
+        counted (:meth:`health`), whatever has happened in between: prefetching, other threads and processes, slicing
+        the batch, moving it to a device. For a batch without its entry ``"sampled_at"`` all rows are updated, as by
+        :meth:`update_priority`.
+
+        Args:
+            data: a batch of this buffer (it knows its rows by ``"index"``, and by ``"sampled_at"`` whether they are
+                what they were) with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors a row are reduced,
+                by magnitude.
+
+        Raises:
+            KeyError: there are no TD errors in the batch, or no index.
+            ValueError: an error is NaN or infinite; all priorities are as they were.
+        """
+        if not self._initialized:
+            self._init()
+        sampler = self._prioritized
+        if sampler is None or self._sample_unit is not None:
+            return super().update_tensordict_priority(data)
+        if self._takes_back(data):
+            return None
+        index, td_error = self._errors_of(data, sampler.reduction)
+        sampled_at, stale = entries_of(data).get(SAMPLED_AT), 0
+        with self._replay_lock, self._write_lock:
+            if sampled_at is not None and isinstance(self._storage, PackedStorage):
+                index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
+            sampler.update_priority(index, td_error, storage=self._storage)
+            self._stale_updates.add(stale)
+
+    def _errors_of(self, data: TensorDictBase, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows whose priorities a batch changes, in any form, and their TD errors.
+
+        Raises:
+            KeyError: there are no TD errors in the batch, or no index.
+        """
+        key, entries = self.priority_key, entries_of(data)
+        td_error = entries.get(key) if type(key) is str else data.get(key, None)
+        index = entries.get("index")
+        if td_error is None or index is None:
+            missing = self.priority_key if td_error is None else "index"
+            raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
+        td_error, index = by_row(td_error, index, data.ndim, self._storage, reduction)
+        return (index, td_error) if self._wrapper is None else self._wrapper.anchored(data, index, td_error)
+
+
+def _how_it_draws(sampler: type[Sampler]) -> str | None:
+    """Return how a class of samplers draws at best, unless a subclass has changed it: batches, flat rows or neither."""
+    for each in sampler.__mro__:
+        for name in ("draw_batch", "draw"):
+            if name in each.__dict__:
+                return name
+        if "sample" in each.__dict__:
+            return None
+    return None

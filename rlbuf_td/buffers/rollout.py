@@ -1,0 +1,340 @@
+"""The on-policy buffer: extend, iterate, done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.functional import explained_variance, normalize
+from rlbuf_td.samplers.minibatch import MinibatchSampler
+from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.tensordict_fast import set_entries_
+from rlbuf_td.writers.rollout import RolloutWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Batches are gathered in blocks of about this size: small enough to stay in a cache, many enough to share the work.
+_BLOCK_BYTES = 1 << 20
+
+Normalization = Literal["rollout", "minibatch"]
+
+
+class RolloutBuffer(ReplayBuffer):
+    """Rollouts for on-policy learning: written whole or step by step, advantages once, then epochs of minibatches.
+
+    A composition of :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`, each of which works
+    in TorchRL's buffers as well. ``for batch in rollout`` runs all epochs over the current rollout, as often as you
+    like; the next write begins a new rollout. A batch holds what was written, with ``advantage``, ``value_target`` and
+    ``state_value``.
+
+    Args:
+        num_steps: T, steps a rollout.
+        num_envs: E, lanes; ``None``: rollouts ``[T]`` without a lane dim.
+        batch_size: rows a minibatch.
+        epochs: how often iteration gives each row.
+        gamma: discount, in [0, 1].
+        lmbda: decay of the trace, in [0, 1].
+        value_network: gives values where none are stored, see :class:`RolloutWriter`.
+        normalize_advantage: ``None``; ``"rollout"``: once, over all rows; ``"minibatch"``: over each batch. Value
+            targets and :meth:`summary` are of the advantages before. TorchRL's losses have such a flag too: use one.
+        partial: may an incomplete rollout be read? It is then estimated as if it ended with the newest step.
+        shuffle: a new order in each epoch.
+        drop_last: leave out a short last batch.
+        device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
+        storing_device: where the rows live; batches then come as :class:`ReplayBuffer` says of its ``device``.
+        storage: instead of ``PackedStorage(T * E)``; also ``sampler`` and ``writer``, which ignore the arguments above.
+        sampler: see ``storage``.
+        writer: see ``storage``; must be a :class:`RolloutWriter`.
+        **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Cost: a copy of the rollout, one pass for the estimates, a gather a minibatch; see :class:`RolloutWriter` for what
+    the value network is asked.
+
+    Differs from TorchRL, where a ``GAE`` module runs over the data before a buffer takes it: each advantage is computed
+    once, the values that the policy stored are used, and rows keep their places in time and lane.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> rollout = RolloutBuffer(4, 2, batch_size=4, epochs=3, gamma=0.5, lmbda=1.0)
+        >>> done = torch.zeros(2, 4, 1, dtype=torch.bool)
+        >>> done[:, -1] = True
+        >>> step = {"reward": torch.ones(2, 4, 1), "done": done, "terminated": done}
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.zeros(2, 4, 1), "next": step}, [2, 4]))
+        >>> [tuple(batch["advantage"].shape) for batch in rollout]
+        [(4, 1), (4, 1), (4, 1), (4, 1), (4, 1), (4, 1)]
+        >>> rollout.storage["value_target"][:, 0].flatten().tolist()
+        [1.875, 1.75, 1.5, 1.0]
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        num_envs: int | None = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        gamma: float = 0.99,
+        lmbda: float = 0.95,
+        value_network: TensorDictModuleBase | None = None,
+        normalize_advantage: Normalization | None = None,
+        partial: bool = False,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        device: torch.device | str = "cpu",
+        storing_device: torch.device | str | None = None,
+        storage: Any = None,
+        sampler: Any = None,
+        writer: RolloutWriter | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if num_steps < 1 or (num_envs is not None and num_envs < 1):
+            raise ValueError(f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}")
+        if normalize_advantage not in (None, "rollout", "minibatch"):
+            raise ValueError(f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize_advantage!r}")
+        self.num_steps, self.num_envs = num_steps, num_envs
+        self.normalize_advantage, self.partial = normalize_advantage, partial
+        self._summary: tuple[int, dict[str, float]] | None = None
+        if storing_device is not None:
+            device, kwargs["device"] = storing_device, device
+        if storage is None:
+            storage = PackedStorage(num_steps * (num_envs or 1), ndim=1 if num_envs is None else 2, device=device)
+        elif getattr(storage, "max_size", num_steps * (num_envs or 1)) != num_steps * (num_envs or 1):
+            raise ValueError(
+                f"a rollout of {num_steps} steps and {num_envs or 1} lanes needs a storage of "
+                f"{num_steps * (num_envs or 1)} rows, got one of {storage.max_size}"
+            )
+        if sampler is None:
+            sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
+        if writer is None:
+            by_rollout = normalize_advantage == "rollout"
+            writer = RolloutWriter(gamma, lmbda, value_network=value_network, normalize_advantage=by_rollout)
+        if not isinstance(writer, RolloutWriter):
+            raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")
+        super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
+
+    @classmethod
+    def from_schema(
+        cls,
+        schema: TensorDictBase,
+        capacity: int,
+        *,
+        flat: bool = False,
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
+    ) -> Self:
+        """Return a buffer whose rows are allocated for transitions like an example.
+
+        Args:
+            schema: a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
+            capacity: T, in time steps of all lanes.
+            flat: ``capacity`` counts transitions, of all lanes one after the other.
+            device: as for this class; also ``storing_device``, ``batch_size``, ``epochs``, ``value_network`` ...
+            **kwargs: see ``device``.
+
+        Raises:
+            SchemaError: the schema has several lane dims, or an entry that cannot be packed.
+        """
+        if flat and schema.ndim:
+            schema = schema.flatten()[0]
+        if schema.ndim > 1:
+            raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
+        rollout = cls(capacity, schema.shape[0] if schema.ndim else None, device=device, **kwargs)
+        rollout.storage.reserve(schema)
+        return rollout
+
+    # -- writing
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+        """Write one step, ``[E]`` (or ``[]`` without lanes); the last one of a rollout makes the estimates.
+
+        Raises:
+            ValueError: ``data`` has another shape; nothing has changed.
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
+        return super().add(data)
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Write ``[E, n]`` steps, as collectors give them (or ``[n]`` without lanes): a rollout or a part of it.
+
+        Args:
+            tensordicts: the steps, ``n <= T``.
+            update_priority: of no effect here.
+
+        Raises:
+            ValueError: ``tensordicts`` has another shape, or more steps than the rollout has left; nothing has changed.
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        shape: tuple[int | None, ...] = (None,)
+        if self.num_envs is not None:
+            shape = (self.num_envs, None) if self._dim_extend else (None, self.num_envs)
+        self._refuse_shape("extend", tensordicts, shape)
+        return super().extend(tensordicts, update_priority=update_priority)
+
+    def _refuse_shape(self, how: str, data: TensorDictBase, expected: tuple[int | None, ...]) -> None:
+        if not isinstance(data, TensorDictBase):
+            raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+        got = tuple(data.batch_size)
+        if len(got) < len(expected) or any(want not in (None, have) for want, have in zip(expected, got, strict=False)):
+            names = ", ".join("n" if size is None else str(size) for size in expected)
+            raise ValueError(
+                f"{how} takes batch size [{names}] in a rollout of {self.num_steps} steps"
+                + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
+                + f", got {list(got)}"
+            )
+
+    # -- reading
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the rollout is complete, and its advantages known."""
+        return self._writer.is_complete
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Run all epochs over the rollout, from the start; after a load of what was saved within a run, the rest of it.
+
+        Raises:
+            RuntimeError: the rollout is not complete, or there is no batch size.
+        """
+        if not self._initialized:
+            self._init()
+        self._require_estimates()
+        if not isinstance(self._sampler, MinibatchSampler):
+            yield from super().__iter__()
+            return
+        sampler = self._sampler
+        more = sampler.begin_pass()
+        plain_rows = self._is_direct and not self._is_fed and not self._storage.layout.root.batch_size
+        try:
+            if not more and not self._has_ahead:
+                return
+            if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
+                yield from self._in_blocks(self._batch_size)
+            else:
+                yield from super().__iter__()
+        finally:
+            sampler.end_pass()
+
+    def _in_blocks(self, size: int) -> Iterator[TensorDictBase]:
+        """Iterate as ``sample`` would, gathering several batches at a time."""
+        sampler, storage = self._sampler, self._storage
+        batches: list[Any] = []
+        order, revision, start, plain = None, -1, 0, True
+        while not sampler.ran_out:
+            with self._replay_lock, self._write_lock:
+                ahead, position = sampler.order(storage), sampler.position
+                number, between = divmod(position - start, size)
+                stale = ahead is not order or storage._mutation_revision != revision
+                if stale or between or number >= len(batches):
+                    self._require_estimates()
+                    order, revision, start, number = ahead, storage._mutation_revision, position, 0
+                    rows = max(1, _BLOCK_BYTES // (size * storage.row_bytes)) * size
+                    batches = self._gather_block(order[start : start + rows], size)
+                    plain = not (self._stages or self._pin_memory or self.normalize_advantage == "minibatch")
+                self._note_draw(*sampler.draw(storage, size))
+                batch, batches[number] = batches[number], None
+            yield batch if plain else self._finished(batch)
+
+    def _gather_block(self, flat: torch.Tensor, size: int) -> list[Any]:
+        index = coordinates(flat, self._storage)
+        stacked = torch.stack(index, -1) if isinstance(index, tuple) else index
+        batches = self._storage.gather_batches(flat, size)
+        for batch, rows in zip(batches, stacked.split(size), strict=True):
+            set_entries_(batch, {"index": rows})
+        return batches
+
+    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
+        batch = self._transformed(batch, ["index"])
+        if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
+            batch = batch.pin_memory()
+        return self._normalized(batch)
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        self._require_estimates()
+        batch, info = super()._sample(batch_size)
+        return self._normalized(batch), info
+
+    def _normalized(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.normalize_advantage == "minibatch":
+            key = self._writer.advantage_key
+            batch.set(key, normalize(batch.get(key)))
+        return batch
+
+    def _require_estimates(self) -> None:
+        writer = self._writer
+        if writer.is_estimated:
+            return
+        if self.partial and writer.steps:
+            writer.estimate()
+            return
+        raise RuntimeError(
+            f"the rollout is not complete: {writer.steps} of {self.num_steps} steps are written. Write the rest first"
+            + (", or pass partial=True to read what is there" if writer.steps and not self.partial else "")
+        )
+
+    # -- looking
+
+    @property
+    def value_rows(self) -> int:
+        """For how many rows the value network was asked for this rollout."""
+        return self._writer.value_rows
+
+    @property
+    def explained_variance(self) -> float:
+        """Share of the targets' variance that the values predicted; NaN if the targets do not vary."""
+        return self.summary()["explained_variance"]
+
+    @property
+    def advantage_mean(self) -> float:
+        """Mean of the advantages, before any normalisation."""
+        return self.summary()["advantage_mean"]
+
+    @property
+    def advantage_std(self) -> float:
+        """Population deviation of the advantages, before any normalisation."""
+        return self.summary()["advantage_std"]
+
+    @property
+    def value_target_mean(self) -> float:
+        """Mean of the value targets, the (lambda-) returns."""
+        return self.summary()["value_target_mean"]
+
+    @property
+    def value_target_std(self) -> float:
+        """Population deviation of the value targets, the (lambda-) returns."""
+        return self.summary()["value_target_std"]
+
+    def summary(self) -> dict[str, float]:
+        """Return what to log of the current rollout, as a flat dict of floats; computed once per rollout.
+
+        Raises:
+            RuntimeError: the rollout is not complete.
+        """
+        self._require_estimates()
+        revision = self._storage._mutation_revision
+        if self._summary is None or self._summary[0] != revision:
+            writer = self._writer
+            value, target = (self._storage.get(slice(None)).get(k) for k in (writer.value_key, writer.value_target_key))
+            value, target = value.float(), target.float()
+            advantage_std, advantage_mean = torch.std_mean(target - value, correction=0)
+            target_std, target_mean = torch.std_mean(target, correction=0)
+            numbers = {
+                "advantage_mean": advantage_mean,
+                "advantage_std": advantage_std,
+                "value_target_mean": target_mean,
+                "value_target_std": target_std,
+                "explained_variance": explained_variance(value, target),
+            }
+            floats = dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
+            self._summary = revision, floats | {"value_rows": float(writer.value_rows)}
+        return dict(self._summary[1])

@@ -1,0 +1,1 @@
+"""The command line: ``python -m rlbuf_td demo|bench|plan|doctor``."""

@@ -1,0 +1,206 @@
+"""Interleaved timing, and the table of it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+
+from rlbuf_td.cli.bench import leaves, recorder, rollouts
+from rlbuf_td.cli.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
+
+REPLAY = {
+    "uniform": "sample, uniform",
+    "proportional": "sample, proportional",
+    "update": "update priorities",
+    "cycle": "sample + update, proportional",
+    "rank": "sample, by rank [*]",
+    "rank_update": "update priorities, by rank [*]",
+    "extend": "extend by a batch",
+    "add": "add one",
+}
+
+OPERATIONS = REPLAY | leaves.OPERATIONS | recorder.OPERATIONS | rollouts.OPERATIONS
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call of every contender, block by block; the blocks took turns."""
+
+    operation: str
+    rows: int
+    kind: str
+    blocks: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        """Return the median of the blocks."""
+        return statistics.median(self.blocks[name])
+
+    def ratio(self, name: str) -> float:
+        """Return how many times as long ``name`` takes as this package: the median over the rounds."""
+        return statistics.median(
+            theirs / ours for theirs, ours in zip(self.blocks[name], self.blocks[Ours.name], strict=True)
+        )
+
+
+def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Time calls in turns: ``rounds`` blocks each, every block about ``seconds`` long; microseconds a call."""
+    sizes = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        for _ in range(5):
+            call()
+        sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(sizes[name]):
+                call()
+            blocks[name].append((time.perf_counter() - start) / sizes[name] * 1e6)
+    return blocks
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread, and then as many as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run(
+    rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01
+) -> Iterator[Timing]:
+    """Time every operation at every size, one thread; yield each result as it is there."""
+    operations = [operation for operation in operations if operation in REPLAY]
+    with one_thread():
+        for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
+            if not count or not operations:
+                continue
+            if _needed(count, make_rows) > _available():
+                print(f"left out: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
+                continue
+            contenders = [contender(count, batch, make_rows) for contender in available()]
+            for operation in operations:
+                calls = {c.name: getattr(c, operation) for c in contenders if hasattr(c, operation)}
+                yield Timing(operation, count, kind, interleave(calls, rounds, seconds))
+            del contenders, calls
+            gc.collect()
+
+
+def _needed(rows: int, make_rows: Callable[[int], TensorDict]) -> int:
+    """Return about how many bytes the buffers of all contenders take together."""
+    return 2 * len(available()) * rows * (make_rows(1).bytes() + 24)
+
+
+def _available() -> int:
+    """Return the bytes of memory that are free, without what the system could still give up."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_rollouts(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time the on-policy operations, one thread; yield each result as it is there."""
+    with one_thread():
+        for operation, rows, kind, calls in rollouts.cases(operations, batch):
+            yield Timing(operation, rows, kind, interleave(calls, rounds, seconds))
+
+
+def run_leaves(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time a Dict of many leaves and one of few against each other, in turns; yield both results."""
+    if not set(leaves.OPERATIONS) & set(operations):
+        return
+    with one_thread():
+        calls = leaves.calls(batch)
+        together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
+        blocks = interleave(together, rounds, seconds)
+        for operation in calls:
+            yield Timing(operation, leaves.ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]})
+
+
+def run_recorder(rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time the recording of Gymnasium steps, one thread."""
+    if set(recorder.OPERATIONS) & set(operations):
+        with one_thread():
+            yield Timing("record", recorder.ROWS, "small", interleave(recorder.calls(), rounds, seconds))
+
+
+def leaves_note(timings: Sequence[Timing]) -> str:
+    """Return how many times as much 12 leaves cost as 3, for each side."""
+    found = {timing.operation: timing.blocks for timing in timings if timing.operation in leaves.OPERATIONS}
+    if not found:
+        return ""
+    many, few = (found[operation] for operation in leaves.OPERATIONS)
+    ratios = (
+        f"{name} {statistics.median(a / b for a, b in zip(many[name], few[name], strict=True)):.2f}x" for name in many
+    )
+    return f"[+] 12 leaves cost as much as 3 leaves of the same bytes times: {', '.join(ratios)}\n"
+
+
+def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
+    """Return the results as a table: microseconds, and in brackets the ratio to this package."""
+    result = Table(title="Microseconds a call (in brackets: how many times as long as rlbuf_td)", title_justify="left")
+    result.add_column("operation")
+    result.add_column("rows", justify="right")
+    for name in names:
+        result.add_column(name, justify="right", style="bold" if name == Ours.name else "")
+    for timing in timings:
+        cells = [OPERATIONS[timing.operation], f"{timing.rows:,} {timing.kind}"]
+        for name in names:
+            if name not in timing.blocks:
+                cells.append("")
+            elif name == Ours.name:
+                cells.append(f"{timing.median(name):.1f}")
+            else:
+                cells.append(f"{timing.median(name):.1f} ({timing.ratio(name):.1f}x)")
+        result.add_row(*cells)
+    return result
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the comparison and print its table (``python -m rlbuf_td bench``)."""
+    operations = options.only or list(OPERATIONS)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    timings: list[Timing] = []
+    with console.status("filling buffers") as status:
+        capacities = [int(n) for n in options.rows]
+        for timing in chain(
+            run(capacities, int(options.images), options.batch, options.rounds, operations),
+            run_leaves(options.batch, options.rounds, operations),
+            run_recorder(options.rounds, operations),
+            run_rollouts(options.batch, options.rounds, operations),
+        ):
+            timings.append(timing)
+            status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
+    console.print(table(timings, [contender.name for contender in available()]))
+    console.print(
+        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
+        "; rlbuf_td[bench] installs the other libraries\n"
+        + leaves_note(timings)
+        + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
+        "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
+        markup=False,
+    )
+    if options.picture is not None:
+        from rlbuf_td.cli.bench.picture import save  # matplotlib is needed for nothing else here
+
+        save(options.picture, timings, options.batch)
+        console.print(f"drawn in {options.picture}", markup=False)
+    return 0

@@ -1,0 +1,291 @@
+"""The buffers that are compared, each filled with the same transitions, each offering the same calls.
+
+A contender offers some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
+``rank``, ``rank_update``, ``extend`` and ``add``, as methods without arguments. What a library does not have, its
+contender leaves out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    TensorDictReplayBuffer,
+)
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+
+ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
+CHUNK_BYTES = 1 << 26
+SAMPLED = 64
+
+
+def small_rows(count: int) -> TensorDict:
+    """Return transitions like HalfCheetah's: 7 leaves, 167 bytes."""
+    return TensorDict(
+        {
+            "observation": torch.randn(count, 17),
+            "action": torch.randn(count, 6),
+            "next": {
+                "observation": torch.randn(count, 17),
+                "reward": torch.randn(count, 1),
+                "done": torch.zeros(count, 1, dtype=torch.bool),
+                "terminated": torch.zeros(count, 1, dtype=torch.bool),
+                "truncated": torch.zeros(count, 1, dtype=torch.bool),
+            },
+        },
+        [count],
+    )
+
+
+def image_rows(count: int) -> TensorDict:
+    """Return transitions like Atari's: two stacks of four 84 x 84 frames, uint8."""
+
+    def stack() -> torch.Tensor:
+        return torch.randint(256, (count, 4, 84, 84), dtype=torch.uint8)
+
+    rows = small_rows(count)
+    rows["observation"], rows["next", "observation"] = stack(), stack()
+    rows["action"] = torch.randint(4, (count, 1))
+    return rows
+
+
+class Contender:
+    """A library's buffers, uniform and prioritized, each full."""
+
+    name: str
+    sampled: list[Any]
+    _turn = 0
+
+    def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
+        self.rows, self.batch = rows, batch
+        self.new_rows, self.new_row = make_rows(batch), make_rows(1)
+        self.single = self.new_row[0]
+        self.build()
+        example = make_rows(1)
+        chunk = max(1, CHUNK_BYTES // example.bytes())
+        for start in range(0, rows, chunk):
+            self.fill(make_rows(min(chunk, rows - start)))
+        self.prioritize(torch.rand(rows))
+
+    def build(self) -> None:
+        """Make the buffers."""
+        raise NotImplementedError
+
+    def fill(self, data: TensorDict) -> None:
+        """Put transitions into both buffers."""
+        raise NotImplementedError
+
+    def prioritize(self, td_error: torch.Tensor) -> None:
+        """Give every row its TD error."""
+
+    def next_sampled(self) -> Any:
+        """Return one of several sampled batches in turn: an update finds its rows no warmer than in training."""
+        self._turn = (self._turn + 1) % len(self.sampled)
+        return self.sampled[self._turn]
+
+
+class _TorchRLStyle(Contender):
+    """What holds for every ``TensorDictReplayBuffer``."""
+
+    plain: TensorDictReplayBuffer
+    prioritized: TensorDictReplayBuffer
+
+    def fill(self, data: TensorDict) -> None:
+        self.plain.extend(data.clone())
+        self.prioritized.extend(data)
+
+    def prioritize(self, td_error: torch.Tensor) -> None:
+        self.prioritized.update_priority(torch.arange(self.rows), td_error)
+        self.td_error = torch.rand(self.batch)
+        self.sampled = [
+            TensorDict({"index": self.prioritized.sample()["index"], "td_error": self.td_error}, [self.batch])
+            for _ in range(SAMPLED)
+        ]
+
+    def uniform(self) -> Any:
+        return self.plain.sample()
+
+    def proportional(self) -> Any:
+        return self.prioritized.sample()
+
+    def update(self) -> None:
+        self.prioritized.update_tensordict_priority(self.next_sampled())
+
+    def cycle(self) -> None:
+        batch = self.prioritized.sample()
+        batch.set("td_error", self.td_error)
+        self.prioritized.update_tensordict_priority(batch)
+
+    def extend(self) -> None:
+        self.plain.extend(self.new_rows)
+
+    def add(self) -> None:
+        self.plain.add(self.single)
+
+
+class Ours(_TorchRLStyle):
+    """The buffers of this package."""
+
+    name = "rlbuf_td"
+
+    def build(self) -> None:
+        self.plain = ReplayBuffer(storage=PackedStorage(self.rows), batch_size=self.batch)
+        sampler = ProportionalSampler(self.rows, ALPHA, BETA, EPS)
+        self.prioritized = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
+        # Over the same rows: nothing is written once the buffers are full.
+        storage, sampler = self.prioritized.storage, RankSampler(self.rows)
+        self.ranked = ReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+
+    def prioritize(self, td_error: torch.Tensor) -> None:
+        super().prioritize(td_error)
+        self.ranked.update_priority(torch.arange(self.rows), td_error)
+
+    def rank(self) -> Any:
+        return self.ranked.sample()
+
+    def rank_update(self) -> None:
+        self.ranked.update_tensordict_priority(self.next_sampled())
+
+
+class TorchRL(_TorchRLStyle):
+    """TorchRL's own parts, prioritized by its C++ trees."""
+
+    name = "TorchRL"
+
+    def build(self) -> None:
+        self.plain = TensorDictReplayBuffer(storage=LazyTensorStorage(self.rows), batch_size=self.batch)
+        sampler = PrioritizedSampler(self.rows, ALPHA, BETA, EPS)
+        storage = LazyTensorStorage(self.rows)
+        self.prioritized = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+
+    # TorchRL ranks nothing: what comes nearest is its proportional sampler.
+    rank = _TorchRLStyle.proportional
+    rank_update = _TorchRLStyle.update
+
+
+class Mixed(_TorchRLStyle):
+    """TorchRL's buffer class with the parts of this package."""
+
+    name = "TorchRL + our parts"
+
+    def build(self) -> None:
+        parts = {"storage": PackedStorage(self.rows), "sampler": UniformSampler(), "writer": RingWriter()}
+        self.plain = TensorDictReplayBuffer(batch_size=self.batch, **parts)
+        parts = {"storage": PackedStorage(self.rows), "sampler": ProportionalSampler(self.rows), "writer": RingWriter()}
+        self.prioritized = TensorDictReplayBuffer(batch_size=self.batch, **parts)
+
+
+class StableBaselines3(Contender):
+    """Stable-Baselines3: uniform replay."""
+
+    name = "SB3"
+
+    def build(self) -> None:
+        from gymnasium.spaces import Box
+        from stable_baselines3.common.buffers import ReplayBuffer as Buffer
+
+        shape, dtype = self.new_rows["observation"].shape[1:], self.new_rows["observation"].numpy().dtype
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        observation = Box(low, high, shape, dtype.type)
+        action = Box(-1.0, 1.0, self.new_rows["action"].shape[1:], np.float32)
+        self.buffer = Buffer(self.rows, observation, action, device="cpu")
+        self.row = arrays_of(self.new_row)
+
+    def fill(self, data: TensorDict) -> None:
+        # As ``add`` would, but without its loop over single transitions.
+        columns, start = arrays_of(data), self.buffer.pos
+        stop = start + len(data)
+        self.buffer.observations[start:stop, 0] = columns["observation"]
+        self.buffer.next_observations[start:stop, 0] = columns["next_observation"]
+        self.buffer.actions[start:stop, 0] = columns["action"]
+        self.buffer.rewards[start:stop] = columns["reward"]
+        self.buffer.dones[start:stop] = columns["done"]
+        self.buffer.pos, self.buffer.full = stop % self.rows, stop == self.rows
+
+    def uniform(self) -> Any:
+        return self.buffer.sample(self.batch)
+
+    def add(self) -> None:
+        row = self.row
+        self.buffer.add(
+            row["observation"], row["next_observation"], row["action"], row["reward"][0], row["done"][0], [{}]
+        )
+
+
+class Cpprb(Contender):
+    """cpprb: uniform and proportional replay in C++."""
+
+    name = "cpprb"
+
+    def build(self) -> None:
+        import cpprb
+
+        fields = {
+            name: {"shape": column.shape[1:], "dtype": column.dtype}
+            for name, column in arrays_of(self.new_rows).items()
+        }
+        self.plain = cpprb.ReplayBuffer(self.rows, fields)
+        self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
+        self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
+        self.td_error = np.random.default_rng(0).random(self.batch)
+
+    def fill(self, data: TensorDict) -> None:
+        columns = arrays_of(data)
+        self.plain.add(**columns)
+        self.prioritized.add(**columns)
+
+    def prioritize(self, td_error: torch.Tensor) -> None:
+        self.prioritized.update_priorities(np.arange(self.rows), td_error.numpy())
+        self.sampled = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
+
+    def uniform(self) -> Any:
+        return self.plain.sample(self.batch)
+
+    def proportional(self) -> Any:
+        return self.prioritized.sample(self.batch, BETA)
+
+    def update(self) -> None:
+        self.prioritized.update_priorities(self.next_sampled(), self.td_error)
+
+    def cycle(self) -> None:
+        batch = self.prioritized.sample(self.batch, BETA)
+        self.prioritized.update_priorities(batch["indexes"], self.td_error)
+
+    def extend(self) -> None:
+        self.plain.add(**self.batch_columns)
+
+    def add(self) -> None:
+        self.plain.add(**self.row)
+
+
+def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
+    """Return the columns by the names that other libraries have for them."""
+    return {
+        "observation": data["observation"].numpy(),
+        "action": data["action"].numpy(),
+        "next_observation": data["next", "observation"].numpy(),
+        "reward": data["next", "reward"].numpy(),
+        "done": data["next", "done"].numpy(),
+    }
+
+
+def available() -> list[type[Contender]]:
+    """Return the contenders whose library is installed, ours first, TorchRL second."""
+    found: list[type[Contender]] = [Ours, TorchRL, Mixed]
+    if importlib.util.find_spec("stable_baselines3"):
+        found.append(StableBaselines3)
+    if importlib.util.find_spec("cpprb"):
+        found.append(Cpprb)
+    if importlib.util.find_spec("flashbax"):
+        from rlbuf_td.cli.bench.flashbax import Flashbax
+
+        found.append(Flashbax)
+    return found

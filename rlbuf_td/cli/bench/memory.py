@@ -1,0 +1,168 @@
+"""Observations once: what rows that share them save, and what that costs (``python -m rlbuf_td.cli.bench.memory``).
+
+Each figure is a ratio of medians against a plain :class:`PackedStorage`, of calls that take turns; cold reads are
+against TorchRL's ``LazyMemmapStorage``, with the pages of all files dropped from memory before each batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyMemmapStorage
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.cli.bench.compare import one_thread
+from rlbuf_td.cli.bench.contenders import small_rows
+
+BATCH, CHUNK = 256, 20_000
+_DONTNEED = 4  # of madvise: give up this process's pages
+
+
+def vector_rows(count: int, width: int, episode: int = 1_000) -> TensorDict:
+    """Return HalfCheetah's transitions, of observations of any width, in episodes."""
+    rows, seen = small_rows(count), torch.randn(count + 1, width)
+    following = seen[1:].clone()
+    ends = following[episode - 1 :: episode]
+    ends.copy_(torch.randn(ends.shape))
+    rows["observation"], rows["next", "observation"] = seen[:-1].clone(), following
+    return rows
+
+
+def image_rows(count: int, episode: int = 200) -> TensorDict:
+    """Return Atari's transitions in episodes: stacks of four frames, which begin with four times the first."""
+    rows = small_rows(count)
+    now, after = torch.empty(2, count, 4, 84, 84, dtype=torch.uint8).unbind(0)
+    for start in range(0, count, episode):
+        steps = min(episode, count - start)
+        frames = torch.randint(256, (steps + 1, 84, 84), dtype=torch.uint8)
+        frames = torch.cat([frames[:1].expand(3, -1, -1), frames])
+        for j in range(4):
+            now[start : start + steps, j], after[start : start + steps, j] = (
+                frames[j : j + steps],
+                frames[j + 1 :][:steps],
+            )
+    rows["observation"], rows["next", "observation"] = now, after
+    rows["action"] = torch.randint(4, (count, 1))
+    return rows
+
+
+def in_turn(calls: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
+    """Return the median seconds of calls that take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            start = clock()
+            call()
+            taken.append(clock() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Return memory and times of rows that share, relative to plain ones; both are full."""
+    plain = ReplayBuffer(storage=PackedStorage(rows), batch_size=BATCH)
+    shared = ReplayBuffer(storage=PackedStorage(rows, **how), batch_size=BATCH)
+    chunk = min(CHUNK if make(1).bytes() < 5_000 else 1_000, rows)
+    for _ in range(-(-rows // chunk)):
+        data = make(chunk)
+        for rb in (plain, shared):
+            rb.extend(data)
+    result = {"memory": shared.storage.nbytes / plain.storage.nbytes}
+    several, one = make(BATCH), make(1)[0]
+    for name, calls in (
+        ("sample", [plain.sample, shared.sample]),
+        ("extend", [lambda: plain.extend(several), lambda: shared.extend(several)]),
+        ("add", [lambda: plain.add(one), lambda: shared.add(one)]),
+    ):
+        first, second = in_turn(calls, rounds, time.thread_time)
+        result[name] = second / first
+    return result
+
+
+def drop(folder: Path, tensors: Sequence[torch.Tensor]) -> None:
+    """Drop files from memory, and from the maps of this process."""
+    libc, page = ctypes.CDLL(None, use_errno=True), os.sysconf("SC_PAGE_SIZE")
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // page) * page
+        length = (tensor.data_ptr() + tensor.nbytes - start) // page * page
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDWR)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def cold_reads(rows: int, rounds: int) -> dict[str, float]:
+    """Return how many times longer TorchRL's storage takes to read a batch from the disk."""
+    with tempfile.TemporaryDirectory() as name:
+        kinds = {
+            "plain": PackedStorage(rows, scratch_dir=f"{name}/plain"),
+            "shared": PackedStorage(rows, scratch_dir=f"{name}/shared", share_next=True),
+            "TorchRL": LazyMemmapStorage(rows, scratch_dir=f"{name}/TorchRL"),
+        }
+        for start in range(0, rows, CHUNK):
+            data = vector_rows(min(CHUNK, rows - start), 17)
+            for storage in kinds.values():
+                storage.set(range(start, start + len(data)), data)
+        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(rounds + 1):
+            index = torch.randint(rows, (BATCH,))
+            for kind, storage in kinds.items():
+                own = getattr(storage, "_rows", None)
+                whole = getattr(own, "memory", getattr(own, "matrix", None))
+                drop(Path(name) / kind, [*storage._storage.values(True, True)] if whole is None else [whole])
+                start_time = time.perf_counter()
+                storage.get(index)
+                taken[kind].append(time.perf_counter() - start_time)
+        medians = {kind: statistics.median(times[1:]) for kind, times in taken.items()}  # the first one compiles
+    return {kind: medians["TorchRL"] / medians[kind] for kind in ("plain", "shared")}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print all ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's, and on the disk")
+    parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")
+    parser.add_argument("--images", type=float, default=1e4, help="rows with Atari's stacks, 56 KB each while plain")
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args(arguments)
+    once, frames = {"share_next": True}, {"frames": {"observation": 4}}
+    cases: list[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]] = [
+        ("HalfCheetah", int(options.rows), lambda n: vector_rows(n, 17), once),
+        ("Humanoid", int(options.wide), lambda n: vector_rows(n, 376), once),
+        ("Atari", int(options.images), image_rows, frames),
+    ]
+    with one_thread():
+        _print_all(cases, int(options.rows), options.rounds)
+
+
+def _print_all(
+    cases: Sequence[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]], on_disk: int, rounds: int
+) -> None:
+    print(f"relative to a plain PackedStorage, batches of {BATCH}:")
+    for name, rows, make, how in cases:
+        if rows:
+            found = compare(rows, make, how, rounds if name != "Atari" else rounds // 4)
+            print(
+                f"  {name:<12} {rows:>9,} rows: " + ", ".join(f"{what} {x:.2f}x" for what, x in found.items()),
+                flush=True,
+            )
+    if on_disk and hasattr(os, "posix_fadvise"):
+        found = cold_reads(on_disk, max(5, rounds // 20))
+        print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
+        print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The benchmark's table as a picture: how many times as long the others take, a line an operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from rlbuf_td.cli.bench.compare import Timing
+from rlbuf_td.cli.bench.contenders import Ours
+
+# Told apart by form, and in grey.
+_LOOKS: dict[str, dict[str, Any]] = {
+    "TorchRL": {"marker": "o", "color": "#c8500a", "label": "TorchRL"},
+    "TorchRL + our parts": {
+        **{"marker": "D", "color": "0.1", "fillstyle": "none", "zorder": 3},
+        "label": "TorchRL's buffer, our parts",
+    },
+    "SB3": {"marker": "^", "color": "0.55", "label": "Stable-Baselines3"},
+    "cpprb": {"marker": "s", "color": "#2a6f97", "label": "cpprb"},
+    "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
+}
+_WORDS = {
+    **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
+    **{"cycle": "sample and update", "rank": "sample, by rank *", "rank_update": "update, by rank *"},
+    **{"extend": "extend by a batch", "add": "add one", "record": "record a step", "ppo": "PPO's data step"},
+    **{"leaves-12": "a Dict of 12 leaves", "leaves-3": "the same in 3 leaves"},
+    **{"gae": "GAE {}, loop", "gae-vectorized": "GAE {}, vector"},
+}
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.42, 0.5  # inches
+_LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches a line and a heading, points
+
+
+def draw(timings: Sequence[Timing], batch: int) -> Figure:
+    """Return a figure as wide as a column of a paper: a line an operation, a mark a library, on a log axis.
+
+    Args:
+        timings: of small rows, those of the largest buffers are drawn.
+        batch: rows in a batch, for the words below.
+
+    Raises:
+        ValueError: there are no timings.
+    """
+    groups = _groups(timings)
+    if not groups:
+        raise ValueError("there is nothing to draw: no operation has been timed")
+    inner = sum(_HEAD + _LINE * len(members) for members in groups.values())
+    height = _TOP + inner + _BOTTOM
+    figure = Figure(figsize=(_WIDTH, height))
+    FigureCanvasAgg(figure)
+    top, width = height - _TOP, _WIDTH - _LEFT - _RIGHT
+    highest = max(timing.ratio(name) for timing in timings for name in timing.blocks)
+    for title, members in groups.items():
+        figure.text(0.05 / _WIDTH, (top - 0.16) / height, title, fontsize=_SIZE, fontweight="bold")
+        top -= _HEAD + _LINE * len(members)
+        box = (_LEFT / _WIDTH, top / height, width / _WIDTH, _LINE * len(members) / height)
+        axes = figure.add_axes(box)
+        _draw_group(axes, members)
+        axes.set_xlim(0.08, max(20.0, 1.6 * highest))
+        axes.tick_params(labelbottom=top < _BOTTOM + 1e-6)
+    words = f"time of a call / that of rlbuf_td, which is given at the right (batch of {batch})"
+    figure.text(0.5, 0.16 / height, words, fontsize=_SIZE, ha="center")
+    figure.text(0.5, 0.04 / height, "* TorchRL: proportional, it has no ranks", fontsize=_SIZE - 1, ha="center")
+    _draw_legend(figure, {name for timing in timings for name in timing.blocks})
+    return figure
+
+
+def save(path: Path, timings: Sequence[Timing], batch: int) -> None:
+    """Draw the timings into a file, whose ending tells the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(timings, batch).savefig(path, dpi=180)
+
+
+def _groups(timings: Sequence[Timing]) -> dict[str, list[Timing]]:
+    replayed = [timing for timing in timings if timing.kind == "small" and timing.operation != "record"]
+    largest = max((timing.rows for timing in replayed), default=0)
+    groups: dict[str, list[Timing]] = {}
+    for timing in timings:
+        if timing not in replayed:
+            images = timing.kind == "image"
+            title = f"{timing.rows:,} rows of two 4 x 84 x 84 images" if images else "Dicts, Gymnasium, rollouts"
+            groups.setdefault(title, []).append(timing)
+        elif timing.rows == largest:
+            groups.setdefault(f"{timing.rows:,} rows of 167 bytes in 7 leaves", []).append(timing)
+    return groups
+
+
+def _draw_group(axes: Axes, timings: Sequence[Timing]) -> None:
+    axes.axvline(1, color="0.1", linewidth=0.9, zorder=1)
+    for line, timing in enumerate(timings):
+        ratios = {name: timing.ratio(name) for name in _LOOKS if name in timing.blocks}
+        axes.plot([1, max(ratios.values(), default=1)], [line, line], color="0.8", linewidth=0.7, zorder=0)
+        for name, ratio in ratios.items():
+            axes.plot([ratio], [line], **_look(name))
+        own = timing.median(Ours.name)
+        time = f"{own:,.0f} µs" if own < 1e3 else f"{own / 1e3:,.1f} ms"
+        axes.text(1.02, line, time, transform=axes.get_yaxis_transform(), fontsize=_SIZE, va="center_baseline")
+    words = [_WORDS[timing.operation].format(timing.kind.replace(" ", "")) for timing in timings]
+    axes.set_yticks(range(len(words)), words)
+    axes.set_ylim(len(words) - 0.4, -0.6)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
+    axes.tick_params(labelsize=_SIZE, length=0, pad=2)
+    axes.grid(axis="x", color="0.88", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_legend(figure: Figure, found: set[str]) -> None:
+    marks = [figure.axes[0].plot([], [], **_look(name))[0] for name in _LOOKS if name in found]
+    figure.legend(
+        handles=marks, loc="upper left", ncols=2, fontsize=_SIZE, frameon=False, handletextpad=0.1, columnspacing=1.2
+    )
+
+
+def _look(name: str) -> dict[str, Any]:
+    return {"markersize": 3.6, "markeredgewidth": 0.8, "linestyle": "", "zorder": 2, **_LOOKS[name]}

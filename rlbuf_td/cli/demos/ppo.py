@@ -1,0 +1,145 @@
+"""Train PPO from rollouts: TorchRL's environments, collector and loss, and our buffer between them.
+
+Run it with ``python -m rlbuf_td demo --algo ppo``. :func:`train` is the example to read: the buffer adds advantages to
+what the collector gives, and iterating over it runs the epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torchrl.collectors import Collector
+from torchrl.envs import Compose, EnvBase, GymEnv, RewardScaling, RewardSum, SerialEnv, TransformedEnv
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from tqdm import tqdm
+
+from rlbuf_td import RolloutBuffer
+from rlbuf_td.cli.demos.report import Run, Stopwatch
+
+LANES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What depends on the environment."""
+
+    steps: int = 100_000
+    rollout_steps: int = 128
+    gamma: float = 0.99
+    reward_scale: float = 1.0
+    solved: float = float("inf")  # stop at this evaluation
+
+
+SETTINGS = {
+    "CartPole-v1": Settings(solved=500.0),
+    "Pendulum-v1": Settings(steps=160_000, rollout_steps=256, gamma=0.9, reward_scale=0.1),
+}
+
+
+def make_env(name: str) -> EnvBase:
+    """Return one Gymnasium environment."""
+    return GymEnv(name, categorical_action_encoding=True)
+
+
+def make_agent(env: EnvBase, device: torch.device) -> tuple[ProbabilisticActor, ValueOperator]:
+    """Return a policy for discrete or bounded continuous actions, and a value network."""
+    size = env.observation_spec["observation"].shape[-1]
+    network = partial(MLP, size, num_cells=[64, 64], activation_class=torch.nn.Tanh, device=device)
+    spec = env.action_spec_unbatched
+    discrete = not spec.dtype.is_floating_point
+    if discrete:
+        head = TensorDictModule(network(spec.space.n), ["observation"], ["logits"])
+    else:
+        parameters = torch.nn.Sequential(network(2 * spec.shape[-1]), NormalParamExtractor())
+        head = TensorDictModule(parameters, ["observation"], ["loc", "scale"])
+    actor = ProbabilisticActor(
+        head,
+        in_keys=head.out_keys,
+        spec=spec,
+        distribution_class=torch.distributions.Categorical if discrete else TanhNormal,
+        distribution_kwargs={} if discrete else {"low": spec.space.low, "high": spec.space.high},
+        return_log_prob=True,
+    )
+    return actor, ValueOperator(network(1), in_keys=["observation"])
+
+
+def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
+    """Train on a Gymnasium environment, eight at a time, for at most ``steps`` steps."""
+    settings = SETTINGS.get(env_name, Settings())
+    frames = LANES * settings.rollout_steps
+    steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts
+    torch.manual_seed(seed)
+    transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
+    env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
+    env.set_seed(seed)
+    actor, critic = make_agent(env, device)
+    collector = Collector(
+        env,
+        TensorDictSequential(actor, critic),  # the value is stored with each step, and not computed again
+        frames_per_batch=frames,
+        total_frames=steps,
+        policy_device=device,
+        auto_register_policy_transforms=False,
+    )
+    rollout = RolloutBuffer(
+        settings.rollout_steps,
+        LANES,
+        batch_size=256,
+        epochs=10,
+        gamma=settings.gamma,
+        lmbda=0.95,
+        value_network=critic,
+        normalize_advantage="minibatch",
+        device=device,
+    )
+    loss_module = ClipPPOLoss(
+        actor, critic, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2"
+    )
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, eps=1e-5)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps // frames)
+
+    run, clock, seen = Run(partial(make_env, env_name), out, seed, settings.solved), Stopwatch(), 0
+    bar = tqdm(total=steps, unit=" steps")
+    for number, data in enumerate(collector, start=1):
+        seen += data.numel()
+        with clock("buffer"):
+            rollout.extend(data)
+        for batch in clock.each("buffer", rollout):
+            losses = loss_module(batch)
+            optimizer.zero_grad()
+            (losses["loss_objective"] + losses["loss_critic"]).backward()
+            torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
+            optimizer.step()
+        schedule.step()
+
+        ended = data["next", "done"].squeeze(-1)
+        run.episodes += [(seen, float(total)) for total in data["next", "episode_reward"][ended]]
+        bar.update(data.numel())
+        explained = f"{rollout.explained_variance:.2f}"
+        share = f"{clock.share('buffer'):.1%}"
+        bar.set_postfix({"return": f"{run.recent():.0f}", "explained variance": explained, "in buffer": share})
+        if number % 10 == 0 and seen > steps // 4 and run.is_solved_by(actor, seen):
+            break
+    bar.close()
+    collector.shutdown()
+    run.finish(actor, seen, f"PPO on {env_name}")
+    return run
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train as the command line says, and tell how it went (``python -m rlbuf_td demo --algo ppo``)."""
+    out = options.out or Path("runs") / f"ppo-{options.env}-seed{options.seed}"
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
+    run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
+    print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
+    print(f"learning curve: {out / 'learning_curve.png'}, policy: {out / 'policy.pt'}")
+    other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"
+    print(f"next: python -m rlbuf_td demo --algo ppo --env {other}")
+    return 0

@@ -1,0 +1,1 @@
+"""Health, episode statistics, plots, the doctor and the memory plan."""

@@ -1,0 +1,124 @@
+"""Read a buffer, and say what is wrong with its data: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rlbuf_td.diagnostics.doctor.bounds import bounds_of
+from rlbuf_td.diagnostics.doctor.record import Record, open_source
+from rlbuf_td.diagnostics.doctor.report import Finding, Report
+from rlbuf_td.diagnostics.doctor.saved import open_saved
+from rlbuf_td.diagnostics.doctor.sequence import sequence_findings
+from rlbuf_td.diagnostics.doctor.usage import usage_findings
+from rlbuf_td.diagnostics.doctor.values import value_findings
+
+__all__ = ["CODES", "Finding", "Report", "check", "main"]
+
+#: What the doctor looks for.
+CODES = {
+    "lanes-mixed": "next observations lead to other rows than the following ones",
+    "next-observation-differs": "next observations lead nowhere",
+    "reset-without-done": "the environment was reset, and done is not set",
+    "done-shifted": "done is set one step late or early",
+    "final-observation-lost": "at an end, the next observation is what the reset returned",
+    "reset-row-stored": "the reset of an autoreset is stored as a transition",
+    "done-without-reset": "done is set, and the trajectory goes on",
+    "terminated-without-done": "terminated is set, and done is not",
+    "truncated-without-done": "truncated is set, and done is not",
+    "done-never": "no trajectory ever ends",
+    "done-always": "every row ends a trajectory",
+    "one-step-trajectories": "trajectories of a single step",
+    "not-finite": "an observation, a reward or an action is NaN or infinite",
+    "out-of-bounds": "an observation lies outside its space",
+    "constant": "a column of an observation or action never changes",
+    "float-image": "images are stored as floats",
+    "never-sampled": "most rows are never drawn",
+    "stale-priorities": "priorities are not updated",
+}
+
+
+def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
+    """Read all rows of a buffer, and report what is wrong with them: each kind of fault with rows and a remedy.
+
+    Nothing is changed. A row's next observation must be what the following row begins with, unless the trajectory ends
+    there; from where that fails, or holds in spite of an end, follows what happened. Rows are read in blocks.
+
+    Args:
+        source: a buffer, this package's or TorchRL's; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
+            ``[T, E]`` in the order of time; or the path of a saved buffer.
+        space: the space of the observations, to see whether they lie within it: Gymnasium's, a TorchRL spec, or an
+            environment that has one.
+        ignore: codes of findings to leave out (``rlbuf_td.diagnostics.doctor.CODES`` lists them).
+
+    Returns:
+        The findings, the gravest first; ``report.healthy`` if there are none. ``print`` it.
+
+    Raises:
+        TypeError: the source is nothing of the kind.
+        ValueError: it is empty, ``ignore`` names no finding, or what is saved cannot be read.
+        FileNotFoundError: nothing is saved there.
+
+    Cost: two or three passes over the rows: about a second for a million rows of 167 bytes. 10 bytes a row of memory.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> place = torch.arange(41.0).unsqueeze(-1)
+        >>> done = (torch.arange(40) % 10 == 9).unsqueeze(-1)
+        >>> rows = TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": done}}, [40])
+        >>> rb = ReplayBuffer(storage=PackedStorage(40))
+        >>> _ = rb.extend(rows)
+        >>> report = check(rb)
+        >>> report.codes, report[0].rows
+        (['done-without-reset'], (9, 19, 29))
+    """
+    ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+    if not ignored <= set(CODES):
+        raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
+    bounds = {} if space is None else bounds_of(space)
+    if isinstance(source, str | Path):
+        source = open_saved(source)
+    storage, sampler, writer = open_source(source)
+    with ExitStack() as stack:
+        for lock in ("_replay_lock", "_write_lock"):
+            stack.enter_context(getattr(source, lock, ExitStack()))
+        record = Record(storage, writer)
+        found = [*sequence_findings(record), *value_findings(record, bounds)]
+        found += usage_findings(record, source, storage, sampler)
+    order = list(CODES)
+    found = sorted((each for each in found if each.code not in ignored), key=lambda each: order.index(each.code))
+    return Report(tuple(found), record.steps * record.lanes, record.shape, tuple(record.skipped))
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the report of a saved buffer (``python -m rlbuf_td doctor PATH``).
+
+    Returns:
+        0 if nothing was found, 1 if something was, 2 if the buffer cannot be read.
+    """
+    try:
+        space = _space(options.env) if options.env else None
+        report = check(options.path, space=space, ignore=options.ignore)
+    except (OSError, ValueError, TypeError) as error:
+        print(f"cannot examine {options.path}: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.path}: {report}")
+    return 0 if report.healthy else 1
+
+
+def _space(name: str) -> Any:
+    import gymnasium
+
+    try:
+        env = gymnasium.make(name)
+    except gymnasium.error.Error as error:
+        raise ValueError(str(error)) from error
+    space = env.observation_space
+    env.close()
+    return space

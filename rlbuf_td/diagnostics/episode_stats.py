@@ -1,0 +1,290 @@
+"""Statistics of episodes, from the steps as they are written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+
+from rlbuf_td.diagnostics.episode_reader import StepReader, Steps
+
+Reduction = Literal["sum", "mean", "last"]
+
+_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
+_FORGET_AFTER = 1_000  # writes
+_kernel: ModuleType | None = None
+
+
+class EpisodeStats:
+    r"""Returns, lengths and more of the episodes that ended last, from steps in whatever portions they come.
+
+    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then shows it every write before any
+    transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the plain sum of
+    rewards, its length the number of steps; both as far as the steps were seen.
+
+    **Which steps belong together.** Where the data has trajectory numbers (TorchRL's collectors store them under
+    ``("collector", "traj_ids")``), steps of one number: also in flattened data, and in batches that come from several
+    workers in turn. An episode of which nothing was heard for 1,000 writes is then forgotten. Elsewhere each lane is
+    a sequence of its own.
+
+    Args:
+        keys: further metrics of an episode, one number a step, and how its steps make one: ``"sum"``, ``"mean"`` or
+            ``"last"``, as in ``{("next", "speed"): "mean"}``. A mere sequence of keys is summed.
+        window: how many of the last episodes :meth:`summary` is over.
+        prefix: what its names begin with.
+        reasons: keys of further flags, one a step, looked at where an episode ends: ``[("next", "success")]``.
+        history: how many episodes are kept, for pictures and :meth:`history`; at least ``window``.
+        reward_key: where rewards lie; also ``done_key``, ``terminated_key``, ``truncated_key``. Of the three flags one
+            is enough; what is missing follows from the others.
+        done_key: see ``reward_key``.
+        terminated_key: see ``reward_key``.
+        truncated_key: see ``reward_key``.
+        trajectory_key: where trajectory numbers lie, if there are any; -1 marks rows that are padding.
+
+    Raises:
+        ValueError: an argument is out of range, or two metrics have one name.
+
+    Cost: O(rows) a write, about 8 us for a step of 16 environments (``pytest tests/benchmarks/bench_stats.py``). From
+    CUDA the numbers are copied to the host without waiting for them, and counted as they arrive. The process that
+    writes counts: in a buffer that a collector's worker extends, the worker's copy.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> stats = EpisodeStats()
+        >>> step = {"reward": torch.tensor([1.0, 2.0, 3.0]), "done": torch.tensor([False, True, False])}
+        >>> stats.update(TensorDict({"next": step}, [3]))
+        >>> summary = stats.summary()
+        >>> summary["train/return_mean"], summary["train/length_max"], summary["train/done_terminated_rate"]
+        (3.0, 2.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[NestedKey, Reduction] | Iterable[NestedKey] = (),
+        window: int = 100,
+        prefix: str = "train",
+        *,
+        reasons: Iterable[NestedKey] = (),
+        history: int = 10_000,
+        reward_key: NestedKey = ("next", "reward"),
+        done_key: NestedKey = ("next", "done"),
+        terminated_key: NestedKey = ("next", "terminated"),
+        truncated_key: NestedKey = ("next", "truncated"),
+        trajectory_key: NestedKey = ("collector", "traj_ids"),
+    ) -> None:
+        if window < 1 or history < 1:
+            raise ValueError(f"window and history must be at least 1, got {window} and {history}")
+        how = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, "sum")
+        reductions = ("sum", *how.values())
+        if not set(reductions) <= {"sum", "mean", "last"}:
+            raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
+        self.window, self.prefix = window, prefix
+        self._reader = StepReader(
+            trajectory_key, done_key, (reward_key, *how), (terminated_key, truncated_key, *reasons)
+        )
+        self.metrics = ("length", "return", *map(_name, self._reader.metric_keys[1:]))
+        self.reasons = ("terminated", "truncated", *map(_name, self._reader.reason_keys[2:]))
+        for names in (("step", *self.metrics), self.reasons):
+            if len(set(names)) < len(names):
+                raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
+        self._reduction = np.array([("sum", "mean", "last").index(each) for each in reductions], np.uint8)
+        self._rows = max(window, history)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all episodes, finished and open, and count anew."""
+        self._pending: deque[Steps] = deque()
+        metrics, reasons = len(self._reduction), len(self.reasons)
+        self._is_double = np.zeros(metrics, np.bool_)
+        self._inputs = np.zeros(2 + metrics + reasons, np.int64)
+        self._records = np.zeros((self._rows, 1 + len(self.metrics)))
+        self._ends = np.zeros((self._rows, reasons), np.uint8)
+        self._counters = np.zeros(3, np.int64)
+        self._lane_slot = np.zeros(0, np.int64)
+        self._keys = np.zeros(0, np.int64)
+        self._lengths, self._touched = self._keys.copy(), self._keys.copy()
+        self._sums = np.zeros((0, metrics))
+
+    # -- steps in
+
+    def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
+        """Count steps.
+
+        Args:
+            data: batch size ``[T]``, or ``[E, T]`` as collectors give it, or with more lane dims.
+            time_dim: the batch dim that is time; ``None``: the data is one step, and all its dims are lanes.
+
+        Raises:
+            KeyError: rewards, ends or metrics are missing; nothing has been counted.
+            ValueError: there is not one number a step, or no such dim; nothing has been counted.
+        """
+        self.record(self.read(data, time_dim=time_dim))
+
+    def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
+        """Return what is needed of some steps, and change nothing: the first half of :meth:`update`, which see."""
+        return self._reader.read(data, time_dim)
+
+    def record(self, steps: Steps) -> None:
+        """Count what :meth:`read` returned: the second half of :meth:`update`."""
+        if steps.ready is None and not self._pending:
+            return self._count(steps)
+        self._pending.append(steps)
+        while self._pending and (self._pending[0].ready is None or self._pending[0].ready.query()):
+            self._count(self._pending.popleft())
+
+    def _catch_up(self) -> None:
+        while self._pending:
+            if self._pending[0].ready is not None:
+                self._pending[0].ready.synchronize()
+            self._count(self._pending.popleft())
+
+    def _count(self, steps: Steps) -> None:
+        global _kernel
+        if _kernel is None:
+            from rlbuf_td.kernels.episodes import statistics_cpu as _episodes_numba
+
+            _kernel = _episodes_numba
+        shape, strides, columns, _ = steps
+        inputs = self._inputs
+        for j, x in enumerate(columns):
+            inputs[j] = 0 if x is None else x.data_ptr()
+        for m in range(len(self._is_double)):
+            column = columns[2 + m]
+            self._is_double[m] = column is not None and column.dtype is torch.float64
+        if len(self._lane_slot) < shape[1]:
+            self._lane_slot = np.arange(shape[1])
+        self._counters[_WRITES] += 1
+        total, done = shape[0] * shape[1], 0
+        while True:
+            done = _kernel.count_steps(
+                done,
+                shape,
+                strides,
+                inputs,
+                self._is_double,
+                self._reduction,
+                self._keys,
+                self._lengths,
+                self._touched,
+                self._sums,
+                self._lane_slot,
+                self._records,
+                self._ends,
+                self._counters,
+            )
+            if done == total:
+                return
+            self._make_room(shape[1])
+
+    def _make_room(self, lanes: int) -> None:
+        """Forget episodes that nobody goes on with; if there are none, double the number that may be open."""
+        stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
+        self._keys[stale] = _FREE
+        if stale.any():
+            return
+        more = max(lanes, len(self._keys), 8)
+        self._keys = np.append(self._keys, np.full(more, _FREE))
+        self._lengths, self._touched = (np.append(x, np.zeros(more, np.int64)) for x in (self._lengths, self._touched))
+        self._sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
+
+    # -- statistics out
+
+    @property
+    def episodes(self) -> int:
+        """How many episodes have ended."""
+        self._catch_up()
+        return int(self._counters[_EPISODES])
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been counted."""
+        self._catch_up()
+        return int(self._counters[_STEPS])
+
+    def summary(self) -> dict[str, float]:
+        """Return the last ``window`` episodes as a flat dict of floats; an empty one before the first has ended.
+
+        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (by its name without
+        ``"next"``, parts joined by dots), std being the population's; ``{prefix}/done_{reason}_rate``, the share of
+        episodes that ended so; ``{prefix}/episodes`` and ``{prefix}/steps``, all there were.
+        """
+        numbers, ends = self._latest(self.window)
+        if not len(numbers):
+            return {}
+        values: dict[str, Any] = {}
+        for name, column in zip(self.metrics, numbers.T[1:], strict=True):
+            for what in ("mean", "std", "min", "max"):
+                values[f"{name}_{what}"] = getattr(column, what)()
+        values |= {f"done_{name}_rate": rate for name, rate in zip(self.reasons, ends.mean(0), strict=True)}
+        values |= {"episodes": self.episodes, "steps": self.steps}
+        return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
+
+    def history(self) -> dict[str, torch.Tensor]:
+        """Return the episodes that are kept, in the order in which they ended: one tensor ``[n]`` a metric.
+
+        ``"step"``, how many steps had been counted when the episode ended; ``"length"``, ``"return"`` and the further
+        metrics, float64; ``"done_{reason}"``, bool.
+        """
+        numbers, ends = self._latest(self._rows)
+        columns = dict(zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True))
+        flags = torch.from_numpy(ends).bool().T
+        return columns | {f"done_{name}": flag for name, flag in zip(self.reasons, flags, strict=True)}
+
+    def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return copies of the newest records, oldest first."""
+        last = self.episodes
+        at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
+        return self._records[at], self._ends[at]
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that has been counted, open episodes too, as tensors."""
+        self._catch_up()
+        return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was called.
+
+        Raises:
+            ValueError: it is of other metrics, reasons or another length of history; nothing has changed.
+        """
+        arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
+        slots = len(arrays["_keys"])
+        shapes = {name: getattr(self, name).shape for name in ("_records", "_ends", "_counters")}
+        shapes |= dict.fromkeys(("_keys", "_lengths", "_touched"), (slots,)) | {"_sums": (slots, len(self._reduction))}
+        for name, array in arrays.items():
+            shape = shapes.get(name, array.shape[:1])
+            if array.shape != shape or array.dtype != getattr(self, name).dtype:
+                raise ValueError(
+                    f"the saved statistics are {array.dtype} of shape {array.shape} ({name.strip('_')}), these "
+                    f"{getattr(self, name).dtype} of {shape}: make EpisodeStats with the same keys, reasons, window "
+                    "and history"
+                )
+        if (arrays["_counters"] < 0).any():
+            raise ValueError("the saved statistics have counted fewer than no steps")
+        self._pending.clear()
+        self.__dict__.update(arrays)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._catch_up()  # CUDA events cannot be copied
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(metrics={list(self.metrics)}, reasons={list(self.reasons)}, "
+            f"window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
+        )
+
+
+_STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)

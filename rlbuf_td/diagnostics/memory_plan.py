@@ -1,0 +1,331 @@
+"""Memory planned ahead: what a buffer will take, key by key, and where there is room for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NestedKey
+from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Storage
+
+from rlbuf_td.envs.specs import schema_of
+from rlbuf_td.kernels.episodes import make_boundaries
+from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.storages.dedup.pooling import Pooling, Sharing, choose
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes
+from rlbuf_td.storages.pinned import refuse_offload
+from rlbuf_td.storages.schema import Leaf, show_key
+
+SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a buffer takes once it is full, in bytes, and what is free for it now; made by :func:`plan`.
+
+    Attributes:
+        capacity: rows, rounded up to whole time steps of all lanes.
+        leaves: the keys, dtypes and shapes of a row, the largest first.
+        row_bytes: bytes of a row, padding included.
+        priorities: bytes of the sampler's state.
+        trajectories: bytes of the trajectory index, which is made when a sampler first asks for it.
+        places: where the rows could lie, and what is free there; first the place that was asked for.
+        memory: where priorities and index lie, and what is free there.
+        pooling: what rows share, if anything.
+    """
+
+    capacity: int
+    leaves: tuple[Leaf, ...]
+    row_bytes: int
+    priorities: int
+    trajectories: int
+    places: tuple[Room, ...]
+    memory: Room
+    pooling: Pooling | None = None
+
+    @property
+    def keys(self) -> dict[str, int]:
+        """Bytes of each key in all rows, the largest first."""
+        return {leaf.name: leaf.nbytes * self.capacity for leaf in self.leaves}
+
+    @property
+    def rows(self) -> int:
+        """Bytes of all rows, padding included, where each row shares what it can."""
+        if self.pooling is None:
+            return self.capacity * self.row_bytes
+        entries = sum(group.nbytes for group in self.pooling.groups)
+        return self.capacity * (self.pooling.own.row_bytes + entries)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Bytes that rows take less, by key at the root, because they share it; empty if they share nothing."""
+        if self.pooling is None:
+            return {}
+        saved = self.pooling.saved_bytes(self.capacity, [self.capacity] * len(self.pooling.groups))
+        return {show_key(key): nbytes for key, nbytes in saved.items()}
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.rows + self.priorities + self.trajectories
+
+    @property
+    def largest_key(self) -> str:
+        """The key that takes most."""
+        return self.leaves[0].name
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits into what is free now; a place of unknown size counts as large enough."""
+        return self._fits_in(self.places[0])
+
+    @property
+    def most_rows(self) -> int | None:
+        """About the largest capacity that fits into what is free now; ``None``: not known."""
+        beside = self.priorities + self.trajectories
+        together = self.places[0].place == self.memory.place
+        needs = [(self.places[0], self.total if together else self.rows), (self.memory, 0 if together else beside)]
+        limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
+        return min(limits, default=None)
+
+    @property
+    def remedy(self) -> str:
+        """What to do if it does not fit, one way a line; empty if it does."""
+        if self.fits:
+            return ""
+        ways = [f"take a capacity of at most {self.most_rows:,}"]
+        on_gpu = self.memory.place.startswith("cuda")
+        others = [room for room in self.places[1:] if self._fits_in(room)]
+        ways += [f"put the rows elsewhere: {_argument(room, on_gpu)}" for room in others]
+        largest = self.leaves[0]
+        smaller = f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
+        if largest.dtype.is_floating_point and len(largest.shape) > 2:
+            smaller += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
+        ways.append(smaller)
+        twice = {leaf.key for leaf in self.leaves}
+        if self.pooling is None and any(("next", *leaf.key) in twice and leaf.nbytes >= 16 for leaf in self.leaves):
+            ways.append("store observations once: share_next=True")
+        return "\n".join(ways)
+
+    def _fits_in(self, place: Room) -> bool:
+        beside = self.priorities + self.trajectories
+        needed = self.rows + (beside if place.place == self.memory.place else 0)
+        return all(room.free is None or need <= room.free for room, need in ((place, needed), (self.memory, beside)))
+
+    def __str__(self) -> str:
+        lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
+        width = max(24, *(len(key) for key in self.keys))
+        lines.append(f"  {'':<{width}}  {'bytes a row':>12}  {'all rows':>11}")
+        for name, nbytes, share in self._table():
+            a_row = nbytes / self.capacity
+            number = f"{a_row:,.0f}" if a_row == int(a_row) else f"{a_row:,.2f}"
+            size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
+            lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}")
+        lines += ["", f"  largest key: {self.largest_key}", ""]
+        for room in self.places:
+            mark = "->" if room is self.places[0] else "  "
+            lines.append(f"{mark} {room.words()}: {'fits' if self._fits_in(room) else 'does not fit'}")
+        if not self.fits:
+            lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
+        return "\n".join(lines)
+
+    def _table(self) -> Iterator[tuple[str, int, str]]:
+        for key, nbytes in self.keys.items():
+            yield key, nbytes, f"{nbytes / self.rows:.0%}"
+        for key, nbytes in self.saved.items():
+            yield f"{key} shared", -nbytes, f"{-nbytes / self.rows:.0%}"
+        yield "padding", self.rows + sum(self.saved.values()) - sum(self.keys.values()), ""
+        yield "rows", self.rows, ""
+        yield "priorities", self.priorities, ""
+        yield "trajectory index", self.trajectories, ""
+        yield "total", self.total, ""
+
+
+def plan(
+    source: Any,
+    capacity: int | None = None,
+    *,
+    sampler: Any = None,
+    device: torch.device | str | None = None,
+    scratch_dir: str | Path | None = None,
+    shared: bool = False,
+    offload: bool = False,
+    share_next: bool | str | Sequence[NestedKey] = False,
+    frames: Mapping[NestedKey, Any] | None = None,
+) -> MemoryPlan:
+    """Return what a buffer of so many transitions takes, and whether that fits into what is free.
+
+    Nothing is allocated. The bytes are those that :class:`PackedStorage` and the samplers of this package allocate.
+
+    Args:
+        source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict that holds a transition
+            (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written.
+        capacity: in transitions; default: that of the storage.
+        sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
+            else uniform.
+        device: where the rows are to lie, default ``"cpu"``, or where those of the storage do.
+        scratch_dir: a folder, for rows in a memory-mapped file.
+        shared: rows in shared memory.
+        offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
+        share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
+            keys that may be shared), which leaves out one observation more for each trajectory.
+        frames: as for :class:`PackedStorage`.
+
+    Returns:
+        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``row_bytes``, ``rows``, ``priorities``,
+        ``fits`` ...; ``print`` it.
+
+    Raises:
+        ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.
+        TypeError: the source tells no keys, dtypes and shapes; or the sampler is none.
+        SchemaError: a key has no fixed size in bytes.
+
+    Cost: O(keys); the system is asked what is free. TorchRL has no such function.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> transition = TensorDict({"pixels": torch.zeros(3, 64, 64, dtype=torch.uint8), "action": torch.zeros(6)})
+        >>> needed = plan(transition, 1_000, sampler="proportional", device="cpu")
+        >>> needed.keys, needed.row_bytes
+        ({"'pixels'": 12288000, "'action'": 24000}, 12352)
+        >>> needed.rows, needed.priorities, needed.fits
+        (12352000, 19840, True)
+    """
+    pooling: Pooling | None = None
+    # Classes are asked: `isinstance` would ask the source itself, and a SerialEnv that has not started never answers.
+    if issubclass(type(source), ReplayBuffer):
+        sampler = source._sampler if sampler is None else sampler
+        source = source._storage
+    if issubclass(type(source), Storage):
+        scratch_dir = scratch_dir or getattr(source, "scratch_dir", None)
+        shared = shared or getattr(source, "shared", False)
+        offload = offload or getattr(source, "offload", False)
+        device = getattr(source, "device", None) if device is None else device
+        capacity = source.max_size if capacity is None else capacity
+        pooling = getattr(source, "pooling", None)
+        source = _time_step(source)
+    if capacity is None or capacity < 1:
+        raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
+    device = torch.device("cpu" if device in (None, "auto") else device)
+    schema = schema_of(source)
+    lanes = prod(schema.batch_size)
+    steps = -(-int(capacity) // lanes)
+    layout = RowLayout(schema, schema.ndim)
+    if pooling is None or share_next or frames:
+        pooled = choose(Sharing.of(share_next, frames), layout)
+        pooling = Pooling(layout, pooled) if pooled else None
+    folder = None if scratch_dir is None else Path(scratch_dir)
+    if offload:
+        refuse_offload(device, scratch_dir=folder, shared=shared, sharing=pooling is not None)
+    return MemoryPlan(
+        capacity=steps * lanes,
+        leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
+        row_bytes=layout.row_bytes,
+        priorities=priority_bytes(sampler, steps * lanes, device),
+        trajectories=_index_bytes(layout.leaves, steps, lanes, device),
+        places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
+        memory=room_for(device),
+        pooling=pooling,
+    )
+
+
+def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cpu") -> int:
+    """Return the bytes that a sampler keeps for so many rows.
+
+    Args:
+        sampler: as for :func:`plan`. A wrapper is asked for what it wraps. TorchRL's ``PrioritizedSampler`` keeps two
+            float32 trees; a sampler without replacement, the order of an epoch; others are taken to keep nothing.
+        capacity: rows.
+        device: where they lie.
+
+    Raises:
+        TypeError: there is no such sampler.
+
+    Example:
+        >>> priority_bytes("rank", 1_000_000), priority_bytes(None, 1_000_000)
+        (26845672, 0)
+    """
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler
+    if isinstance(sampler, str):
+        if sampler not in SAMPLERS:
+            raise TypeError(f"sampler must be one of {', '.join(SAMPLERS)}, a sampler or its class, got {sampler!r}")
+        sampler = SAMPLERS[sampler]
+    kind = sampler if isinstance(sampler, type) else type(sampler)
+    if issubclass(kind, Prioritized):
+        return kind.nbytes_for(capacity, device)
+    if issubclass(kind, PrioritizedSampler):
+        return 2 * 4 * 2 * (1 << int(capacity).bit_length())
+    return 8 * capacity if issubclass(kind, SamplerWithoutReplacement) else 0
+
+
+def _time_step(storage: Storage) -> Any:
+    rows = getattr(storage, "_storage", None)
+    if getattr(storage, "pooling", None) is not None:
+        layout = storage.layout
+        return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
+    if rows is None:
+        raise TypeError(
+            f"the {type(storage).__name__} has not been written yet, so that its rows have no keys: plan with the "
+            "environment, or with a TensorDict that holds one transition"
+        )
+    return rows[0]
+
+
+def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch.device) -> int:
+    """Return the bytes of a trajectory index; none can be made of rows that do not say where a trajectory ends."""
+    if not any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves):
+        return 0
+    with torch.device("meta"):  # shapes without memory
+        boundaries = make_boundaries(steps, lanes, torch.device("cpu" if device.type == "cpu" else "meta"))
+        return sum(tensor.nbytes for tensor in boundaries.tensors().values())
+
+
+def _places(device: torch.device, scratch_dir: Path | None, shared: bool) -> Iterator[Room]:
+    """Yield the place that was asked for, then the others."""
+    asked = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    yield asked
+    if asked.place != "RAM":
+        yield ram()
+    for index in range(torch.cuda.device_count()):
+        if asked.place != f"cuda:{index}":
+            yield cuda(torch.device("cuda", index))
+    if scratch_dir is None:
+        yield disk(Path())
+
+
+def _argument(room: Room, on_gpu: bool) -> str:
+    """Return what to pass to put the rows there; ``on_gpu``: priorities and index are to lie on a GPU."""
+    if room.place.startswith("disk"):
+        return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
+    if room.place == "RAM" and on_gpu:
+        return "offload=True keeps them in RAM, where the GPU reads them"
+    return f"device={'cpu' if room.place == 'RAM' else room.place!r}"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the plan for a Gymnasium environment (``python -m rlbuf_td plan``).
+
+    Returns:
+        0 if the buffer fits into what is free, 1 if it does not, 2 if there is no such environment.
+    """
+    import gymnasium
+
+    settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}
+    try:
+        env = gymnasium.make_vec(options.env, options.num_envs) if options.num_envs else gymnasium.make(options.env)
+        needed = plan(env, int(options.capacity), **settings)
+    except (gymnasium.error.Error, ImportError, ValueError, RuntimeError) as error:
+        print(f"cannot plan for {options.env}: {error}", file=sys.stderr)
+        return 2
+    env.close()
+    print(f"{options.env}, {options.sampler} sampler: {needed}")
+    return 0 if needed.fits else 1

@@ -1,0 +1,1 @@
+"""Gymnasium and TorchRL environments: schemas, transitions and the recorder."""

@@ -1,0 +1,408 @@
+"""What a running Gymnasium environment does, as transitions in a buffer."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.buffers.rollout import RolloutBuffer
+from rlbuf_td.envs.infos import Key, fill_, fill_info_, fill_infos_, flatten, look_up, missing_info, part_of, to_array
+from rlbuf_td.envs.lane_queues import Staging
+from rlbuf_td.envs.specs import ACTION, schema_of, tensors_of
+from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.schema import show_key, walk
+
+_REWARD, _DONE = ("next", "reward"), ("next", "done")
+_GIVEN = _REWARD, ("next", "terminated"), ("next", "truncated")
+_REMEDY = "make the buffer with from_env(env, ...)"
+_FAR_AHEAD = 1_024
+
+
+class GymnasiumRecorder:
+    """Step a Gymnasium environment through this, and its transitions are in the buffer.
+
+    ``reset`` and ``step`` return exactly what the environment's do. What is stored is right in every autoreset mode:
+
+    - ``("next", ...)`` is the true next observation, at the end of an episode too: same-step autoreset gives it as
+      ``final_obs``;
+    - the step by which next-step autoreset begins a new episode is none: nothing is stored for that lane;
+    - ``terminated`` and ``truncated`` are kept apart, and ``done`` is either;
+    - ``("collector", "traj_ids")`` numbers the episodes, so that one that is broken off by ``reset`` does not run into
+      the next.
+
+    **Where a transition goes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as
+    soon as every lane has its transition: at once, except in next-step mode, where a lane that began a new episode is a
+    step behind the others and their newest transitions wait (see :attr:`pending`). Time then differs between lanes,
+    but in each of them row ``t + 1`` follows row ``t``, on which sequences, n-step returns and hindsight rely. Lanes
+    whose episodes are of one kind stay within a few dozen steps; where one ends much more often, the others wait ever
+    longer (a warning says so): take same-step mode or a flat buffer then. A flat buffer ``[T]`` takes the
+    transitions of one environment at once, and those of several in stretches: a lane's when its episode ends, or when
+    ``stretch`` of them wait; :meth:`flush` writes the rest.
+
+    Args:
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for instance by ``from_env(env, ...)``.
+        env: a Gymnasium environment, or a vector environment.
+        infos: what to store of the infos, under ``"next"``: names (``("episode", "r")`` for one within another), which
+            must then be in every step's infos; or a dict of names with the value to store where there is none.
+        trajectory_key: where the episodes' numbers go; ``None``: nowhere, and an episode cannot be broken off.
+        stretch: see above.
+        autoreset_mode: of a vector environment: default what its metadata say, next-step if they say nothing. A single
+            environment is next-step under Gymnasium's ``Autoreset`` wrapper, else disabled.
+
+    Raises:
+        TypeError: ``buffer`` or ``env`` is something else.
+        SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
+
+    Cost: one copy of a step's rows, some 50 us for 16 environments (``python -m rlbuf_td bench --only record``). With
+    the buffer's ``stats`` or transforms, as :meth:`ReplayBuffer.add`. TorchRL has no recorder: its collectors step
+    TorchRL's environments.
+
+    Example:
+        >>> import gymnasium
+        >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2)
+        >>> rb = ReplayBuffer.from_env(env, 1_000, batch_size=8)
+        >>> recorder = GymnasiumRecorder(rb, env)
+        >>> obs, info = recorder.reset(seed=0)
+        >>> for _ in range(100):
+        ...     obs, reward, terminated, truncated, info = recorder.step(env.action_space.sample())
+        >>> rb.sample()["next", "observation"].shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        env: Any,
+        *,
+        infos: Sequence[str | Key] | Mapping[Any, Any] = (),
+        trajectory_key: Key | None = ("collector", "traj_ids"),
+        stretch: int = 1_000,
+        autoreset_mode: Any = None,
+    ) -> None:
+        if not isinstance(buffer, ReplayBuffer):
+            raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, got a {type(buffer).__name__}")
+        if stretch < 1:
+            raise ValueError(f"stretch must be at least 1, got {stretch}")
+        if isinstance(infos, str):
+            raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
+        if not buffer._initialized:
+            buffer._init()
+        schema = schema_of(env)
+        self.buffer, self.env, self.stretch = buffer, env, stretch
+        self._single = not schema.ndim
+        self._lanes = 1 if self._single else schema.shape[0]
+        self._flat = buffer.storage.ndim == 1
+        if self._flat and not self._single and isinstance(buffer, RolloutBuffer):
+            raise ValueError(f"a rollout of {self._lanes} environments needs lanes: RolloutBuffer(T, {self._lanes})")
+        self._mode = _mode_of(env, autoreset_mode, self._single)
+        self._obs_paths, self._action_paths = _paths(env, schema, self._single)
+        self._next_paths = [(("next", *key), path) for key, path in self._obs_paths]
+        self._infos = {_path(name): infos[name] if isinstance(infos, Mapping) else None for name in infos}
+        self._trajectory_key = trajectory_key
+        self._schema = self._fitted(schema.unsqueeze(0) if self._single else schema)
+        self._staging: Staging | None = None  # from the first step on
+        self._obs: Any = None
+        self._ended = np.zeros(self._lanes, bool)  # whose episode has ended, and has not begun anew
+        self._fresh = np.ones(self._lanes, bool)  # who has taken no step of the episode
+        self._trajectories = np.zeros(self._lanes, np.int64)
+        self._next_trajectory = self._first_free_trajectory()
+        self._known_layout: Any = None  # of the buffer's rows, when it was last compared with what is recorded
+        self._is_alike = False
+        self._warned = False
+
+    def _fitted(self, schema: TensorDict) -> TensorDict:
+        """Return the schema, ``[E]``, of what is recorded, as the buffer's rows have it, reserved if need be.
+
+        Raises:
+            SchemaError: the rows have other lanes, lack a key, or hold it with another dtype or shape.
+        """
+        if self._trajectory_key is not None:
+            schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
+        storage = self.buffer.storage
+        if not isinstance(storage, PackedStorage):
+            return schema
+        if storage.layout is None:
+            storage.reserve(schema[0] if self._flat else schema)
+        lanes = () if self._flat else tuple(schema.shape)
+        if storage.lanes != lanes:
+            raise SchemaError(f"the buffer has lanes {tuple(storage.lanes)}, the environment {lanes}: {_REMEDY}")
+        stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
+        for key, value in list(walk(schema)):
+            leaf = stored.get(key)
+            if leaf is None:
+                if not storage.is_reserved:
+                    raise SchemaError(
+                        f"the buffer's rows have no {show_key(key)}, which the recorder writes: {_REMEDY}"
+                    )
+            elif key == _REWARD and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
+                schema.set(key, value.to(leaf.dtype))
+            elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
+                raise SchemaError(
+                    f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}, the "
+                    f"buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}: {_REMEDY}"
+                )
+        return schema
+
+    def _first_free_trajectory(self) -> int:
+        if self._trajectory_key is None or not len(self.buffer):
+            return 0
+        storage = self.buffer.storage
+        if isinstance(storage, PackedStorage):  # no slice: of keys that rows share it would be a copy
+            is_stored = storage.layout is not None and storage.layout.has(self._trajectory_key)
+            stored = storage.get(self._trajectory_key) if is_stored else None
+        else:
+            stored = storage[:].get(self._trajectory_key, None)
+        return 0 if stored is None else int(stored.max()) + 1
+
+    # -- running
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes, as the environment's ``reset`` does; ``options={"reset_mask": ...}``: in some lanes only.
+
+        Raises:
+            RuntimeError: this breaks an episode off, and there is no trajectory key to tell.
+        """
+        mask = (options or {}).get("reset_mask")
+        lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
+        broken = lanes & ~self._ended & ~self._fresh
+        if self._trajectory_key is None and broken.any():
+            raise RuntimeError(
+                f"reset breaks off episodes in lanes {broken.nonzero()[0].tolist()}, and without trajectory_key "
+                "nothing in the rows would tell: let them end, or store trajectory numbers"
+            )
+        self._obs, info = self.env.reset(seed=seed, options=options)
+        self._write_stretches(lanes)
+        self._ended &= ~lanes
+        self._begin(lanes)
+        return self._obs, info
+
+    def step(self, action: Any, **extras: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Take a step, store its transitions, and return what the environment's ``step`` does.
+
+        Args:
+            action: for the environment.
+            **extras: more entries for the transitions, the same ones in every step: a policy's outputs, for instance
+                ``state_value`` of shape ``[E, 1]``, as arrays, tensors, or nested dicts of them.
+
+        Raises:
+            RuntimeError: there has been no reset, or (with autoreset disabled) an episode has ended and was not reset.
+            SchemaError: an entry has another dtype or shape than its space says, or than in the first step.
+        """
+        if self._obs is None:
+            raise RuntimeError("call the recorder's reset() before its first step()")
+        resetting = np.count_nonzero(self._ended)  # quicker than any()
+        if resetting and self._mode == "Disabled":
+            raise RuntimeError(
+                f"the episode has ended in lanes {self._ended.nonzero()[0].tolist()}: reset before the next step"
+                + ("" if self._single else ", with options={'reset_mask': terminated | truncated}")
+            )
+        lanes = ~self._ended if resetting else None
+        if self._staging is None:
+            before = deepcopy((self._obs, action))  # the environment may write over it
+            result = self.env.step(action)
+            self._staging = self._stage(extras, result[4])
+            self._fill_before(*before, extras)
+        else:
+            self._fill_before(self._obs, action, extras)
+            result = self.env.step(action)
+        self._obs = result[0]
+        done = self._fill_after(result, lanes)
+        self._store(self._staging, lanes, done)
+        self._fresh[:] = False
+        if self._mode == "SameStep":
+            self._begin(done)
+        elif lanes is None:
+            self._ended[:] = done
+        else:  # by this step, these lanes have begun anew
+            begun, self._ended = self._ended, done & lanes
+            self._begin(begun)
+        return result
+
+    @property
+    def pending(self) -> int:
+        """Transitions that are not in the buffer yet."""
+        return 0 if self._staging is None else self._staging.pending
+
+    def flush(self) -> None:
+        """Write everything that waits for a flat buffer; into ``[T, E]``, complete time steps are written at once."""
+        self._write_stretches(np.ones(self._lanes, bool))
+
+    def _begin(self, lanes: np.ndarray) -> None:
+        """Begin a trajectory in each of some lanes."""
+        count = np.count_nonzero(lanes)
+        if not count:
+            return
+        self._trajectories[lanes] = np.arange(self._next_trajectory, self._next_trajectory + count)
+        self._next_trajectory += count
+        self._fresh[lanes] = True
+        if self._staging is not None and self._trajectory_key is not None:
+            self._staging.columns[self._trajectory_key][...] = self._trajectories
+
+    # -- the rows of the step
+
+    def _stage(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> Staging:
+        """Return staging for the schema and what the first step brings beside it."""
+        more = {key: torch.as_tensor(to_array(value)) for key, value in flatten(extras)}
+        if self._single:
+            more = {key: value.unsqueeze(0) for key, value in more.items()}
+        for path, default in self._infos.items():
+            key = ("next", *path)
+            more[key] = self._info_example(path, default, info)
+        schema = self._schema.copy()
+        for key, value in more.items():
+            if schema.get(key, None) is not None or key == ("next",):
+                raise SchemaError(f"the entry {show_key(key)} takes the name of one that the environment gives")
+            if value.shape[:1] != schema.shape:
+                raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected {self._lanes} in front")
+            schema.set(key, value)
+        staging = Staging(schema)
+        self._columns = {key: x[0, ...] for key, x in staging.columns.items()} if self._single else staging.columns
+        self._extra_keys = tuple(key for key, _ in flatten(extras))
+        self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
+        self._terminated, self._truncated, self._done = (staging.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
+        self._single_now = staging.now[0]
+        if self._trajectory_key is not None:
+            staging.columns[self._trajectory_key][...] = self._trajectories
+        return staging
+
+    def _info_example(self, path: Key, default: Any, info: Mapping[str, Any]) -> torch.Tensor:
+        """Return a value of an info for every lane, which says what its dtype and shape are."""
+        if default is not None:
+            value = tensors_of(default, *path)
+        else:
+            found, _ = look_up(info, path)
+            if found is None:
+                raise missing_info(path)
+            value = torch.as_tensor(to_array(found))
+            if not self._single:
+                return value
+        return value.expand(self._lanes, *value.shape)
+
+    def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
+        columns = self._columns
+        for key, path in self._obs_paths:
+            fill_(columns[key], part_of(obs, path), key)
+        for key, path in self._action_paths:
+            fill_(columns[key], part_of(action, path), key)
+        if extras or self._extra_keys:
+            given = dict(flatten(extras))
+            if given.keys() != set(self._extra_keys):
+                raise SchemaError(
+                    f"this step came with the extras {sorted(map(show_key, given))}, "
+                    f"the first one with {sorted(map(show_key, self._extra_keys))}: every step must bring the same"
+                )
+            for key, value in given.items():
+                fill_(columns[key], value, key)
+
+    def _fill_after(self, result: Any, lanes: np.ndarray | None) -> np.ndarray:
+        """Fill in what the environment gave; return whose episode has ended, ``[E]``."""
+        obs, reward, terminated, truncated, info = result
+        for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
+            fill_(flag, value, name)
+        done = np.logical_or(self._terminated, self._truncated, out=self._done)
+        for key, path in self._next_paths:
+            fill_(self._columns[key], part_of(obs, path), key)
+        same_step = self._mode == "SameStep" and np.count_nonzero(done)
+        if same_step:
+            self._fill_final(info, done)
+        for path, default in self._infos.items():
+            key = ("next", *path)
+            column = self._columns[key]
+            if self._single:
+                fill_info_(column, path, default, info)
+            else:
+                fill_infos_(column, path, default, info, done if same_step else None, lanes)
+        return done
+
+    def _fill_final(self, info: Mapping[str, Any], done: np.ndarray) -> None:
+        """Put the last observation of an episode where the first one of the next stands."""
+        final = info.get("final_obs")
+        if final is None:
+            raise RuntimeError(
+                "an episode has ended, and the infos hold no 'final_obs' as those of same-step autoreset do: "
+                f"which mode is it? (autoreset_mode=...; the environment's metadata: {self.env.metadata})"
+            )
+        for lane in done.nonzero()[0]:
+            each = isinstance(final, np.ndarray) and final.dtype == object
+            for key, path in self._next_paths:
+                value = part_of(final[lane], path) if each else part_of(final, path)[lane]
+                fill_(self._columns[key][lane, ...], value, key)
+
+    # -- writing them
+
+    def _store(self, staging: Staging, lanes: np.ndarray | None, done: np.ndarray) -> None:
+        """Write the rows of this step, or let them wait: of all lanes, or of those of a mask."""
+        if self._single and self._flat:
+            if lanes is None:
+                self._write(self._single_now, staging.now_packed[0])
+        elif self._flat:
+            staging.push(lanes)
+            full = staging.waiting >= self.stretch
+            self._write_stretches(done | full)
+        elif lanes is None and not staging.pending:
+            self._write(staging.now, staging.now_packed)
+        else:
+            staging.push(lanes)
+            if staging.take_step():
+                self._write(staging.step, staging.step_packed)
+            if staging.steps > _FAR_AHEAD and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"a lane is {_FAR_AHEAD} time steps behind another, as its episodes end so much more often: what "
+                    "the others record waits in memory. Use same-step autoreset, or a buffer with flat=True.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def _write_stretches(self, lanes: np.ndarray) -> None:
+        if not self._flat or self._staging is None or not self._staging.pending:
+            return
+        for lane in (lanes & (self._staging.waiting > 0)).nonzero()[0]:
+            self.buffer.extend(self._staging.take_stretch(int(lane)))
+
+    def _write(self, step: TensorDict, packed: torch.Tensor) -> None:
+        """Write a time step, by one copy if the buffer's rows are packed alike."""
+        buffer, layout = self.buffer, getattr(self.buffer.storage, "layout", None)
+        if layout is not self._known_layout and self._staging is not None:
+            has_errors = self._staging.now.get(buffer.priority_key, None) is not None
+            self._known_layout, self._is_alike = layout, layout == self._staging.layout and not has_errors
+        if self._is_alike and buffer.takes_packed():
+            buffer.add_packed(packed)
+        else:
+            buffer.add(step.clone() if len(buffer._stages) else step)  # a transform may change it
+
+
+def _path(name: str | Key) -> Key:
+    return (name,) if isinstance(name, str) else tuple(name)
+
+
+def _mode_of(env: Any, given: Any, single: bool) -> str:
+    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
+    if single:
+        while hasattr(env, "env"):
+            if type(env).__name__ == "Autoreset":
+                return "NextStep"
+            env = env.env
+        return "Disabled"
+    mode = env.metadata.get("autoreset_mode") if given is None else given
+    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
+    if mode not in ("NextStep", "SameStep", "Disabled"):
+        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
+    return mode
+
+
+def _paths(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
+    """Return for observation and action the keys of their parts, each with the way to it in what Gymnasium gives."""
+    space = env.observation_space if single else env.single_observation_space
+    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
+    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in (*_GIVEN, _DONE)]
+    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
+    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]

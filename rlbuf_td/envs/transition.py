@@ -1,0 +1,114 @@
+"""Transitions of a plain Gymnasium loop, as TensorDicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td.envs.specs import OBSERVATION, entries, refuse_taken, tensors_of
+from rlbuf_td.storages.schema import SchemaError, show_key
+
+
+def make_transition(
+    obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: Any
+) -> TensorDict:
+    """Return what one step of a Gymnasium environment gave, as a TensorDict with TorchRL's keys.
+
+    Observations, actions and extras are arrays, numbers or tensors, or dicts and tuples of these, nested at will (a
+    tuple's keys are ``"0"``, ``"1"`` ...). They keep their dtypes and share the arrays' memory. The entries of a dict
+    observation are at the root, any other observation is ``"observation"``.
+
+    Args:
+        obs: what the action was chosen by.
+        action: what was done.
+        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. NumPy's and Python's
+            numbers become float32, as TorchRL's rewards are; a tensor of floats keeps its dtype.
+        next_obs: the true next observation: at an autoreset with ``final_obs``, that one, and not the one that the
+            next episode begins with.
+        terminated: bool, a flag or ``[E]``. Its shape is the batch size of the result.
+        truncated: bool, of the same shape.
+        **extras: more entries for the root, such as a policy's outputs; those of a dict ``next`` go under ``"next"``.
+
+    Returns:
+        a TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`, with ``("next", "reward")``,
+        ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
+
+    Raises:
+        SchemaError: names an entry that is not made of numbers, or has no dim of size E in front, or takes the name
+            of another.
+
+    Cost: O(entries), some 20 us; nothing is copied but flags and rewards.
+
+    Example:
+        >>> import numpy as np
+        >>> obs, following = {"image": np.zeros((8, 8), np.uint8), "speed": 0.5}, {"image": np.ones((8, 8), np.uint8)}
+        >>> step = make_transition(obs, 2, 1.0, following | {"speed": 0.6}, False, True, log_prob=-0.7)
+        >>> step["image"].dtype, step["next", "done"], step["next", "reward"]
+        (torch.uint8, tensor([True]), tensor([1.]))
+    """
+    flags = {"terminated": _flag(terminated, "terminated"), "truncated": _flag(truncated, "truncated")}
+    lanes = flags["terminated"].shape
+    if flags["truncated"].shape != lanes:
+        raise SchemaError(
+            f"'truncated' has shape {tuple(flags['truncated'].shape)}, expected that of 'terminated', {tuple(lanes)}"
+        )
+    root = observation_of(obs) | {"action": tensors_of(action, "action")}
+    after = observation_of(next_obs, "next") | {"reward": _reward(reward, lanes)}
+    after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
+    after["done"] = after["terminated"] | after["truncated"]
+    more = tensors_of(extras, "extras")
+    for part, added in ((after, more.pop("next", {})), (root, more)):
+        if not isinstance(added, dict):
+            raise SchemaError(f"the extra 'next' must be a dict of entries, got a {type(added).__name__}")
+        for key in added:
+            if key in part or (part is root and key == "next"):
+                raise SchemaError(f"the extra {key!r} takes the name of an entry that is there already")
+        part.update(added)
+    return _batch(root | {"next": after}, lanes)
+
+
+def observation_of(obs: Any, *path: str) -> dict[str, Any]:
+    """Return an observation as entries of tensors: those of a dict, or one of the usual name.
+
+    Raises:
+        SchemaError: an entry is not made of numbers, or has a name that a transition needs for itself.
+    """
+    if entries(obs) is None or isinstance(obs, tuple):
+        return {OBSERVATION: tensors_of(obs, *path, OBSERVATION)}
+    refuse_taken(obs)
+    return {key: tensors_of(value, *path, key) for key, value in obs.items()}
+
+
+def _flag(value: Any, name: str) -> torch.Tensor:
+    flag = tensors_of(value, name)
+    if not isinstance(flag, torch.Tensor) or flag.dtype is not torch.bool:
+        got = str(flag.dtype).removeprefix("torch.") if isinstance(flag, torch.Tensor) else type(value).__name__
+        raise SchemaError(f"{name!r} must be bool, or an array of bool, got {got}")
+    return flag
+
+
+def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
+    reward = tensors_of(value, "next", "reward")
+    if not isinstance(reward, torch.Tensor):
+        raise SchemaError(f"'reward' must be a number or an array, got a {type(value).__name__}")
+    if not (isinstance(value, torch.Tensor) and reward.is_floating_point()):
+        reward = reward.to(torch.float32)
+    return reward.unsqueeze(-1) if reward.shape == lanes else reward
+
+
+def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
+    """Return nested dicts of tensors as a TensorDict, once each is known to have the dims in front."""
+    checked: dict[str, Any] = {}
+    for key, value in parts.items():
+        if isinstance(value, dict):
+            checked[key] = _batch(value, lanes, *path, key)
+        elif value.shape[: len(lanes)] != lanes:
+            raise SchemaError(
+                f"{show_key((*path, key))} has shape {tuple(value.shape)}, expected {tuple(lanes)} in front, as in "
+                "'terminated': one entry for each environment"
+            )
+        else:
+            checked[key] = value
+    return TensorDict(checked, lanes)

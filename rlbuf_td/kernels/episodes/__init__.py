@@ -1,0 +1,254 @@
+"""Where trajectories are cut: for any row, how far its trajectory reaches back and ahead.
+
+Rows lie in lanes ``[T, E]`` (time, lanes), each lane a ring. A step ``t`` of a lane is *cut* when step ``t + 1`` does
+not follow it: its trajectory ended there, or the write head stands there. It is *over* when its trajectory ended there.
+From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
+beginning of one.
+
+Two classes offer the same. :class:`FlagBoundaries` is the specification, in torch ops on any device: a look-up scans
+all steps, once after a write; with Triton it reads a trajectory. On the CPU :class:`BitBoundaries` is a bitmap with
+summaries, 64 bits to the word, in which a look-up reads as many words as there are levels: four for a million steps.
+
+Invariants, which :func:`check` states as code: a lane that has been written has at least one cut; while the ring fills,
+its last step is cut; a step that is over is cut.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated, lasting
+from rlbuf_td.kernels.dispatch import path_of
+
+WORD = 64
+
+
+class FlagBoundaries:
+    """The specification: one flag a row.
+
+    Attributes:
+        cut: ``[T, E]`` bool.
+        over: ``[T, E]`` bool.
+        head: ``[1]`` int64 on the host, the step that was written last, -1 before any.
+    """
+
+    def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
+        with lasting():
+            self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+            self.over = torch.zeros_like(self.cut)
+            self.head = torch.full((1,), -1)
+        self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
+
+    def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        """Take in steps ``start, ..., start + count - 1`` of all lanes, which have just been written in this order.
+
+        Args:
+            start: the first step; if it follows the one that was written last, trajectories go on.
+            count: at least 1, not beyond the last step of the ring.
+            end: ``[T, E]`` bool of the whole storage: the trajectory ends with this row.
+            name: ``[T, E]`` integers of the whole storage that name trajectories: where the name changes, one ends.
+        """
+        self._reach = None
+        steps, stop = len(self.cut), start + count
+        before = (start - 1) % steps
+        follows = self.head.numpy()[0] == before  # on the host
+        if follows:
+            if name is not None:
+                self.over[before] |= name[before] != name[start]
+            self.cut[before] = self.over[before]
+        else:
+            self.cut[before] = True
+        over = end[start:stop].clone()
+        if name is not None:
+            over[:-1] |= name[start : stop - 1] != name[start + 1 : stop]
+        self.over[start:stop] = self.cut[start:stop] = over
+        self.cut[stop - 1] = True
+        self.head.fill_(stop - 1)
+
+    def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they end there.
+
+        Args:
+            cells: flat rows ``t * E + e``, ``[B]`` int64.
+            within: how many steps are asked about, at least 0: those that reach further are said to reach so far.
+                With Triton no more is read.
+
+        Returns:
+            ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
+        """
+        if path_of(cells) == "triton":
+            return gpu_twin().reach(self, cells, within)
+        if is_repeated():  # rows will have been written by the next time
+            back, ahead = self._scan()
+        else:
+            back, ahead = self._reach = self._reach or self._scan()
+        steps, lanes = self.cut.shape
+        most = steps if within is None else min(steps, within)
+        back, ahead = (x.view(-1)[cells].clamp(max=most) for x in (back, ahead))
+        return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
+
+    @property
+    def numbers(self) -> DeviceNumbers:
+        """What kernels that look rows up here read: a law of goals, a discount factor."""
+        found = self.__dict__.get("_numbers")
+        if found is None:
+            found = self.__dict__["_numbers"] = DeviceNumbers(7, self.cut.device)
+        return found
+
+    def _scan(self) -> tuple[Tensor, Tensor]:
+        """Return the steps back and ahead of all rows, ``[T, E]`` each."""
+        steps = len(self.cut)
+        twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
+        at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
+        next_cut = torch.where(twice, at, 4 * steps).flip(0).cummin(0).values.flip(0)[:steps]
+        last_cut = torch.where(twice, at, -1).cummax(0).values[steps - 1 : -1]
+        return at[:steps] + (steps - 1) - last_cut, next_cut - at[:steps]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._reach = None
+        self.cut.zero_()
+        self.over.zero_()
+        self.head.fill_(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, as it is, by name."""
+        return {"cut": self.cut, "over": self.over, "head": self.head}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what :meth:`tensors` returned."""
+        self._reach = None
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+
+class BitBoundaries:
+    """The CPU twin: one bit a row, and for each 64 of them one bit that says whether any is set, and so on.
+
+    Attributes:
+        bits: ``[E, words]`` int64. Of each lane first the cuts, the rows' own level and then the levels above it, and
+            last which rows are over.
+        starts: where the levels of cuts begin, and where they end.
+        head: as in :class:`FlagBoundaries`.
+    """
+
+    def __init__(self, steps: int, lanes: int) -> None:
+        self.steps, self.lanes = steps, lanes
+        sizes = [-(-steps // WORD)]
+        while sizes[-1] > 1:
+            sizes.append(-(-sizes[-1] // WORD))
+        self.starts = np.cumsum([0, *sizes])
+        with lasting():
+            self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
+            self.head = torch.full((1,), -1)
+
+    @property
+    def bitmap(self) -> tuple[int, int, int, int, int, int]:
+        """What the loops of ``_reach_numba`` take; right as long as this object lives and is not shared anew."""
+        numbers = self.__dict__.get("_bitmap")
+        if numbers is None:
+            addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
+            numbers = self.__dict__["_bitmap"] = *addresses, len(self.starts) - 1, self.steps, self.lanes
+        return numbers
+
+    def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
+        names = _NO_NAMES if name is None else name.numpy()
+        bits = self.bits.numpy().view(np.uint64)
+        twin().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
+
+    def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
+        rows = len(cells)
+        back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        most = self.steps if within is None else min(self.steps, within)
+        reach_twin().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
+        return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.bits.zero_()
+        self.head.fill_(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, as it is, by name."""
+        return {"bits": self.bits, "head": self.head}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what :meth:`tensors` returned."""
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+    def share_memory_(self) -> None:
+        """Move the state into shared memory: a process that is given this object reads and writes the same bits."""
+        for tensor in self.tensors().values():
+            tensor.share_memory_()
+        self.__dict__.pop("_bitmap", None)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_bitmap"}
+
+
+Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
+_NO_NAMES = np.empty((0, 0), np.int64)
+
+
+def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
+    """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
+    is_on_cpu = path_of(torch.empty(0, device=device)) == "numba"
+    return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import cpu as _boundaries_numba
+
+    return _boundaries_numba
+
+
+@cache
+def reach_twin() -> ModuleType:
+    """Return the numba twin that reads."""
+    from rlbuf_td.kernels.episodes import reach_cpu as _reach_numba
+
+    return _reach_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import cuda as _boundaries_triton
+
+    return _boundaries_triton
+
+
+def flags(bits: BitBoundaries) -> FlagBoundaries:
+    """Return the same boundaries as flags, for tests."""
+    flagged = FlagBoundaries(bits.steps, bits.lanes)
+    position = torch.arange(bits.steps)
+    for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
+        flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
+    flagged.head.copy_(bits.head)
+    return flagged
+
+
+def check(bits: BitBoundaries) -> None:
+    """Raise AssertionError unless the invariants hold, for tests: O(T * E)."""
+    flagged = flags(bits)
+    if (flagged.over & ~flagged.cut).any():
+        raise AssertionError("a step is over but not cut")
+    if int(bits.head) >= 0 and not flagged.cut.any(0).all():
+        raise AssertionError("a lane has no cut")
+    starts = bits.starts
+    for level in range(1, len(starts) - 1):
+        below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))
+        at = torch.arange(below.shape[1])
+        if not torch.equal((above[:, at // WORD] >> (at % WORD)) & 1, (below != 0).long()):
+            raise AssertionError(f"level {level} does not summarise the one below")

@@ -1,0 +1,193 @@
+"""Hindsight: which rows give new goals to a batch, and putting them there.
+
+Costs are per batch of ``B``. The torch ops of this module are the specification, without host synchronisation; on the
+CPU the numba twin runs, on CUDA the Triton twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.rows import copy_rows_, refuse_rows
+
+#: The strategies, in the order of the thresholds.
+STRATEGIES = ("future", "final", "episode", "random")
+
+
+class Law(NamedTuple):
+    """Who gets a goal, and from where.
+
+    Attributes:
+        thresholds: one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by the first
+            strategy whose threshold its uniform number is below; where it lies between two chooses the row.
+        only_finished: leave rows of unfinished trajectories alone, but for ``random``.
+    """
+
+    thresholds: tuple[float, ...]
+    only_finished: bool
+
+
+class Outcomes(NamedTuple):
+    """The column of a storage that goals are read from; :meth:`of` makes it.
+
+    Attributes:
+        column: ``[T * E, ...]``, each row contiguous.
+        address, stride, width: where it lies, in bytes.
+    """
+
+    column: Tensor
+    address: int
+    stride: int
+    width: int
+
+    @classmethod
+    def of(cls, column: Tensor) -> Outcomes:
+        """Describe a column."""
+        size = column.element_size()
+        return cls(column, column.data_ptr(), column.stride(0) * size, column.shape[1:].numel() * size)
+
+
+def relabel_(
+    boundaries: Boundaries,
+    cells: Tensor,
+    uniform: Tensor,
+    law: Law,
+    live: int,
+    outcomes: Outcomes,
+    goals: Sequence[Tensor],
+) -> Tensor:
+    """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
+
+    Args:
+        boundaries: where trajectories are cut.
+        cells: the batch's flat rows, ``[B]`` int64, contiguous.
+        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
+        law: who gets a goal, and from where.
+        live: how many rows are written.
+        outcomes: what to read.
+        goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
+
+    Raises:
+        IndexError: a row has not been written (on the CPU).
+    """
+    if not isinstance(boundaries, BitBoundaries):
+        rows, mask = choose_goals(boundaries, cells, uniform, law, live)
+        for goal in goals:
+            copy_rows_(goal, outcomes.column, rows, mask)
+        return mask
+    size = goals[0].element_size()
+    places = [number for goal in (goals[0], goals[-1]) for number in (goal.data_ptr(), goal.stride(0) * size)]
+    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, 0, 0)
+
+
+def read_relabelled_(
+    boundaries: BitBoundaries,
+    cells: Tensor,
+    uniform: Tensor,
+    law: Law,
+    live: int,
+    outcomes: Outcomes,
+    base: int,
+    block: int,
+    offsets: tuple[int, int],
+) -> Tensor:
+    """Read whole rows into a batch and do what :func:`relabel_` does, in one pass through memory, on the CPU.
+
+    Args:
+        boundaries: as there, as also the arguments up to ``outcomes``, a column of the rows.
+        cells: see above.
+        uniform: see above.
+        law: see above.
+        live: see above.
+        outcomes: see above.
+        base: address of all rows.
+        block: address of the batch's.
+        offsets: of the two goals in a row; twice the same if there is one.
+
+    Raises:
+        IndexError: a row has not been written.
+    """
+    stride = outcomes.stride
+    places = block + offsets[0], stride, block + offsets[1], stride
+    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, base, block)
+
+
+def _on_cpu(
+    boundaries: BitBoundaries, cells: Tensor, uniform: Tensor, law: Law, live: int, outcomes: Outcomes, *places: int
+) -> Tensor:
+    count = cells.shape[0]
+    mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
+    given = count, cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
+    if not twin().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *places, *given):
+        refuse_rows(cells, live)
+    return mask
+
+
+def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
+    """Put a law and the number of rows where kernels and captured graphs read it."""
+    for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
+        boundaries.numbers.set_(place, value)
+
+
+def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
+    """Choose the rows whose outcomes become goals; arguments as for :func:`relabel_`.
+
+    Returns:
+        ``[B]`` int64, the flat rows chosen (the row itself where it is left alone), and ``[B]`` bool, which are not.
+    """
+    if isinstance(boundaries, BitBoundaries):
+        rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
+        twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
+        return torch.from_numpy(rows), torch.from_numpy(mask)
+    if path_of(cells) == "triton":
+        put_law(boundaries, law, live)
+        return gpu_twin().choose_goals(boundaries, cells, uniform)
+    steps, lanes = boundaries.cut.shape
+    back, ahead, over = boundaries.reach(cells)
+    edges, live, only_finished = _law_of(boundaries, law, live)
+    strategy = torch.searchsorted(edges[1:-1], uniform, right=True)
+    where = (uniform - edges[strategy]) / (edges[strategy + 1] - edges[strategy])
+    within = (where * (ahead + 1)).long().clamp(max=ahead)
+    around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
+    offset = torch.where(strategy == 0, within, torch.where(strategy == 1, ahead, around))
+    rows = (cells + offset * lanes) % (steps * lanes)
+    rows = torch.where(strategy == 3, (where * live).clamp(max=live - 1).long(), rows)
+    mask = strategy < len(STRATEGIES)
+    mask &= over | (strategy == 3) | ~only_finished
+    return torch.where(mask, rows, cells), mask
+
+
+def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor]:
+    """Return a law, as the edges between strategies, and the rows, as torch ops are to read them, for graphs."""
+    if torch.compiler.is_compiling():
+        edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=boundaries.cut.device)
+        return edges, live, torch.full((), law.only_finished, device=boundaries.cut.device)
+    put_law(boundaries, law, live)
+    numbers = boundaries.numbers.tensor
+    edges = torch.cat((numbers.new_zeros(1), numbers[: len(law.thresholds)], numbers.new_ones(1)))
+    return edges, numbers[4], numbers[5] != 0
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import goals_cpu as _goals_numba
+
+    return _goals_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import goals_cuda as _goals_triton
+
+    return _goals_triton

@@ -1,0 +1,169 @@
+"""n-step returns: rewards added up along a trajectory, and where the sum ends.
+
+The specification is in torch ops and runs on any device; costs are per batch of ``B``. The CPU twin works in place on
+rows of bytes; the CUDA twin, :func:`sums_ahead`, reads rewards and says which rows to copy from.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.rows import is_dense, refuse_rows
+
+_GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
+_SUMMED = torch.float32, torch.float64
+
+
+def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
+    """Return the ``n`` rows from each row on, held at the last one of its trajectory, ``[B, n]``, and steps ahead."""
+    ahead = boundaries.reach(rows, n)[1]
+    offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
+    return (rows[:, None] + offset * lanes) % cells, ahead
+
+
+def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return discounted sums of rewards, and of how many.
+
+    Args:
+        reward: ``[B, n, ...]``.
+        end: ``[B, n]`` bool, the trajectory ends with this row.
+        ahead: ``[B]``, how many of the rows behind the first belong to its trajectory.
+        gamma: the discount factor, a number or a 0-dim tensor.
+
+    Returns:
+        ``[B, ...]`` of the dtype of ``reward``, added up in float64; ``[B]`` int64, 1 to n.
+    """
+    steps = torch.arange(reward.shape[1], device=reward.device)
+    ended_before = end.cumsum(1) - end.long() > 0
+    counts = (steps <= ahead[:, None]) & ~ended_before
+    discount = torch.where(counts, gamma ** steps.to(torch.float64), 0.0)
+    wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))
+    terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount.view(wide.shape)
+    return terms.sum(1).to(reward.dtype), counts.sum(1)
+
+
+def sums_ahead(
+    boundaries: FlagBoundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the rewards that are stored from each row on, up to the end of its trajectory.
+
+    Args:
+        boundaries: where trajectories are cut.
+        rows: ``[B]`` int64, contiguous.
+        reward: ``[T * E, ...]``, of a floating dtype.
+        n: at most so many.
+        gamma: the discount factor.
+
+    Returns:
+        ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
+    """
+    if path_of(rows) == "triton" and reward.dtype in _SUMMED and is_dense(reward):
+        put_gamma(boundaries, gamma)
+        return gpu_twin().sums_ahead(boundaries, rows, reward, n)
+    steps, lanes = boundaries.cut.shape
+    window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
+    end = torch.zeros_like(window, dtype=torch.bool)
+    total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
+    return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
+
+
+def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
+    """Put the discount factor where kernels and captured graphs read it."""
+    boundaries.numbers.set_(_GAMMA, gamma)
+
+
+def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
+    """Return the discount factor as torch ops are to read it: on a device path from memory, for graphs."""
+    if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
+        return gamma
+    put_gamma(boundaries, gamma)
+    return boundaries.numbers[_GAMMA]
+
+
+class Parts(NamedTuple):
+    """Which bytes of a row an n-step transition takes from its last row, which it keeps, and where its reward lies.
+
+    Attributes:
+        reward: offset of the reward in bytes.
+        features: how many numbers a reward is.
+        double: whether they are float64 rather than float32.
+        row_bytes: bytes a row.
+        address, taken, number: where the offsets and widths of byte ranges lie, two int64 each: first the ``taken``
+            ones that come from the last row, then those that stay. The reward is among neither.
+        ranges: these numbers.
+    """
+
+    reward: int
+    features: int
+    double: bool
+    row_bytes: int
+    address: int
+    taken: int
+    number: int
+    ranges: np.ndarray
+
+    @classmethod
+    def of(
+        cls, reward: tuple[int, int, bool], row_bytes: int, taken: list[tuple[int, int]], kept: list[tuple[int, int]]
+    ) -> Parts:
+        """Put them together."""
+        ranges = np.array(taken + kept, np.int64)
+        return cls(*reward, row_bytes, ranges.ctypes.data, len(taken), len(taken) + len(kept), ranges)
+
+
+def n_step_(
+    boundaries: BitBoundaries,
+    source: int,
+    batch: int,
+    parts: Parts,
+    rows: Tensor,
+    n: int,
+    gamma: float,
+    dims: int,
+    live: int = 0,
+) -> Tensor:
+    """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B, 1, ...]`` int64.
+
+    Args:
+        boundaries: where trajectories are cut.
+        source: address of all rows of a storage, one after the other.
+        batch: address of ``[B]`` such rows, which are changed in place.
+        parts: what to take from the last row.
+        rows: which ones they are, flat, ``[B]`` int64, contiguous.
+        n: at most so many steps.
+        gamma: the discount factor.
+        dims: of what is returned.
+        live: how many rows are written, if ``batch`` is still to be read; 0 if it has been.
+
+    Raises:
+        IndexError: a row that is to be read has not been written.
+    """
+    steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
+    given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
+    if not twin().n_step(boundaries.bitmap, *parts[:-1], *given):
+        refuse_rows(rows, live)
+    return steps
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import n_step_cpu as _n_step_numba
+
+    return _n_step_numba
+
+
+@cache
+def gpu_twin() -> ModuleType:
+    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import n_step_cuda as _n_step_triton
+
+    return _n_step_triton

@@ -1,0 +1,87 @@
+r"""The law of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
+
+``H`` does not depend on what is stored, so nothing of it is kept per row: the first :data:`HEAD` values are a table,
+and beyond it the Euler-Maclaurin formula, anchored at the table's end, is as exact as float64 can add,
+
+.. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
+          \quad x = n + \tfrac12
+
+(a logarithm where ``alpha = 1``). It is inverted in closed form, so that a draw costs the same for any ``N``, and a
+change of alpha costs O(1).
+
+The functions here run on any device without waiting for it; :mod:`rlbuf_td.kernels.rank_order.draw_cpu` is the CPU's
+twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Ranks whose cumulative mass is a table.
+HEAD = 1024
+
+
+@dataclass(frozen=True)
+class RankLaw:
+    """A law for one ``alpha``.
+
+    Attributes:
+        alpha: exponent, not negative; 0 is uniform.
+        head: ``[HEAD]`` float64, ``H_1, H_2, ...``.
+        shift: the constant ``C``.
+    """
+
+    alpha: float
+    head: Tensor
+    shift: float
+
+
+def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
+    """Make the law of one ``alpha``. O(1).
+
+    Example:
+        >>> rank_law(0.5).head[:4]
+        tensor([1.0000, 1.7071, 2.2845, 2.7845], dtype=torch.float64)
+    """
+    head = cumulative(alpha, HEAD)
+    x = torch.tensor(HEAD + 0.5, dtype=torch.float64)
+    # Nobody else has the table: a GPU need not be waited for, see rlbuf_td.storages.indexing.moved.
+    return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
+
+
+def cumulative(alpha: float, n: int) -> Tensor:
+    """Return ``H_1 .. H_n``, ``[n]`` float64, by adding. O(n)."""
+    return torch.arange(1, n + 1, dtype=torch.float64).pow(-alpha).cumsum(0)
+
+
+def mass(law: RankLaw, ranks: Tensor) -> Tensor:
+    """Return ``H_r`` for ranks of at least 1, float64. O(1) each."""
+    in_head = ranks <= HEAD
+    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # an index of 0 dims would be waited for
+    x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
+    return torch.where(in_head, table, law.shift + _primitive(law.alpha, x))
+
+
+def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
+    """Return the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64. O(1) each."""
+    in_head = torch.searchsorted(law.head, value, right=True) + 1
+    y = (value - law.shift).clamp(min=0.0)
+    bend = 1.0 - law.alpha
+    if bend != 0.0:
+        y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
+    # Bounded before it becomes an integer: mass at the very end of the law may point past every rank.
+    x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
+    beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
+    return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)
+
+
+def _primitive(alpha: float, x: Tensor) -> Tensor:
+    """Return the integral of ``x^-alpha`` from 1, with the first correction."""
+    bend = 1.0 - alpha
+    y = torch.log(x)
+    if bend != 0.0:
+        y = torch.expm1(bend * y) / bend
+    return y + alpha / 24.0 * x.pow(-alpha - 1.0)

@@ -1,0 +1,283 @@
+"""Rows of bytes that name some of their parts: observations kept once, in a pool of entries that rows share.
+
+An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row names its entries by int32, from 1
+on; 0 is none. A row's observation is the entry that the row before it, in time and in the same lane, names as its next
+one, where the bytes agree. So all rows that name an entry lie near each other, and nobody counts them: when a row is
+overwritten, an entry of its that no row within ``reach`` steps names is free.
+
+On the CPU the numba twin goes row by row, O(1) a row; elsewhere torch ops do, all lanes of a time step at once: a write
+takes some fifty kernels for each of its time steps. Neither these nor reads make the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.dispatch import path_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an entry, or each of a stack's entries, holds of one key.
+
+    Attributes:
+        into: where its bytes begin in an entry.
+        inner: bytes that lie together in a row, ``outer`` times, ``pitch`` bytes apart.
+        outer: see ``inner``.
+        pitch: see ``inner``.
+        root, next: where the key begins in a whole row, in the row's own observation and in the next one.
+    """
+
+    into: int
+    inner: int
+    outer: int
+    pitch: int
+    root: int
+    next: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries of one size, and what of a row they hold.
+
+    Attributes:
+        ids: where the names begin in a row, in bytes: ``pieces`` of the own observation, then as many of the next one.
+        pieces: entries that make up one observation, oldest first.
+        sides: 2 if rows have a next observation, else 1.
+        parts: what an entry holds.
+    """
+
+    ids: int
+    pieces: int
+    sides: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an entry."""
+        return sum(part.inner * part.outer for part in self.parts)
+
+    @property
+    def names(self) -> int:
+        """How many entries a row names."""
+        return self.pieces * self.sides
+
+    @property
+    def reach(self) -> int:
+        """How many time steps away rows may lie that name one entry.
+
+        A piece at place p of a row's stack belongs to step t + p, in its next one to t + p + 1, and where a piece is
+        shared it belongs to the same step. A new stack may name one entry for several pieces, that is steps.
+        """
+        return 1 if self.pieces == 1 else 2 * self.pieces
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, and the entries that they name.
+
+    Attributes:
+        groups: what is kept in entries.
+        runs: ``[R, 3]`` int64, what is not: from where in a stored row to where in a whole one, and how many bytes.
+        rows: ``[N, own_bytes]`` uint8, the stored rows.
+        row_bytes: bytes of a whole row.
+        lanes: rows of a time step.
+        entries: of each group, ``[M + 1, bytes]`` uint8; name i is entry i - 1, and the last one is nobody's.
+        stacks: of each group, ``[M + 1]`` int32: the names that are free, below those that never were used.
+        counters: of each group, ``[2]`` int64: how many lie on the stack, and the largest name that was used.
+    """
+
+    groups: tuple[Group, ...]
+    runs: np.ndarray
+    rows: Tensor
+    row_bytes: int
+    lanes: int
+    entries: list[Tensor]
+    stacks: list[Tensor]
+    counters: tuple[Tensor, ...]
+    is_compiled: bool = True
+    _arrays: list[np.ndarray] = field(default_factory=list)
+
+    def ids(self, g: int) -> Tensor:
+        """Return the names that rows hold of a group, ``[N, names]`` int32, as a view."""
+        group = self.groups[g]
+        return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return groups and parts as the numba twin takes them."""
+        if not self._arrays:
+            groups: list[list[int]] = []
+            parts: list[list[int]] = []
+            for g, group in enumerate(self.groups):
+                first = len(parts)
+                parts += [[p.into, p.inner, p.outer, p.pitch, p.root, p.next] for p in group.parts]
+                base, stack, counters = (x[g].data_ptr() for x in (self.entries, self.stacks, self.counters))
+                where = [base, stack, counters, first, len(parts), group.reach]
+                groups.append([group.ids, group.pieces, group.sides, group.nbytes, *where])
+            self._arrays.extend((np.array(groups, np.int64), np.array(parts, np.int64)))
+        return self._arrays
+
+
+def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor | None = None) -> bool:
+    """Put whole rows together.
+
+    Args:
+        table: where they are.
+        cells: ``[B]`` int64, contiguous: which ones.
+        live: how many rows are written.
+        target: ``[B, row_bytes]`` in bytes, contiguous.
+        order: ``[B]`` int64, contiguous: read them in this order.
+
+    Returns:
+        Whether all of them are written; where one is not, ``target`` is not complete. On a device that the host does
+        not wait for always True.
+    """
+    if not table.is_compiled:
+        return _read(table, cells, live, target)
+    own, where = table.rows, 0 if order is None else order.data_ptr()
+    return twin().read(
+        *table.arrays(),
+        table.runs,
+        own.data_ptr(),
+        own.shape[1],
+        live,
+        cells.data_ptr(),
+        where,
+        len(cells),
+        target.data_ptr(),
+        table.row_bytes,
+    )
+
+
+def assemble_(table: Table, rows: Tensor, target: int) -> None:
+    """Put whole rows together from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
+    count, cells = len(rows), torch.arange(len(rows))
+    given = rows.data_ptr(), rows.shape[1], count, cells.data_ptr(), 0, count, target, table.row_bytes
+    twin().read(*table.arrays(), table.runs, *given)
+
+
+def write_(
+    table: Table,
+    sources: np.ndarray,
+    cells: Tensor | int,
+    count: int,
+    lanes: int,
+    *,
+    deferred: bool = False,
+) -> None:
+    """Let rows name the entries of what is written to them; on the CPU.
+
+    Args:
+        table: where they are.
+        sources: ``[P, 2, 3]`` int64: for each part of each group, of the own observations and of the next ones, the
+            address, and the bytes from a time step and from a lane to the one that follows; each row is dense.
+        cells: ``[T * E]`` int64, contiguous, all different: the rows, time step by time step; or the first of rows that
+            follow each other, wrapping.
+        count: how many rows, ``T * E``.
+        lanes: ``E``: of whole time steps the number of lanes, else 1.
+        deferred: take no entry that this write has freed: who undoes the rows undoes the write.
+    """
+    where, start = (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
+    rows = table.rows
+    addresses = sources, rows.data_ptr(), rows.shape[1], len(rows)
+    twin().write(*table.arrays(), *addresses, table.lanes, where, start, count, lanes, deferred)
+
+
+def grow_(table: Table, g: int, most: int) -> None:
+    """Give a group room for ``most`` entries, by a copy of those that it has."""
+    entries, stack = table.entries[g], table.stacks[g]
+    with lasting():
+        table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
+        table.stacks[g] = stack.new_empty(most + 1)
+    table.entries[g][: len(entries) - 1] = entries[:-1]
+    table.stacks[g][: len(stack) - 1] = stack[:-1]
+    table._arrays.clear()
+
+
+def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
+    """Find anew which entries are free: those that no row names. O(rows).
+
+    Args:
+        table: whose rows and entries are right.
+        used: the largest name in use of each group, if the counters do not say.
+    """
+    for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
+        ids = table.ids(g)
+        most = max(int(counters[1]), int(ids.max())) if used is None else used[g]
+        named = torch.zeros(most + 1, dtype=torch.bool, device=stack.device)
+        for first in range(0, len(ids), _CHUNK):
+            named[ids[first : first + _CHUNK].flatten().long()] = True
+        named[0] = True
+        free = (~named).nonzero()[:, 0].flip(0)
+        stack[: len(free)] = free.to(torch.int32)
+        counters.copy_(torch.tensor([len(free), most]))
+
+
+_CHUNK = 1 << 18
+
+
+def check(table: Table) -> None:
+    """Compare the free entries with those that rows name.
+
+    Raises:
+        AssertionError: an entry is lost, or both free and held, or held by rows that are not near each other.
+    """
+    for g, group in enumerate(table.groups):
+        free, used = table.counters[g].tolist()
+        stack, ids = table.stacks[g][:free].tolist(), table.ids(g).cpu().numpy()
+        held = set(np.unique(ids).tolist()) - {0}
+        if len(set(stack)) != free or held & set(stack) or held | set(stack) != set(range(1, used + 1)):
+            raise AssertionError(f"group {g}: {used} entries used, {free} free, {len(held)} held")
+        steps, names = len(ids) // table.lanes, {name: set[tuple[int, int]]() for name in held}
+        for cell, row in enumerate(ids):
+            for name in set(row.tolist()) - {0}:
+                names[name].add((cell % table.lanes, cell // table.lanes))
+        for name, places in names.items():
+            lanes, times = {lane for lane, _ in places}, [time for _, time in places]
+            apart = max(min((a - b) % steps, (b - a) % steps) for a in times for b in times)
+            if len(lanes) > 1 or apart > group.reach:
+                raise AssertionError(f"group {g}: entry {name} is held by rows at {sorted(places)}")
+
+
+# -- the specification
+
+
+def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
+    """Return the bytes of a key, ``[B, ...]`` dense, as its entries hold them, ``[B, pieces, bytes]``."""
+    flat = value.reshape(len(value), value.shape[1:].numel())
+    raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)
+
+
+def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
+    if path_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
+        return False
+    rows, out = table.rows.index_select(0, cells), target.view(torch.uint8)
+    for source, to, width in table.runs.tolist():
+        out[:, to : to + width] = rows[:, source : source + width]
+    for g, group in enumerate(table.groups):
+        names = rows.narrow(1, group.ids, 4 * group.names).clone().view(torch.int32).long()
+        found = table.entries[g][names - 1].unflatten(1, (group.sides, group.pieces))
+        for part in group.parts:
+            width = part.inner * part.outer
+            for side, at in enumerate((part.root, part.next)[: group.sides]):
+                raw = found[:, side, :, part.into : part.into + width]
+                raw = raw.unflatten(2, (part.outer, part.inner)).transpose(1, 2).flatten(1)
+                out[:, at : at + raw.shape[1]] = raw
+    return True
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.rows import pool_cpu as _pool_numba
+
+    return _pool_numba

@@ -1,0 +1,119 @@
+"""Writes to rows that share entries, in torch ops on any device: all lanes of a time step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.rows.pool import Group, Table, pieces_of
+
+
+def write_by_steps_(
+    table: Table, given: Sequence[tuple[Tensor, ...]], cells: Tensor, *, deferred: bool = False
+) -> None:
+    """Do so on any device.
+
+    Args:
+        table: where the rows are.
+        given: for each part of each group, what is written: the own observations and, where there are, the next ones,
+            ``[T, E, ...]``.
+        cells: ``[T * E]`` int64, as for :func:`write_`.
+        deferred: see there.
+    """
+    steps, lanes = given[0][0].shape[:2]
+    first = 0
+    for g, group in enumerate(table.groups):
+        parts = given[first : first + len(group.parts)]
+        first += len(parts)
+        freed: list[tuple[Tensor, Tensor]] = []
+        for t, rows in enumerate(cells.view(steps, lanes)):
+            write = _Step(table, g, rows)
+            held = write.release()
+            if deferred:
+                freed.append(held)
+            else:
+                write.give(*held)
+            write.fill(*(_raw(group, [side[t] for side in sides]) for sides in zip(*parts, strict=True)))
+        for held in freed:
+            _Step(table, g, cells[:0]).give(*held)
+
+
+def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
+    """Return keys as the bytes of their entries, ``[B, pieces, bytes]``."""
+    return torch.cat([pieces_of(v, part, group.pieces) for v, part in zip(values, group.parts, strict=True)], 2)
+
+
+class _Step:
+    """One time step of a write, or some of its lanes: rows that share no entry."""
+
+    def __init__(self, table: Table, g: int, rows: Tensor) -> None:
+        self.table, self.group, self.rows = table, table.groups[g], rows
+        self.ids, self.entries = table.ids(g), table.entries[g]
+        self.stack, self.counters = table.stacks[g], table.counters[g]
+
+    def near(self, steps: int) -> Tensor:
+        """Return the names that rows some steps later hold."""
+        return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
+
+    def release(self) -> tuple[Tensor, Tensor]:
+        """Let the rows hold nothing; return what they held, and which of that no row holds now."""
+        names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
+        held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
+        for d in range(1, min(self.group.reach, total - 1) + 1):
+            for steps in (d, -d):
+                held |= (names[:, :, None] == self.near(steps)[:, None, :]).any(2)
+        self.ids[self.rows] = 0
+        return names.flatten(), ~held.flatten()
+
+    def give(self, names: Tensor, are_free: Tensor) -> None:
+        """Put names on the stack."""
+        at = self.counters[0] + are_free.cumsum(0) - 1
+        self.stack[torch.where(are_free, at, len(self.stack) - 1)] = names
+        self.counters[0] += are_free.sum()
+
+    def new(self, where: Tensor, raw: Tensor) -> Tensor:
+        """Return names of new entries with these bytes, ``[B]``, 0 where there is to be none."""
+        rank, free, used = where.cumsum(0) - 1, self.counters[0].clone(), self.counters[1].clone()
+        on_stack = rank < free
+        name = torch.where(on_stack, self.stack[(free - 1 - rank).clamp(min=0)].long(), used + 1 + rank - free)
+        name = torch.where(where, name, 0)
+        self.entries[torch.where(where, name - 1, len(self.entries) - 1)] = raw
+        count = where.sum()
+        self.counters[0] -= torch.minimum(count, free)
+        self.counters[1] += (count - free).clamp(min=0)
+        return name.to(torch.int32)
+
+    def are(self, names: Tensor, raw: Tensor) -> Tensor:
+        """Return whether entries hold these bytes, ``[B, pieces, bytes]``, all of them: ``[B]``."""
+        return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
+
+    def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
+        """Return names of new stacks, ``[B, pieces]``, where there are to be some."""
+        name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
+        for piece in range(raw.shape[1]):
+            is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)
+            name = torch.where(is_new, self.new(is_new, raw[:, piece]), name)
+            names.append(name)
+        return torch.stack(names, 1)
+
+    def fill(self, root: Tensor, following: Tensor | None = None) -> None:
+        """Name entries for observations and, where there are, next ones, ``[B, pieces, bytes]``."""
+        pieces = self.group.pieces
+        everywhere = torch.ones_like(self.rows, dtype=torch.bool)
+        others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]
+        common = others.shape[1]
+        shared = self.are(others, root[:, :common])
+        if common < pieces:
+            others = torch.cat([others, self.new(shared, root[:, -1])[:, None]], 1)
+        self.ids[self.rows, :pieces] = torch.where(shared[:, None], others, self.fresh(~shared, root))
+        if following is None:
+            return
+        own = self.ids[self.rows, 1:pieces]
+        shifts = self.are(own, following[:, :-1]) if pieces > 1 else everywhere
+        newest = self.near(1)[:, pieces - 1]
+        known = shifts & self.are(newest[:, None], following[:, -1:])
+        newest = torch.where(known, newest, self.new(shifts & ~known, following[:, -1]))
+        stack = torch.cat([own, newest[:, None]], 1)
+        self.ids[self.rows, pieces:] = torch.where(shifts[:, None], stack, self.fresh(~shifts, following))

@@ -1,0 +1,370 @@
+"""The loops of :mod:`rlbuf_td.kernels.rows.pool` on the CPU: rows, entries and what is written, all by address."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rlbuf_td.kernels.episodes.reach_cpu import inlined
+from rlbuf_td.kernels.rows.memory_cpu import (
+    copy_bytes,
+    load_int32,
+    load_int64,
+    prefetch,
+    same_bytes,
+    store_int32,
+    store_int64,
+)
+
+_kernel = njit(cache=True, nogil=True, error_model="numpy")
+_ROWS, _ENTRIES = 20, 8  # rows, and entries of so many rows, that begin to come before they are needed
+_MOST_LINES = 4  # of an entry that are asked for: what follows comes by itself
+
+# Columns of ``groups`` and ``parts``, see :class:`rlbuf_td.kernels.rows.pool.Table`.
+IDS, PIECES, SIDES, BYTES, BASE, STACK, COUNTERS, FIRST, LAST, REACH = range(10)
+INTO, INNER, OUTER, PITCH, ROOT, NEXT = range(6)
+
+
+@inlined
+def _entry(groups, g, name):
+    return groups[g, BASE] + (np.int64(name) - 1) * groups[g, BYTES]
+
+
+# -- reading
+
+
+@inlined
+def _expect_entries(groups, row):
+    """Start loading the entries that a row names."""
+    for g in range(len(groups)):
+        width = min(groups[g, BYTES], 64 * _MOST_LINES)
+        last = np.int32(0)
+        for j in range(groups[g, PIECES] * groups[g, SIDES]):
+            name = load_int32(row + groups[g, IDS] + 4 * j)
+            if name != last:
+                at = _entry(groups, g, name)
+                for line in range(0, width, 64):
+                    prefetch(at + line)
+                prefetch(at + width - 1)
+            last = name
+
+
+@inlined
+def _copy_piece(groups, parts, g, name, piece, side, to):
+    """Copy one entry to where it belongs in a row, or in a part of one, that begins at ``to``."""
+    at = _entry(groups, g, name)
+    for p in range(groups[g, FIRST], groups[g, LAST]):
+        inner = parts[p, INNER]
+        target = to + parts[p, ROOT + side] + piece * inner
+        if parts[p, OUTER] == 1:
+            copy_bytes(target, at + parts[p, INTO], inner)
+        else:
+            for o in range(parts[p, OUTER]):
+                copy_bytes(target + o * parts[p, PITCH], at + parts[p, INTO] + o * inner, inner)
+
+
+@_kernel
+def read(groups, parts, runs, own, own_bytes, live, cells, order, count, target, row_bytes):
+    """Put rows together in ``target``; see :func:`rlbuf_td.kernels.rows.pool.read_`. Return whether all are live."""
+    for begun in range(count + _ROWS):
+        if begun < count:
+            i = load_int64(order + 8 * begun) if order else np.int64(begun)
+            cell = load_int64(cells + 8 * i)
+            if cell < 0 or cell >= live:
+                return False
+            row = own + cell * own_bytes
+            prefetch(row)
+            prefetch(row + own_bytes - 1)
+        near = begun - _ROWS + _ENTRIES
+        if 0 <= near < count:
+            i = load_int64(order + 8 * near) if order else np.int64(near)
+            _expect_entries(groups, own + load_int64(cells + 8 * i) * own_bytes)
+        now = begun - _ROWS
+        if now < 0:
+            continue
+        i = load_int64(order + 8 * now) if order else np.int64(now)
+        row, to = own + load_int64(cells + 8 * i) * own_bytes, target + i * row_bytes
+        for r in range(len(runs)):
+            copy_bytes(to + runs[r, 1], row + runs[r, 0], runs[r, 2])
+        for g in range(len(groups)):
+            pieces = groups[g, PIECES]
+            for j in range(pieces * groups[g, SIDES]):
+                # A row that is being written meanwhile may name nothing: what is read is torn then, but is memory.
+                name = max(load_int32(row + groups[g, IDS] + 4 * j), np.int32(1))
+                side = np.int64(j >= pieces)
+                _copy_piece(groups, parts, g, name, j - side * pieces, side, to)
+    return True
+
+
+# -- which entries are free
+
+
+@inlined
+def _take(groups, g):
+    """Return an entry that nobody holds."""
+    counters = groups[g, COUNTERS]
+    free = load_int64(counters)
+    if free > 0:
+        store_int64(counters, free - 1)
+        return load_int32(groups[g, STACK] + 4 * (free - 1))
+    used = load_int64(counters + 8) + 1
+    store_int64(counters + 8, used)
+    return np.int32(used)
+
+
+@inlined
+def _give(groups, g, name):
+    counters = groups[g, COUNTERS]
+    free = load_int64(counters)
+    store_int32(groups[g, STACK] + 4 * free, name)
+    store_int64(counters, free + 1)
+
+
+@inlined
+def _holds(groups, g, row, name):
+    found = False
+    for j in range(groups[g, PIECES] * groups[g, SIDES]):
+        found |= load_int32(row + groups[g, IDS] + 4 * j) == name
+    return found
+
+
+@inlined
+def _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
+    """Return whether a row near ``cell``, in its lane, holds an entry."""
+    for d in range(1, groups[g, REACH] + 1):
+        step = d * lanes
+        if step >= total:
+            return False
+        after = cell + step if cell + step < total else cell + step - total
+        if _holds(groups, g, own + after * own_bytes, name):
+            return True
+        before = cell - step if cell >= step else cell - step + total
+        if _holds(groups, g, own + before * own_bytes, name):
+            return True
+    return False
+
+
+@inlined
+def _free(groups, g, name, freed, kept):
+    """Give an entry back, or note it behind ``kept`` others."""
+    if len(freed):
+        freed[kept] = name
+        return kept + 1
+    _give(groups, g, name)
+    return kept
+
+
+@inlined
+def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
+    """Let a row hold nothing any more; give back, or note behind ``kept`` others, what no other row holds."""
+    row = own + cell * own_bytes + groups[g, IDS]
+    for j in range(groups[g, PIECES] * groups[g, SIDES]):
+        name = load_int32(row + 4 * j)
+        if name == 0:
+            continue
+        repeated = False
+        for before in range(j):
+            repeated |= load_int32(row + 4 * before) == name
+        if repeated or _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
+            continue
+        kept = _free(groups, g, name, freed, kept)
+    for j in range(groups[g, PIECES] * groups[g, SIDES]):
+        store_int32(row + 4 * j, np.int32(0))
+    return kept
+
+
+# -- writing
+
+
+@inlined
+def _given(parts, sources, p, side, t, lane):
+    return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2]
+
+
+@inlined
+def _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
+    """Return whether an entry holds a piece of what is written."""
+    at = _entry(groups, g, name)
+    for p in range(groups[g, FIRST], groups[g, LAST]):
+        inner = parts[p, INNER]
+        given = _given(parts, sources, p, side, t, lane) + piece * inner
+        for o in range(parts[p, OUTER]):
+            if not same_bytes(at + parts[p, INTO] + o * inner, given + o * parts[p, PITCH], inner):
+                return False
+    return True
+
+
+@inlined
+def _new_entry(groups, parts, sources, g, piece, side, t, lane):
+    name = _take(groups, g)
+    at = _entry(groups, g, name)
+    for p in range(groups[g, FIRST], groups[g, LAST]):
+        inner = parts[p, INNER]
+        given = _given(parts, sources, p, side, t, lane) + piece * inner
+        for o in range(parts[p, OUTER]):
+            copy_bytes(at + parts[p, INTO] + o * inner, given + o * parts[p, PITCH], inner)
+    return name
+
+
+@inlined
+def _fresh(groups, parts, sources, g, side, t, lane, ids):
+    """Name new entries for a stack; neighbouring pieces that are the same share one."""
+    name = np.int32(0)
+    for piece in range(groups[g, PIECES]):
+        if piece == 0 or not _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
+            name = _new_entry(groups, parts, sources, g, piece, side, t, lane)
+        store_int32(ids + 4 * piece, name)
+
+
+@inlined
+def _fill_root(groups, parts, sources, g, own, own_bytes, cell, before, t, lane):
+    """Name the entries of a row's own observation: those of the row before where they are the same."""
+    pieces, sides = groups[g, PIECES], groups[g, SIDES]
+    ids = own + cell * own_bytes + groups[g, IDS]
+    others = own + before * own_bytes + groups[g, IDS] + 4 * (pieces if sides == 2 else 1)
+    common = pieces if sides == 2 else pieces - 1
+    is_shared = load_int32(others) != 0
+    if is_shared:
+        for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
+            name = load_int32(others + 4 * piece)
+            if is_shared and not _is_entry(groups, parts, sources, g, name, piece, np.int64(0), t, lane):
+                is_shared = False
+    if not is_shared:
+        _fresh(groups, parts, sources, g, np.int64(0), t, lane, ids)
+        return
+    for piece in range(common):
+        store_int32(ids + 4 * piece, load_int32(others + 4 * piece))
+    if common < pieces:
+        name = _new_entry(groups, parts, sources, g, common, np.int64(0), t, lane)
+        store_int32(ids + 4 * common, name)
+
+
+@inlined
+def _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane):
+    """Name the entries of a row's next observation: its own stack, shifted, and the newest of the row after it."""
+    pieces, side = groups[g, PIECES], np.int64(1)
+    ids = own + cell * own_bytes + groups[g, IDS]
+    newest = pieces - 1
+    for piece in range(newest - 1, -1, -1):
+        name = load_int32(ids + 4 * (piece + 1))
+        if not _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
+            _fresh(groups, parts, sources, g, side, t, lane, ids + 4 * pieces)
+            return
+    for piece in range(newest):
+        store_int32(ids + 4 * (pieces + piece), load_int32(ids + 4 * (piece + 1)))
+    name = load_int32(own + after * own_bytes + groups[g, IDS] + 4 * newest)
+    if name == 0 or not _is_entry(groups, parts, sources, g, name, newest, side, t, lane):
+        name = _new_entry(groups, parts, sources, g, newest, side, t, lane)
+    store_int32(ids + 4 * (pieces + newest), name)
+
+
+@inlined
+def _cell(total, cells, start, i):
+    """Return the row that is written as number ``i``."""
+    if cells:
+        return load_int64(cells + 8 * i)
+    return start + i if start + i < total else start + i - total
+
+
+@inlined
+def _expect_old(groups, g, own, own_bytes, total, cells, start, count, i):
+    """Start loading what rows that are written soon hold now: their entries will be free, and taken again."""
+    if i + _ROWS < count:
+        prefetch(own + _cell(total, cells, start, i + _ROWS) * own_bytes + groups[g, IDS])
+    if i + _ENTRIES < count:
+        row = own + _cell(total, cells, start, i + _ENTRIES) * own_bytes + groups[g, IDS]
+        name = load_int32(row + 4 * (groups[g, PIECES] - 1))
+        if name != 0:
+            at = _entry(groups, g, name)
+            prefetch(at)
+            prefetch(at + min(groups[g, BYTES], 64) - 1)
+
+
+@inlined
+def _agrees(parts, sources, first, last, at, side, t, lane):
+    """Return whether an entry of one piece holds what is written."""
+    for p in range(first, last):
+        if not same_bytes(at + parts[p, INTO], _given(parts, sources, p, side, t, lane), parts[p, INNER]):
+            return False
+    return True
+
+
+@inlined
+def _put(parts, sources, first, last, at, side, t, lane):
+    for p in range(first, last):
+        copy_bytes(at + parts[p, INTO], _given(parts, sources, p, side, t, lane), parts[p, INNER])
+
+
+@inlined
+def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, freed):
+    """Do what :func:`write` does for entries of one piece, one for each side: twice as fast.
+
+    An entry is held by the row before and by the row after, or by neither.
+    """
+    width, base, stack, counters = group[BYTES], group[BASE] - group[BYTES], group[STACK], group[COUNTERS]
+    first, last, names = group[FIRST], group[LAST], own + group[IDS]
+    free, used, kept, deferred = load_int64(counters), load_int64(counters + 8), 0, len(freed) > 0
+    t, lane = np.int64(0), np.int64(0)
+    for i in range(count):
+        if i + _ENTRIES < count:  # what it holds now will be free, and taken again
+            name = np.int64(load_int32(names + _cell(total, cells, start, i + _ENTRIES) * own_bytes))
+            prefetch(base + name * width)
+            prefetch(base + name * width + min(width, 64))
+        cell = _cell(total, cells, start, i)
+        row = names + cell * own_bytes
+        before = names + (cell - lanes if cell >= lanes else cell - lanes + total) * own_bytes
+        after = names + (cell + lanes if cell + lanes < total else cell + lanes - total) * own_bytes
+        shared, newer = load_int32(before + 4), load_int32(after)
+        for name, other in ((load_int32(row), shared), (load_int32(row + 4), newer)):
+            if name != 0 and name != other:
+                if deferred:
+                    freed[kept] = name
+                    kept += 1
+                else:
+                    store_int32(stack + 4 * free, name)
+                    free += 1
+        for side, name in enumerate((shared, newer)):
+            if name == 0 or not _agrees(parts, sources, first, last, base + name * width, side, t, lane):
+                if free > 0:
+                    free -= 1
+                    name = load_int32(stack + 4 * free)
+                else:
+                    used += 1
+                    name = np.int32(used)
+                _put(parts, sources, first, last, base + name * width, side, t, lane)
+            store_int32(row + 4 * side, name)
+        lane += 1
+        if lane == given_lanes:
+            t, lane = t + 1, np.int64(0)
+    for j in range(kept):
+        store_int32(stack + 4 * (free + j), freed[j])
+    store_int64(counters, free + kept)
+    store_int64(counters + 8, used)
+
+
+@_kernel
+def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, deferred):
+    """Release and fill rows one by one; see :func:`rlbuf_td.kernels.rows.pool.write_`."""
+    for g in range(len(groups)):
+        freed = np.empty(count * groups[g, PIECES] * groups[g, SIDES] if deferred else 0, np.int32)
+        kept = 0
+        if groups[g, PIECES] == 1 and groups[g, SIDES] == 2 and total > lanes:
+            _write_pairs(
+                groups[g], parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, freed
+            )
+            continue
+        t, lane = np.int64(0), np.int64(0)
+        for i in range(count):
+            _expect_old(groups, g, own, own_bytes, total, cells, start, count, i)
+            cell = _cell(total, cells, start, i)
+            before = cell - lanes if cell >= lanes else cell - lanes + total
+            after = cell + lanes if cell + lanes < total else cell + lanes - total
+            kept = _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept)
+            _fill_root(groups, parts, sources, g, own, own_bytes, cell, before, t, lane)
+            if groups[g, SIDES] == 2:
+                _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane)
+            lane += 1
+            if lane == given_lanes:
+                t, lane = t + 1, np.int64(0)
+        for j in range(kept):
+            _give(groups, g, freed[j])

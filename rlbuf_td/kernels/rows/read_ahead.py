@@ -1,0 +1,55 @@
+"""Reading a batch's rows from a mapped file: all pages are asked for before the first is waited for.
+
+Touching a page that is not in memory waits for the disk, and brings some thirty neighbours along, which a random row
+does not need. Asked for in the order of the file, exactly the pages of a batch come, side by side.
+
+A batch that is in memory costs a look at sixteen of its rows, some 6 us. Linux only: elsewhere nothing is asked for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from functools import cache
+from types import ModuleType
+
+from torch import Tensor
+
+from rlbuf_td.kernels.rows.pool import Table
+
+IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
+_FEWEST = 2  # rows
+
+
+def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
+    """Ask for rows, ``[N, ...]``, of which ``cells`` are to be read, ``[B]`` int64 on the CPU.
+
+    Returns:
+        ``cells`` in the order in which they are read best, as positions, if they have been asked for.
+    """
+    if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
+        return None
+    cells = cells.contiguous()
+    base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    if not twin().is_absent(base, stride, cells.data_ptr(), len(cells)):
+        return None
+    cells, order = cells.sort()
+    twin().ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
+    return order
+
+
+def ask_for_entries(table: Table, cells: Tensor) -> None:
+    """Ask for all that rows name, in their order, ``[B]`` int64."""
+    rows = table.rows
+    base, stride = rows.data_ptr(), rows.stride(0)
+    for group, entries in zip(table.groups, table.entries, strict=True):
+        where = base + group.ids, group.names, stride, len(rows), cells.data_ptr(), len(cells)
+        twin().ask_for_entries(entries.data_ptr(), group.nbytes, *where)
+
+
+@cache
+def twin() -> ModuleType:
+    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.rows import read_ahead_cpu as _read_ahead_numba
+
+    return _read_ahead_numba

@@ -1,0 +1,186 @@
+"""Sums over the future of a trajectory, from the last step back to the first.
+
+Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence that runs against time::
+
+    x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
+
+with ``b[t] = 0`` wherever a trajectory ends. All tensors here are ``[L, T, F]``: lanes, time, features (``F``
+is whatever lies behind time in memory, so a time-major ``[T, E]`` rollout is ``[1, T, E]``).
+
+A zero coefficient *cuts*: what lies beyond it is never multiplied, so that a NaN or an infinity of one
+trajectory cannot reach the one before it.
+
+* :func:`reverse_scan_loop` is the definition.
+* :func:`reverse_scan_doubling` gives the same in ``ceil(log2 T)`` rounds of tensor operations, without asking
+  the device for a value: the form for CUDA and for compiled graphs.
+* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) or the GPU's (Triton) where
+  it applies, else the doubling form.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.dispatch import Path, path_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "reverse_scan_loop", "spread"]
+
+_twin: ModuleType | None = None
+_is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
+
+
+def _load_twin() -> ModuleType:
+    global _twin
+    if _twin is None:
+        from rlbuf_td.kernels.scan import cpu as _scan_numba
+
+        _twin = _scan_numba
+    return _twin
+
+
+def reverse_scan_loop(a: Tensor, b: Tensor) -> Tensor:
+    """``x[t] = a[t] + b[t] * x[t + 1]``, written as it reads. O(T) operations on ``[L, F]`` slices."""
+    x = torch.empty_like(a)
+    later = torch.zeros_like(a[:, 0])
+    for t in reversed(range(a.shape[1])):
+        later = torch.where(b[:, t] == 0, a[:, t], a[:, t] + b[:, t] * later)
+        x[:, t] = later
+    return x
+
+
+def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
+    """Return the same sums in ``ceil(log2 T)`` rounds: after round k a step has absorbed its next ``2**k``.
+
+    The pairs ``(a, b)`` compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and
+    Steele, 1986). No host synchronisation; O(T log T) work.
+    """
+    steps = a.shape[1]
+    x, carry, reach = a, b.expand_as(a), 1
+    while reach < steps:
+        near, far = x[:, :-reach], x[:, reach:]
+        here, there = carry[:, :-reach], carry[:, reach:]
+        cut = here == 0
+        x = torch.cat([torch.where(cut, near, near + here * far), x[:, -reach:]], dim=1)
+        # The last `reach` steps have absorbed everything there is: nothing is left to carry into them.
+        carry = torch.cat([torch.where(cut, 0, here * there), torch.zeros_like(carry[:, -reach:])], dim=1)
+        reach *= 2
+    return x.clone() if x is a else x
+
+
+def gae_terms(
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    state_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return GAE's TD errors ``delta[t]`` and its coefficients ``gamma * lmbda * (1 - done[t])``."""
+    delta = reward + gamma * next_state_value.masked_fill(terminated, 0) - state_value
+    return delta, spread(gamma * lmbda, delta).masked_fill(done, 0)
+
+
+def spread(x: float | Tensor, like: Tensor) -> Tensor:
+    """Return ``x`` as a tensor of the shape of ``like``, as a view; the host does not wait for the device."""
+    if not isinstance(x, Tensor):
+        x = torch.full((), x, dtype=like.dtype, device=like.device)
+    return x.expand_as(like)
+
+
+def gae(
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    state_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Advantage and value target of ``[L, T, F]`` tensors that share one floating dtype; flags are bool."""
+    tensors = (state_value, next_state_value, reward, done, terminated)
+    if isinstance(gamma, float) and isinstance(lmbda, float):
+        path = _path(*tensors)
+        if path == "triton" and state_value.dtype is torch.float32:
+            return _gpu_twin().gae(gamma, lmbda, tuple(x.contiguous() for x in tensors))
+        if path == "numba":
+            out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
+            if out is not None:
+                return out
+    delta, decay = gae_terms(gamma, lmbda, *tensors)
+    advantage = reverse_scan(delta, decay)
+    return advantage, advantage + state_value
+
+
+def gae_contiguous(
+    gamma: float,
+    lmbda: float,
+    state_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor,
+    lanes: int,
+    steps: int,
+    features: int,
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`gae` by the CPU twin on contiguous tensors of any shape with ``L * T * F`` elements.
+
+    The caller vouches for layout, dtypes (float32 or float64; bool) and sizes. Returns None under
+    ``torch.compile``, whose graphs cannot hold the twin.
+    """
+    if _is_compiling():
+        return None
+    twin: Any = _twin or _load_twin()
+    advantage, target = _empty_like(state_value), _empty_like(state_value)
+    run = twin.gae_float32 if state_value.dtype is torch.float32 else twin.gae_float64
+    run(
+        gamma,
+        gamma * lmbda,
+        state_value.data_ptr(),
+        next_state_value.data_ptr(),
+        reward.data_ptr(),
+        done.data_ptr(),
+        terminated.data_ptr(),
+        advantage.data_ptr(),
+        target.data_ptr(),
+        lanes,
+        steps,
+        features,
+    )
+    return advantage, target
+
+
+def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
+    """``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
+    path = _path(a, b)
+    if path == "torch":
+        return reverse_scan_doubling(a, b)
+    a, b = a.contiguous(), b.expand_as(a).contiguous()
+    if path == "triton":
+        return _gpu_twin().reverse_scan(a, b)
+    twin: Any = _load_twin()
+    x = torch.empty_like(a)
+    run = twin.scan_float32 if a.dtype is torch.float32 else twin.scan_float64
+    run(a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
+    return x
+
+
+def _path(*tensors: Tensor) -> Path:
+    """Return the form that runs: twins take float32 or float64, all in one kind of memory."""
+    if tensors[0].dtype not in (torch.float32, torch.float64):
+        return "torch"
+    first, *others = (path_of(x) for x in tensors)
+    return first if all(other == first for other in others) else "torch"
+
+
+def _gpu_twin() -> ModuleType:
+    from rlbuf_td.kernels.scan import cuda as _scan_triton
+
+    return _scan_triton

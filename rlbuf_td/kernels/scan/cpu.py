@@ -1,0 +1,191 @@
+"""CPU twins of :mod:`rlbuf_td.kernels.scan`, compiled by numba.
+
+Entry points take addresses, not arrays: turning seven tensors into NumPy arrays costs more than the whole
+estimate of a short rollout. The callers vouch that each address is that of a contiguous block of the size and
+type in question.
+
+Loop order. With one feature (``[E, T, 1]``) a lane is a chain in which each step waits for the next one; four
+lanes are walked side by side so that their chains overlap. With more features (time-major rollouts) whole
+rows are independent and contiguous, and the compiler vectorises over them. In the chains indices are
+unsigned, for numba would otherwise guard each access against negative ones; in the rows, where the compiler
+vectorises signed ones just as well, they are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from rlbuf_td.kernels.addresses import pointer
+
+_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract"}}
+
+
+@njit(**_OPTIONS)
+def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    """GAE of ``[L, T]`` arrays with L a multiple of four: four chains side by side, in the nearest cache."""
+    lanes, steps = advantage.shape
+    zero = advantage.dtype.type(0)
+    for block in range(lanes // 4):
+        i, j, k, m = (
+            np.uint64(4 * block),
+            np.uint64(4 * block + 1),
+            np.uint64(4 * block + 2),
+            np.uint64(4 * block + 3),
+        )
+        for offset in range(4):
+            row = i + np.uint64(offset)
+            for t in range(steps):
+                ahead = zero if terminated[row, t] else gamma * next_value[row, t]
+                advantage[row, t] = reward[row, t] + ahead - value[row, t]
+        xi = xj = xk = xm = zero
+        for back in range(steps):
+            step = np.uint64(steps - 1 - back)
+            xi = advantage[i, step] + (zero if done[i, step] else decay * xi)
+            xj = advantage[j, step] + (zero if done[j, step] else decay * xj)
+            xk = advantage[k, step] + (zero if done[k, step] else decay * xk)
+            xm = advantage[m, step] + (zero if done[m, step] else decay * xm)
+            advantage[i, step], advantage[j, step], advantage[k, step], advantage[m, step] = xi, xj, xk, xm
+        for offset in range(4):
+            row = i + np.uint64(offset)
+            for t in range(steps):
+                target[row, t] = advantage[row, t] + value[row, t]
+
+
+@njit(**_OPTIONS)
+def _gae_lane(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    """GAE of ``[T]`` arrays: one chain."""
+    steps = advantage.shape[0]
+    x = zero = advantage.dtype.type(0)
+    for back in range(steps):
+        t = np.uint64(steps - 1 - back)
+        ahead = zero if terminated[t] else gamma * next_value[t]
+        x = (reward[t] + ahead - value[t]) + (zero if done[t] else decay * x)
+        advantage[t] = x
+        target[t] = x + value[t]
+
+
+@njit(**_OPTIONS)
+def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    """GAE of ``[L, T, F]`` arrays, one contiguous row of features after the other."""
+    lanes, steps, features = advantage.shape
+    zero = advantage.dtype.type(0)
+    for i in range(lanes):
+        for t in range(steps):
+            for f in range(features):
+                ahead = zero if terminated[i, t, f] else gamma * next_value[i, t, f]
+                advantage[i, t, f] = reward[i, t, f] + ahead - value[i, t, f]
+        for f in range(features):
+            target[i, steps - 1, f] = advantage[i, steps - 1, f] + value[i, steps - 1, f]
+        for t in range(steps - 2, -1, -1):
+            for f in range(features):
+                later = zero if done[i, t, f] else decay * advantage[i, t + 1, f]
+                x = advantage[i, t, f] + later
+                advantage[i, t, f] = x
+                target[i, t, f] = x + value[i, t, f]
+
+
+@njit(**_OPTIONS)
+def _gae(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    lanes, steps, features = advantage.shape
+    if features > 1:
+        _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target)
+        return
+    by_four = lanes // 4 * 4
+    if by_four > 0:
+        shape = (by_four, steps)
+        _gae_lanes(
+            gamma,
+            decay,
+            value[:by_four].reshape(shape),
+            next_value[:by_four].reshape(shape),
+            reward[:by_four].reshape(shape),
+            done[:by_four].reshape(shape),
+            terminated[:by_four].reshape(shape),
+            advantage[:by_four].reshape(shape),
+            target[:by_four].reshape(shape),
+        )
+    for lane in range(by_four, lanes):
+        _gae_lane(
+            gamma,
+            decay,
+            value[lane].reshape(steps),
+            next_value[lane].reshape(steps),
+            reward[lane].reshape(steps),
+            done[lane].reshape(steps),
+            terminated[lane].reshape(steps),
+            advantage[lane].reshape(steps),
+            target[lane].reshape(steps),
+        )
+
+
+@njit(**_OPTIONS)
+def _scan(a, b, x):
+    """``x[t] = a[t] + b[t] * x[t + 1]`` over ``[L, T, F]`` arrays."""
+    lanes, steps, features = x.shape
+    zero = x.dtype.type(0)
+    for i in range(lanes):
+        for f in range(features):
+            x[i, steps - 1, f] = a[i, steps - 1, f]
+        for t in range(steps - 2, -1, -1):
+            for f in range(features):
+                carry = b[i, t, f]
+                x[i, t, f] = a[i, t, f] + (zero if carry == zero else carry * x[i, t + 1, f])
+
+
+@njit(**_OPTIONS)
+def gae_float32(gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
+    """Write advantage and target of float32 blocks ``[lanes, steps, features]`` given by their addresses."""
+    shape = (lanes, steps, features)
+    _gae(
+        np.float32(gamma),
+        np.float32(decay),
+        carray(pointer(value), shape, np.float32),
+        carray(pointer(next_value), shape, np.float32),
+        carray(pointer(reward), shape, np.float32),
+        carray(pointer(done), shape, np.bool_),
+        carray(pointer(terminated), shape, np.bool_),
+        carray(pointer(advantage), shape, np.float32),
+        carray(pointer(target), shape, np.float32),
+    )
+
+
+@njit(**_OPTIONS)
+def gae_float64(gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
+    """Write advantage and target of float64 blocks ``[lanes, steps, features]`` given by their addresses."""
+    shape = (lanes, steps, features)
+    _gae(
+        gamma,
+        decay,
+        carray(pointer(value), shape, np.float64),
+        carray(pointer(next_value), shape, np.float64),
+        carray(pointer(reward), shape, np.float64),
+        carray(pointer(done), shape, np.bool_),
+        carray(pointer(terminated), shape, np.bool_),
+        carray(pointer(advantage), shape, np.float64),
+        carray(pointer(target), shape, np.float64),
+    )
+
+
+@njit(**_OPTIONS)
+def scan_float32(a, b, x, lanes, steps, features):
+    """Scan float32 blocks ``[lanes, steps, features]`` given by their addresses."""
+    shape = (lanes, steps, features)
+    _scan(
+        carray(pointer(a), shape, np.float32),
+        carray(pointer(b), shape, np.float32),
+        carray(pointer(x), shape, np.float32),
+    )
+
+
+@njit(**_OPTIONS)
+def scan_float64(a, b, x, lanes, steps, features):
+    """Scan float64 blocks ``[lanes, steps, features]`` given by their addresses."""
+    shape = (lanes, steps, features)
+    _scan(
+        carray(pointer(a), shape, np.float64),
+        carray(pointer(b), shape, np.float64),
+        carray(pointer(x), shape, np.float64),
+    )

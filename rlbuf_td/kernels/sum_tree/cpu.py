@@ -1,0 +1,225 @@
+"""The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over NumPy arrays.
+
+Levels outside, batch inside: the cache misses of a level overlap, where following one row at a time would wait for
+each. Unsigned indices spare numba's check for negative ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, uint64
+
+from rlbuf_td.kernels.strata.cpu import masses
+from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST
+
+#: The Python error model would check every division for zero, which keeps loops from being vectorised.
+_kernel = njit(cache=True, nogil=True, error_model="numpy")
+_ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
+_SHIFT = np.uint64(BLOCK.bit_length() - 1)
+
+
+@_kernel
+def _weight(magnitude, alpha, eps):
+    priority = magnitude + eps
+    if priority <= 0.0:
+        return 1.0 if alpha == 0.0 else 0.0
+    return min(max(priority**alpha, SMALLEST), LARGEST)
+
+
+@_kernel
+def _set_block(weight, sums, minima, block):
+    """Recompute one block; return whether its minimum changed."""
+    row = block << _SHIFT
+    half = (weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE])
+    row += _FOUR
+    total = half + ((weight[row] + weight[row + _ONE]) + (weight[row + _TWO] + weight[row + _THREE]))
+    smallest = np.inf
+    for k in range(BLOCK):
+        w = weight[(block << _SHIFT) + uint64(k)]
+        smallest = min(smallest, w if w > 0.0 else np.inf)
+    sums[block] = total
+    changed = minima[block] != smallest
+    minima[block] = smallest
+    return changed
+
+
+@_kernel
+def _set_group(sums, before, first, above):
+    """Recompute the group whose members begin at ``first``; its sum goes to ``above``."""
+    total = 0.0
+    for k in range(BLOCK):
+        before[first + uint64(k)] = total
+        total += sums[first + uint64(k)]
+    sums[above] = total
+    last = first + _SEVEN
+    while last > first and not sums[last] > 0.0:
+        before[last] = np.inf
+        last -= _ONE
+
+
+@_kernel
+def _smallest_of(minima, first):
+    smallest = np.inf
+    for k in range(BLOCK):
+        smallest = min(smallest, minima[first + uint64(k)])
+    return smallest
+
+
+@_kernel
+def _raise_minimum(starts, minima, node):
+    """Recompute the minima above a block until one does not change."""
+    for k in range(starts.shape[0] - 1):
+        node >>= _SHIFT
+        smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
+        above = starts[k + 1] + node
+        if minima[above] == smallest:
+            return
+        minima[above] = smallest
+
+
+@_kernel
+def _acceptable(index, td_error, rows):
+    good = True
+    for j in range(index.shape[0]):
+        good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
+    return good
+
+
+@_kernel
+def update(starts, magnitude, weight, sums, before, minima, index, td_error, rows, alpha, eps):
+    """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
+    if not _acceptable(index, td_error, rows):
+        return REFUSED
+    node = np.empty(index.shape[0], np.uint64)
+    largest = -1.0
+    count = 0
+    for j in range(index.shape[0]):
+        if index[j] >= 0:
+            row = uint64(index[j])
+            error = abs(np.float64(td_error[j]))
+            magnitude[row] = error
+            weight[row] = _weight(error, alpha, eps)
+            largest = max(largest, error)
+            node[count] = row >> _SHIFT
+            count += 1
+    for j in range(count):
+        if _set_block(weight, sums, minima, node[j]):
+            _raise_minimum(starts, minima, node[j])
+    _sum_upwards(starts, sums, before, node, count)
+    return largest
+
+
+@_kernel
+def _sum_upwards(starts, sums, before, node, count):
+    """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
+    for k in range(starts.shape[0] - 1):
+        start, above = starts[k], starts[k + 1]
+        if (above - start) >> _SHIFT <= uint64(count):  # fewer groups than rows: take all of them
+            for g in range((above - start) >> _SHIFT):
+                _set_group(sums, before, start + (uint64(g) << _SHIFT), above + uint64(g))
+            continue
+        for j in range(count):
+            group = node[j] >> _SHIFT
+            node[j] = group
+            _set_group(sums, before, start + (group << _SHIFT), above + group)
+
+
+@_kernel
+def fill(starts, magnitude, weight, sums, before, minima, start, count, value, alpha, eps):
+    """See :func:`rlbuf_td.kernels.sum_tree.fill_`."""
+    magnitude[start : start + count] = value
+    weight[start : start + count] = _weight(value, alpha, eps)
+    first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
+    for block in range(first, last + _ONE):
+        _set_block(weight, sums, minima, uint64(block))
+    for k in range(starts.shape[0] - 1):
+        first, last = first >> _SHIFT, last >> _SHIFT
+        for g in range(first, last + _ONE):
+            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
+            _set_group(sums, before, members, above)
+            minima[above] = _smallest_of(minima, members)
+
+
+@_kernel
+def rebuild(starts, magnitude, weight, sums, before, minima):
+    """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
+    blocks = weight.shape[0] // BLOCK
+    for block in range(blocks):
+        _set_block(weight, sums, minima, uint64(block))
+    groups = blocks
+    for k in range(starts.shape[0] - 1):
+        groups = (groups + BLOCK - 1) // BLOCK
+        for g in range(groups):
+            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
+            _set_group(sums, before, members, above)
+            minima[above] = _smallest_of(minima, members)
+
+
+@_kernel
+def _descend(starts, before, mass, node):
+    """Go from the root to the blocks: in each group, to the last member that begins within the mass."""
+    for k in range(starts.shape[0] - 2, -1, -1):
+        start = starts[k]
+        for j in range(node.shape[0]):
+            first = start + (node[j] << _SHIFT)
+            member = uint64(0)
+            for i in range(1, BLOCK):
+                member += uint64(mass[j] >= before[first + uint64(i)])
+            mass[j] -= before[first + member]
+            node[j] = (node[j] << _SHIFT) | member
+
+
+@_kernel
+def _draw_in_blocks(weight, mass, node):
+    """Go on to the row, by halves, whose sums are added on the way."""
+    for j in range(node.shape[0]):
+        row = node[j] << _SHIFT
+        four = row | _FOUR
+        left = (weight[row] + weight[row | _ONE]) + (weight[row | _TWO] + weight[row | _THREE])
+        total = (weight[four] + weight[four | _ONE]) + (weight[four | _TWO] + weight[four | _THREE])
+        right = (mass[j] >= left) & (total > 0.0)
+        mass[j] -= left * right
+        node[j] = row | (uint64(right) << _TWO)
+    for j in range(node.shape[0]):
+        row = node[j]
+        left = weight[row] + weight[row | _ONE]
+        right = (mass[j] >= left) & (weight[row | _TWO] + weight[row | _THREE] > 0.0)
+        mass[j] -= left * right
+        node[j] = row | (uint64(right) << _ONE)
+    for j in range(node.shape[0]):
+        row = node[j]
+        node[j] = row | uint64((mass[j] >= weight[row]) & (weight[row | _ONE] > 0.0))
+
+
+@_kernel
+def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, beta, mode, index, importance):
+    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none.
+
+    ``step``: see :func:`rlbuf_td.kernels.strata.step_of`.
+    """
+    root = starts[starts.shape[0] - 1]
+    total = sums[root]
+    if not total > 0.0:
+        return False
+    mass, node = uniform, index.view(np.uint64)  # each becomes what is asked of it, step by step, in place
+    masses(uniform, total, step, mass)
+    node[:] = 0
+    _descend(starts, before, mass, node)
+    _draw_in_blocks(weight, mass, node)
+    smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
+    if mode == 1:
+        for j in range(node.shape[0]):
+            smallest = min(smallest, weight[node[j]])
+    _importance(weight, node, smallest, beta, importance)
+    return True
+
+
+@_kernel
+def _importance(weight, row, smallest, beta, importance):
+    exponent = np.float32(-beta)
+    for j in range(row.shape[0]):
+        ratio = weight[row[j]] / smallest
+        if 1e-37 < ratio < 1e37:
+            importance[j] = np.float32(ratio) ** exponent  # half the time of the power in float64
+        else:
+            importance[j] = ratio**-beta

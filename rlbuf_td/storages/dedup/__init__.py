@@ -1,0 +1,1 @@
+"""Rows that store repeated observations once."""

@@ -1,0 +1,370 @@
+"""Which rows belong to one trajectory: the index that everything asks that needs the past or the future of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage
+
+from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.shared.numbers import SharedNumbers
+
+DONE_KEY = ("next", "done")
+TRAJ_KEY = ("collector", "traj_ids")
+_NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
+_NEVER = -2  # a write that follows is no reason to think that the boundaries are up to date
+
+
+class TrajectoryIndex:
+    """For any row: how far its trajectory reaches back and ahead, and whether it has ended.
+
+    Time is dim 0 of the storage, the other dims are lanes. Row ``t + 1`` of a lane follows row ``t`` unless the
+    trajectory ends there: by a done flag, by another trajectory id, at the write head, or where a writer has put a row
+    somewhere else than after its last one. The ring wraps; rows of different lanes are never neighbours.
+
+    The index is attached to a storage, which tells it of every write, whichever writer made it. Data that comes by
+    another way (``storage.set``, a loaded checkpoint) is noticed at the next question, and read once.
+
+    Args:
+        storage: a storage of TensorDicts: :class:`PackedStorage`, or TorchRL's tensor or memory-mapped ones.
+        done_key: bool, one or more a row: the trajectory ends with this row. Where it is not stored, terminated and
+            truncated flags beside it are taken together.
+        traj_key: integers that name trajectories. Used where stored; flattened ``[E * T]`` batches need it.
+
+    Rows are named as everywhere: flat rows ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``. Answers are about
+    rows that are stored; the index does not check that a row has been written.
+
+    Raises:
+        KeyError: (on the first question) neither flags nor ids are stored.
+        TypeError: (on the first question) the storage holds no TensorDicts, flags are not bool, or ids no integers.
+
+    Cost: O(1) a row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes a
+    row. On CUDA 2 bytes a row, and a scan of all rows at the first question after a write. TorchRL has no such index.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(6))
+        >>> trajectories = TrajectoryIndex.of(rb.storage)
+        >>> done = torch.tensor([False, False, True, False, False]).unsqueeze(-1)
+        >>> rows = rb.extend(TensorDict({"next": {"done": done}}, [5]))
+        >>> trajectories.steps_back(rows), trajectories.steps_ahead(rows)
+        (tensor([0, 1, 2, 0, 1]), tensor([2, 1, 0, 1, 0]))
+        >>> trajectories.ended(rows)
+        tensor([ True,  True,  True, False, False])
+    """
+
+    def __init__(
+        self, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
+    ) -> None:
+        self.storage = storage
+        self.done_key, self.traj_key = _as_tuple(done_key), None if traj_key is None else _as_tuple(traj_key)
+        self._boundaries: Boundaries | None = None
+        self._size: tuple[int, int, torch.device] | None = None
+        self._seen = SharedNumbers("q", [-1])  # the storage's revision, as of the last write that was taken in
+        self._unbind()
+
+    def _unbind(self) -> None:
+        self._columns: TensorDictBase | None = None  # the storage's own, when the views below were made
+        self._end = torch.empty(0)
+        self._name: torch.Tensor | None = None
+        self._flags: list[torch.Tensor] = []  # what `_end` is a copy of, if it is not a column itself
+
+    @classmethod
+    def of(
+        cls, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
+    ) -> TrajectoryIndex:
+        """Return the index that is attached to ``storage``, attaching one if there is none with these keys."""
+        keys = _as_tuple(done_key), None if traj_key is None else _as_tuple(traj_key)
+        for listener in storage._attached_entities:
+            if isinstance(listener, cls) and (listener.done_key, listener.traj_key) == keys:
+                return listener
+        index = cls(storage, done_key=done_key, traj_key=traj_key)
+        storage.attach(index)
+        return index
+
+    # -- questions
+
+    def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool.
+
+        Args:
+            index: rows, in any form.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            KeyError: neither flags nor ids are stored.
+        """
+        boundaries = self.boundaries()
+        return boundaries.reach(flat_rows(index, self.storage, device_of(self.storage)))
+
+    def steps_back(self, index: Any) -> torch.Tensor:
+        """Return how many steps before each row its trajectory begins, as far as it is stored: ``[B]`` int64."""
+        return self.reach(index)[0]
+
+    def steps_ahead(self, index: Any) -> torch.Tensor:
+        """Return how many steps after each row the last row so far of its trajectory lies: ``[B]`` int64."""
+        return self.reach(index)[1]
+
+    def ended(self, index: Any) -> torch.Tensor:
+        """Return whether each row's trajectory is finished, by a done flag or another trajectory's id: ``[B]`` bool."""
+        return self.reach(index)[2]
+
+    def length(self, index: Any) -> torch.Tensor:
+        """Return how many rows of each row's trajectory are stored: ``[B]`` int64."""
+        back, ahead, _ = self.reach(index)
+        return back + ahead + 1
+
+    def boundaries(self) -> Boundaries:
+        """Return the boundaries, up to date: what the kernels take.
+
+        Raises:
+            RuntimeError: nothing is stored.
+            KeyError: neither flags nor ids are stored.
+        """
+        storage = self.storage
+        if not len(storage):
+            raise RuntimeError("cannot ask for trajectories of an empty storage: extend the buffer first")
+        if self._columns is not storage._storage:
+            self._bind()
+        boundaries = self._boundaries
+        if boundaries is None or storage._mutation_revision != self._seen[0]:
+            boundaries = self.rebuild()
+        return boundaries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index takes; 0 before the first write."""
+        if self._boundaries is None:
+            return 0
+        return sum(tensor.nbytes for tensor in self._boundaries.tensors().values())
+
+    def end_keys(self) -> list[tuple[str, ...]]:
+        """Return the keys of the stored flags, any of which ends a trajectory."""
+        stored, beside = self.storage._storage, self.done_key[:-1]
+        parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if stored.get(key, None) is not None]
+        return parts if stored.get(self.done_key, None) is None else [self.done_key]
+
+    # -- writes
+
+    def mark_range(self, start: int, count: int) -> None:
+        """Take in flat rows ``start, start + 1, ...``: whole time steps that were written in this order."""
+        lanes = lanes_of(self.storage).numel()
+        start, count = start // lanes, count // lanes
+        boundaries = self._followed() or self._begun(start, count)
+        if boundaries is not None:
+            self._take_in(boundaries, start, count)
+
+    def mark_update(self, index: Any) -> None:
+        """Take in rows that a writer has written in this order: an int, ``[n]``, or ``[n * E, ndim]``.
+
+        -1 is a row that the writer has left out: what comes next follows nothing.
+        """
+        rows = torch.as_tensor(index).cpu().numpy()
+        steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
+        boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
+        if boundaries is None:
+            return
+        steps = np.where(steps < 0, -2, steps)  # never one less than a row
+        for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
+            if not len(run):
+                continue
+            if run[0] < 0:
+                boundaries.head.fill_(-1)
+            else:
+                self._take_in(boundaries, int(run[0]), len(run))
+
+    def rebuild(self) -> Boundaries:
+        """Read all rows again, as a ring; O(T)."""
+        boundaries = self._bind()
+        boundaries.clear()
+        storage, (steps, lanes) = self.storage, self._end.shape
+        live = len(storage) // lanes
+        head = self._newest(steps)
+        if live == steps and head + 1 < steps:
+            self._take_in(boundaries, head + 1, steps - head - 1)
+            self._take_in(boundaries, 0, head + 1)
+        elif live:
+            self._take_in(boundaries, 0, live)
+        self._seen[0] = int(storage._mutation_revision)
+        return boundaries
+
+    def _newest(self, steps: int) -> int:
+        """Return the step that a full ring wrote last.
+
+        Its writer knows, whatever has been written by other ways in between; storages of TorchRL forget it in a
+        checkpoint. Where no ring has written, it is the last one that the storage was given.
+        """
+        for listener in self.storage._attached_entities:
+            writer = getattr(listener, "_writer", None)
+            if isinstance(writer, RoundRobinWriter) and writer._write_count:
+                return (writer._cursor - 1) % steps
+        cursor = self.storage._last_cursor_index
+        return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
+
+    def _followed(self) -> Boundaries | None:
+        """Return the boundaries if one more write brings them up to date; else the next question rebuilds them.
+
+        The storage counts its mutations. A write that is told of has raised the count by one (the second part of a
+        write that wraps by none); whatever else has happened in between was not told.
+        """
+        storage = self.storage
+        revision = int(storage._mutation_revision)
+        if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
+            return None
+        if self._columns is not storage._storage:
+            self._bind()
+        self._seen[0] = revision
+        return self._boundaries
+
+    def _begun(self, start: int, count: int) -> Boundaries | None:
+        """Return empty boundaries if this write is all that is stored: ``count`` steps from ``start`` on.
+
+        Of a write that wraps these are the first part; the second ends before ``start``, with the storage's last step.
+        """
+        storage = self.storage
+        live = len(storage) // lanes_of(storage).numel()
+        if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
+            return None
+        try:
+            boundaries = self._bind()
+        except (KeyError, TypeError):  # the rows are written already: the next question says what is wrong with them
+            return None
+        boundaries.clear()
+        self._seen[0] = int(storage._mutation_revision)
+        return boundaries
+
+    def _take_in(self, boundaries: Boundaries, start: int, count: int) -> None:
+        if self._flags:
+            part = slice(start, start + count)
+            self._end[part] = torch.stack([_any(flag[part]) for flag in self._flags]).any(0)
+        boundaries.write(start, count, self._end, self._name)
+
+    def _bind(self) -> Boundaries:
+        """Look at the storage's columns, and return boundaries of their size."""
+        storage = self.storage
+        columns = getattr(storage, "_storage", None)
+        if columns is None:
+            raise RuntimeError(
+                "cannot find trajectories in a storage without rows: write to it, or load the storage first"
+            )
+        if not isinstance(columns, TensorDictBase):
+            raise TypeError(
+                "trajectories are found in a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
+                f"LazyMemmapStorage), not in a {type(storage).__name__}"
+            )
+        flags, self._name = self._find(columns, storage.ndim)
+        steps, lanes = flags[0].shape[:2]
+        device = flags[0].device
+        plain = len(flags) == 1 and flags[0].shape[2:].numel() == 1
+        with lasting():
+            ends = None if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+        self._end = flags[0].view(steps, lanes) if ends is None else ends
+        self._flags = [] if plain else flags
+        self._columns = columns
+        if self._boundaries is None or self._size != (steps, lanes, device):
+            self._size = steps, lanes, device
+            self._boundaries = make_boundaries(steps, lanes, device)
+            self._seen[0] = -1
+        return self._boundaries
+
+    def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
+
+        pooling = getattr(self.storage, "pooling", None)
+        for key in (self.done_key, self.traj_key):
+            if pooling is not None and key in pooling.places:
+                raise KeyError(f"rows share {key}, by which trajectories are to be found: leave it out of share_next")
+
+        def column(key: tuple[str, ...] | None) -> torch.Tensor | None:
+            found = None if key is None else columns.get(key, None)
+            return None if found is None else found.view(len(found), found.shape[1:ndim].numel(), *found.shape[ndim:])
+
+        name = column(self.traj_key)
+        if name is not None:
+            if name.shape[2:].numel() != 1 or name.dtype in _NO_NAMES or name.is_floating_point():
+                raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {_kind(name)}")
+            name = name.view(name.shape[:2])
+        flags = [flag for flag in map(column, self.end_keys()) if flag is not None]
+        for flag in flags:
+            if flag.dtype is not torch.bool:
+                raise TypeError(f"done flags {self.done_key} must be bool, got {_kind(flag)}")
+        if not flags and name is None:
+            raise KeyError(
+                f"no row says where a trajectory ends: store {self.done_key} (or 'terminated' and 'truncated' there), "
+                f"or trajectory ids {self.traj_key}"
+            )
+        if not flags and name is not None:
+            flags = [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)]
+        return flags, name
+
+    # -- processes
+
+    def share_memory_(self) -> None:
+        """Let processes that are forked from now on, or spawned and sent the storage, use the same boundaries.
+
+        Before the first write there are none: each process then has its own, and reads the rows again after others
+        have written. :meth:`ReplayBuffer.share` calls this.
+        """
+        if getattr(self.storage, "_storage", None) is not None:
+            boundaries = self._bind()
+            if isinstance(boundaries, BitBoundaries):
+                boundaries.share_memory_()
+
+    def repair(self) -> None:
+        """Read the rows again at the next question: a process may have died while it took some in."""
+        self._seen[0] = _NEVER
+
+    # -- state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of what cannot be read from the rows: where the writer has put rows out of order."""
+        if self._boundaries is None or not len(self.storage):
+            return {}
+        state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
+        return state | {"size": torch.tensor(self._end.shape)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
+
+        Raises:
+            ValueError: the state is of another size; this index stays as it was.
+        """
+        if not state_dict:
+            self._boundaries = None
+            return
+        boundaries = self._bind()
+        size = torch.tensor(self._end.shape)
+        shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
+        if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
+            raise ValueError("the saved trajectory index is of a storage of another size, or of another device")
+        boundaries.restore(state_dict)
+        self._seen[0] = int(self.storage._mutation_revision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        views = ("_columns", "_end", "_name", "_flags")  # of the storage, which travels itself
+        return {name: value for name, value in self.__dict__.items() if name not in views}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._unbind()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
+
+
+def _any(flags: torch.Tensor) -> torch.Tensor:
+    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
+
+
+def _as_tuple(key: NestedKey) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def _kind(column: torch.Tensor) -> str:
+    return f"{str(column.dtype).removeprefix('torch.')} of shape {tuple(column.shape[2:])} a row"

@@ -1,0 +1,232 @@
+"""Stale-safe priorities: a batch knows when its rows were sampled, and the storage when they were written."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.rows import staleness
+from rlbuf_td.storages.batch_rows import first_of_row, inner_dims
+from rlbuf_td.storages.indexing import flat_rows
+from rlbuf_td.storages.shared.numbers import NumberOf, SharedNumbers
+
+#: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
+SAMPLED_AT = "sampled_at"
+_NOW, _LAST, _BY_ROW = range(3)
+
+
+def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Return the rows of a batch, -1 for each that no longer holds what was sampled, and how many these are.
+
+    Args:
+        index: ``[B]`` or ``[B, ndim]``, one a row, or one for each so many (windows, whose anchors they name).
+        stamp: the batch's entry :data:`SAMPLED_AT`, of ``dims`` batch dims.
+        dims: number of batch dims.
+        storage: the :class:`PackedStorage` from which the batch was sampled.
+
+    Raises:
+        ValueError: the two entries do not name as many rows.
+    """
+    clock, device = storage.clock, storage.device
+    since = clock.steps_since(stamp)
+    if since == 0:
+        return index, 0
+    flat = flat_rows(index, storage, device)
+    if since is not None and flat.shape == stamp.shape:
+        rows = storage._rows
+        return clock.skip_recent(flat, since, rows.steps, rows.cells // rows.steps)
+    if dims != 1:
+        stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)
+    rows = flat.shape[0]
+    if stamp.shape[0] != rows and stamp.ndim == 1 and rows and stamp.shape[0] % rows == 0:
+        stamp = stamp[:: stamp.shape[0] // rows]
+    if stamp.dtype is not torch.int64 or stamp.device != device or not stamp.is_contiguous():
+        stamp = stamp.to(device, torch.int64).contiguous()
+    if stamp.shape != flat.shape:
+        raise ValueError(
+            f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
+            f"or leave out {SAMPLED_AT!r} to update the rows whatever they hold now"
+        )
+    return storage.skip_rewritten(flat, stamp)
+
+
+class WriteClock:
+    """Counts the time steps written to a storage, and knows of any row whether it has been rewritten since.
+
+    A ring writes in order, so that the count alone tells how long ago each row was written: no memory a row, and
+    nothing to do where nothing was written in between. With the first write out of order (at given rows, by a writer
+    that keeps the best ones, ...) the clock begins to note the time of each row, 8 bytes a row. The count never goes
+    back; it has 64 bits, and differences stay right where it wraps.
+
+    Example:
+        >>> clock, rows = WriteClock(), torch.arange(4)
+        >>> clock.advance(0, 4, torch.Size([4]))
+        >>> sampled_at = clock.stamp(clock.now, 4, rows.device)
+        >>> clock.advance(0, 2, torch.Size([4]))  # two of the four rows are replaced
+        >>> clock.skip_rewritten(rows, sampled_at, torch.Size([4]))
+        (tensor([-1, -1,  2,  3]), 2)
+    """
+
+    def __init__(self) -> None:
+        self._numbers = SharedNumbers("q", [0, -1, 0])
+        self._newest: tuple[Any, int] = (None, 0)  # the stamps made last, and when
+        self._written: torch.Tensor | None = None  # int64, by flat row; in use if the number _BY_ROW is 1
+
+    @property
+    def now(self) -> int:
+        """How many time steps have been written so far."""
+        return self._numbers[_NOW]
+
+    def since(self, then: int) -> int:
+        """Return how many time steps have been written since the clock stood at ``then``."""
+        return (self.now - then) % (1 << 64)  # the count may have passed its limit
+
+    def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
+        """Return stamps ``now`` of ``rows`` rows that are being sampled, ``[rows]`` int64."""
+        if device.type == "cpu":
+            array = np.empty(rows, np.int64)  # a fifth less time than torch.full
+            array.fill(now)
+            stamps = torch.from_numpy(array)
+        else:
+            stamps = torch.full((rows,), now, device=device)
+        self._newest = stamps, now
+        return stamps
+
+    def steps_since(self, stamps: torch.Tensor) -> int | None:
+        """Return how many time steps a ring has written since these stamps were made; None if they are not the last.
+
+        None, too, where rows have been written out of order since.
+        """
+        newest, then = self._newest
+        if stamps is not newest:
+            return None
+        since = self.since(then)
+        return None if since and self._numbers[_BY_ROW] else since
+
+    def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:
+        """Do what :meth:`skip_rewritten` does for rows that were all stamped ``since`` steps ago."""
+        return staleness.skip_recent(flat, min(since, steps), self._numbers[_LAST], steps, lanes)
+
+    # -- what writes tell
+
+    def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
+        """Take note of ``count`` consecutive time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes].
+
+        ``device`` is where the rows live.
+        """
+        numbers, steps = self._numbers, shape[0]
+        last = numbers[_LAST]
+        in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
+        if not in_order or numbers[_BY_ROW]:
+            cells = (torch.arange(start, start + count, device=device) % steps)[:, None]
+            lanes = prod(shape[1:])
+            return self.note((cells * lanes + torch.arange(lanes, device=device)).flatten(), count, shape)
+        numbers[_NOW] += count
+        numbers[_LAST] = (start + count - 1) % steps
+
+    def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
+        """Take note of a write of ``count`` time steps or rows at flat rows in any order."""
+        written = self._by_row(shape, cells.device)
+        self._numbers[_NOW] += count
+        written[cells] = self._numbers[_NOW]
+
+    def forget(self, steps: int, last: int = -1) -> None:
+        """Take note that no row is what it was, and that a ring goes on after ``last``; ``steps`` is the capacity."""
+        self._numbers[_NOW] += steps
+        self._numbers[_LAST] = last
+        self._numbers[_BY_ROW] = 0
+
+    def keep_in(self, written: torch.Tensor) -> None:
+        """Note the times of rows, if they must be noted, in this memory (which processes share): ``[N]`` int64."""
+        if self._written is not None:
+            written.copy_(self._written)
+        self._written = written
+
+    def _by_row(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        written = self._written
+        if self._numbers[_BY_ROW] and written is not None:
+            return written
+        if written is None or written.shape[0] != prod(shape):
+            with lasting():
+                written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
+        steps, last, now = shape[0], self._numbers[_LAST], self._numbers[_NOW]
+        age = (last - torch.arange(steps, device=device)) % steps
+        written.view(steps, -1).copy_((now - age)[:, None].expand(steps, prod(shape[1:])))
+        self._numbers[_BY_ROW] = 1
+        return written
+
+    # -- what priorities ask
+
+    def skip_rewritten(
+        self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
+    ) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Return flat rows with -1 ("skip") for each that has been rewritten since its stamp, and how many these are.
+
+        Args:
+            flat: ``[B]`` int64.
+            stamp: ``[B]`` int64, on the same device.
+            shape: of the rows, [T, *lanes].
+
+        Cost: O(B), 1 us for 256 rows; on CUDA nothing waits for the device, and the count is a 0-dim tensor.
+        """
+        numbers = self._numbers
+        now, last, by_row = numbers[_NOW], numbers[_LAST], numbers[_BY_ROW]
+        if by_row and self._written is not None:
+            return staleness.skip_newer(flat, stamp, now, self._written)
+        return staleness.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
+
+    # -- state
+
+    def counters(self) -> list[NumberOf]:
+        """Return what a write changes."""
+        return self._numbers.counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the clock, as numbers and perhaps a tensor."""
+        now, last, by_row = self._numbers
+        written = self._written.clone() if by_row and self._written is not None else None
+        return {"now": now, "last": last, "written": written}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
+        """Go on from :meth:`state_dict`, over the same rows, of a capacity of ``steps``, written up to ``last``.
+
+        ``device`` is where these rows live, whatever that of the state was.
+
+        A clock that has not begun yet then knows what has become of the rows of batches that were sampled before the
+        state was saved. One that has been running counts all batches as stale: it could not tell a batch of what it has
+        lived through itself from one of what the state had lived through at the same count.
+        """
+        if self._numbers[_NOW]:
+            self._numbers[_NOW] = max(self._numbers[_NOW], state["now"])
+            return self.forget(steps, last)
+        written = state["written"]
+        self._numbers[_NOW], self._numbers[_LAST] = state["now"], state["last"]
+        self._numbers[_BY_ROW] = written is not None
+        if written is not None and self._written is not None and self._written.shape == written.shape:
+            self._written.copy_(written)
+        elif written is not None:
+            with lasting():
+                self._written = written.to(device, copy=True)
+
+
+class Tally:
+    """A count that all processes see; what is counted on a device stays there until it is asked for."""
+
+    def __init__(self) -> None:
+        self._numbers = SharedNumbers("q", [0])
+        self._on_device: torch.Tensor | None = None
+
+    def add(self, count: int | torch.Tensor) -> None:
+        """Count more; a 0-dim tensor is not waited for."""
+        if isinstance(count, torch.Tensor):
+            self._on_device = count if self._on_device is None else self._on_device + count
+        elif count:
+            self._numbers[0] += count
+
+    def total(self) -> int:
+        """Return the count; waits for the device."""
+        return self._numbers[0] + (0 if self._on_device is None else int(self._on_device))
