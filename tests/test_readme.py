@@ -70,7 +70,7 @@ def test_the_row_that_it_draws_is_the_row_that_is_stored():
 
 
 def test_its_commands_are_one_line_each_and_install_the_extra_that_they_need():
-    for name, extra, ends in (("demo", "demo", "-m rlbuf_td demo"), ("tests", "tests", "-m pytest -n 2")):
+    for name, extra, ends in (("demo", "demo", "rlbuf_td demo"), ("tests", "tests", "pytest -n 2 --dist worksteal")):
         (command,) = re.findall(rf"<!-- {name} -->\n```sh\n(.*?)\n```", README, re.DOTALL)
         assert "\n" not in command
         assert f"'.[{extra}]'" in command

@@ -1,4 +1,4 @@
-"""A sampler of one's own, written as the README's "Contributing" says, and all that it can do from then on."""
+"""A sampler of one's own, written as CONTRIBUTING.md says, and all that it can do from then on."""
 
 from __future__ import annotations
 
