@@ -120,6 +120,8 @@ class CudaTensor(torch.Tensor):
         return super().__getitem__(_index(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, (bool, int, float)):  # which of its operations torch takes differs between versions
+            value = CudaTensor(torch.tensor(value, dtype=self.dtype))
         super().__setitem__(_index(index), value)
 
     def is_pinned(self, *args: Any) -> bool:
