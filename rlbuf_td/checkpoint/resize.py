@@ -10,10 +10,6 @@ import torch
 from torchrl.data.replay_buffers import RandomSampler, Sampler
 
 from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.samplers.minibatch import MinibatchSampler
-from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.samplers.uniform import UniformSampler
-from rlbuf_td.samplers.wrapper import SamplerWrapper
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,10 @@ def resized_state(
 ) -> Any:
     """Return a sampler's saved state for rows that have moved.
 
+    A sampler that can do so has a method ``resized_state(state, rows, capacity, moved)``.
+
     Args:
-        sampler: the one that will be given the state; a wrapper is asked for the sampler that it wraps.
+        sampler: the one that will be given the state.
         state: what it had saved.
         rows: ``[n]`` int64, the saved row of each of the new ones; ``None`` if the capacity is the same.
         capacity: number of rows that the new storage has room for.
@@ -90,22 +88,10 @@ def resized_state(
     Raises:
         CheckpointError: the sampler keeps a state by row that cannot be moved.
     """
-    if isinstance(sampler, SamplerWrapper):
-        return state | {"sampler": resized_state(sampler.sampler, state["sampler"], rows, capacity, moved)}
-    if isinstance(sampler, Prioritized):
-        capacity = max(capacity, sampler._max_capacity)
-        if rows is None and state["max_capacity"] >= capacity:
-            return state
-        same = torch.arange(state["max_capacity"]) if rows is None else rows
-        return sampler.resized_state(state, same, capacity)
-    if rows is None:
-        return state
-    if isinstance(sampler, MinibatchSampler):
-        if moved:  # another set of rows, or other numbers: the epochs start anew
-            place = {"order": None, "position": 0, "epoch": 0, "ran_out": False, "in_pass": False}
-            return state | place | {"len_storage": len(rows)}
-        return state
-    if isinstance(sampler, UniformSampler | RandomSampler):
+    resize = getattr(sampler, "resized_state", None)
+    if resize is not None:
+        return resize(state, rows, capacity, moved)
+    if rows is None or isinstance(sampler, RandomSampler):
         return state
     raise CheckpointError(
         f"a {type(sampler).__name__} can be loaded into the same capacity only; rows_only=True leaves its state out"

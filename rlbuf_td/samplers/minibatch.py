@@ -204,6 +204,15 @@ class MinibatchSampler(SamplerWithoutReplacement):
         self.len_storage, self.ran_out = rows, bool(state_dict["ran_out"])
         self._resumes = bool(state_dict.get("in_pass", False))
 
+    def resized_state(
+        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+    ) -> dict[str, Any]:
+        """Return a saved state for rows that have moved: then the epochs start anew."""
+        if rows is None or not moved:
+            return state
+        place = {"order": None, "position": 0, "epoch": 0, "ran_out": False, "in_pass": False}
+        return state | place | {"len_storage": len(rows)}
+
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
         save_state(path, type(self).__name__, self.snapshot())

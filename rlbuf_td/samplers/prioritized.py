@@ -447,19 +447,19 @@ class Prioritized(PrioritizedSampler):
         self._largest = largest
         self._restore({name: tensor.to(self._device) for name, tensor in tensors.items()})
 
-    def resized_state(self, state_dict: dict[str, Any], rows: torch.Tensor, capacity: int) -> dict[str, Any]:
-        """Return a state of another capacity, whose row ``j`` has the priority that ``rows[j]`` has in this one.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-            rows: ``[n]`` int64, on the CPU.
-            capacity: number of rows of the new state, at least ``n``.
-        """
-        blank, saved = self._blank(capacity, "cpu"), state_dict["priorities"]
-        refuse_state(saved, self._blank(int(state_dict["max_capacity"]), "meta"))
+    def resized_state(
+        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+    ) -> dict[str, Any]:
+        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.resize.resized_state`."""
+        capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
+        if rows is None and saved >= capacity:
+            return state
+        refuse_state(state["priorities"], self._blank(saved, "meta"))
+        rows = torch.arange(saved) if rows is None else rows
+        blank = self._blank(capacity, "cpu")
         for name, tensor in blank.items():
-            tensor[: len(rows)] = saved[name].cpu()[rows]
-        return state_dict | {"max_capacity": capacity, "priorities": blank}
+            tensor[: len(rows)] = state["priorities"][name].cpu()[rows]
+        return state | {"max_capacity": capacity, "priorities": blank}
 
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""

@@ -128,6 +128,12 @@ class UniformSampler(Sampler):
         """Take over the setting."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
+    def resized_state(
+        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+    ) -> dict[str, Any]:
+        """Return ``state``: it does not depend on rows."""
+        return state
+
     def dumps(self, path: str | Path) -> None:
         """Write nothing: the setting is given to the constructor."""
 

@@ -11,6 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.checkpoint.resize import resized_state
 from rlbuf_td.samplers.signature import OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.dedup.rows import PooledRows
@@ -24,18 +25,19 @@ A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the b
 """
 
 
-class SamplerWrapper(Sampler):
+class SamplerWrapper(PrioritizedSampler):
     """Base of the samplers that wrap another one; abstract.
 
-    The innermost sampler draws rows; each wrapper around it *revises* the batch: it changes or adds entries, from the
-    inside out. What is decided once for a drawn row (a goal, say) holds for every row that a wrapper looks at in its
-    name: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
+    The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
+    adds entries. What is decided once for a drawn row (a goal, for example) holds for every row that an outer wrapper
+    reads for it: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
 
-    In this package's buffer a batch is read once and revised before the transforms run; in TorchRL's buffers the
-    revised entries are the sampler's report, which they merge into the batch after the transforms.
+    In this package's buffer a batch is read once and revised before the transforms run. In TorchRL's buffers the
+    revised entries are part of the sampler's report, which they merge into the batch after the transforms.
 
-    Everything else (generator, writes, priorities, settings, state) goes to the wrapped sampler. Over a prioritized
-    sampler a wrapper is a TorchRL ``PrioritizedSampler`` too: its buffers pass priorities to that class only.
+    Everything else (generator, writes, priorities, settings, state) goes to the wrapped sampler. TorchRL's buffers pass
+    priorities only to a ``PrioritizedSampler``, so every wrapper is one, without its C++ trees; over a sampler without
+    priorities, updates do nothing.
     """
 
     __signature__ = OwnSignature()
@@ -44,16 +46,13 @@ class SamplerWrapper(Sampler):
     innermost: Sampler
     """The sampler that draws the rows."""
 
-    def __new__(cls, sampler: Sampler, *args: Any, **kwargs: Any) -> SamplerWrapper:
-        """Make a prioritized wrapper for a prioritized sampler."""
-        if not isinstance(sampler, Sampler):
-            raise TypeError(f"{cls.__name__} wraps a sampler, got {type(sampler).__name__}")
-        return object.__new__(_prioritized(cls) if isinstance(sampler, PrioritizedSampler) else cls)
-
     def __init__(self, sampler: Sampler) -> None:
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
         self.sampler = sampler
-        self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # asking takes longer than knowing
+        self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
         self.innermost = sampler if self._inner is None else self._inner.innermost
+        self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     # -- drawing
 
@@ -139,10 +138,12 @@ class SamplerWrapper(Sampler):
     def ran_out(self, value: bool) -> None:
         self.sampler.ran_out = value
 
-    @property
-    def default_priority(self) -> Any:
-        """The magnitude that a new row enters with."""
-        return self.sampler.default_priority
+    alpha = property(lambda self: self.sampler.alpha, lambda self, value: setattr(self.sampler, "alpha", value))
+    beta = property(lambda self: self.sampler.beta, lambda self, value: setattr(self.sampler, "beta", value))
+    default_priority = property(lambda self: self.sampler.default_priority)
+    device = property(lambda self: self.sampler.device)
+    max_size = property(lambda self: self.sampler.max_size)
+    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"))
 
     def __getattr__(self, name: str) -> Any:
         """Look up settings and questions that a wrapper does not know in the wrapped sampler."""
@@ -163,8 +164,9 @@ class SamplerWrapper(Sampler):
         self.sampler.mark_update(index, storage=storage)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
-        """Pass priorities on."""
-        return self.sampler.update_priority(index, priority, storage=storage)
+        """Pass priorities on to a prioritized sampler."""
+        if self._is_prioritized:
+            self.sampler.update_priority(index, priority, storage=storage)
 
     def _empty(self) -> None:
         self.sampler._empty()
@@ -197,6 +199,12 @@ class SamplerWrapper(Sampler):
                 setattr(self, name, value)
             raise
 
+    def resized_state(
+        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+    ) -> dict[str, Any]:
+        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.resize.resized_state`."""
+        return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
+
     def _settings(self) -> dict[str, Any]:
         """Return what a user may change between draws, as numbers, by the names of the attributes."""
         return {}
@@ -220,44 +228,8 @@ class SamplerWrapper(Sampler):
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _blank, (_plain(type(self)), self.sampler), self.__getstate__()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-class _PriorityGate(PrioritizedSampler):
-    """What a wrapper inherits from over a prioritized sampler: its settings are those of the wrapped one."""
-
-    sampler: PrioritizedSampler
-
-    alpha = property(lambda self: self.sampler.alpha, lambda self, value: setattr(self.sampler, "alpha", value))
-    beta = property(lambda self: self.sampler.beta, lambda self, value: setattr(self.sampler, "beta", value))
-    max_size = property(lambda self: self.sampler.max_size)
-    device = property(lambda self: self.sampler.device)
-
-
-def _prioritized(cls: type[SamplerWrapper]) -> type[SamplerWrapper]:
-    """Return the class of the wrappers ``cls`` over prioritized samplers."""
-    if issubclass(cls, _PriorityGate):
-        return cls
-    if cls not in _VARIANTS:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _VARIANTS[cls] = type(cls.__name__, (cls, _PriorityGate), names)
-    return _VARIANTS[cls]
-
-
-_VARIANTS: dict[type, type] = {}
-
-
-def _plain(cls: type) -> type:
-    """Return the class that a module knows by name."""
-    return cls.__mro__[1] if _PriorityGate in cls.__bases__ else cls
-
-
-def _blank(cls: type[SamplerWrapper], sampler: Sampler) -> SamplerWrapper:
-    return cls.__new__(cls, sampler)
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
