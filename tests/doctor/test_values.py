@@ -17,7 +17,7 @@ from torchrl.envs import GymEnv, SerialEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.diagnostics.doctor import check
-from rlbuf_td.diagnostics.doctor.bounds import bounds_of
+from rlbuf_td.diagnostics.doctor.values import bounds_of
 from tests.doctor.world import nested, walk
 
 

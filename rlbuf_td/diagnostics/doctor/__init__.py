@@ -1,4 +1,4 @@
-"""Read a buffer, and say what is wrong with its data: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
+"""Examine the data of a buffer for faults: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from rlbuf_td.diagnostics.doctor.bounds import bounds_of
 from rlbuf_td.diagnostics.doctor.record import Record, open_source
 from rlbuf_td.diagnostics.doctor.report import Finding, Report
-from rlbuf_td.diagnostics.doctor.saved import open_saved
 from rlbuf_td.diagnostics.doctor.sequence import sequence_findings
-from rlbuf_td.diagnostics.doctor.usage import usage_findings
-from rlbuf_td.diagnostics.doctor.values import value_findings
+from rlbuf_td.diagnostics.doctor.values import bounds_of, usage_findings, value_findings
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
-#: What the doctor looks for.
+#: The codes of all findings, the most serious first.
 CODES = {
     "lanes-mixed": "next observations lead to other rows than the following ones",
     "next-observation-differs": "next observations lead nowhere",
@@ -43,27 +39,27 @@ CODES = {
 
 
 def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
-    """Read all rows of a buffer, and report what is wrong with them: each kind of fault with rows and a remedy.
+    """Read all rows of a buffer, and report faults in them, each with rows and a remedy.
 
-    Nothing is changed. A row's next observation must be what the following row begins with, unless the trajectory ends
-    there; from where that fails, or holds in spite of an end, follows what happened. Rows are read in blocks.
+    Nothing is changed. A row's next observation must be the following row's observation, unless the trajectory ends
+    there; where that fails, or holds in spite of an end, the report says why. Rows are read in blocks.
 
     Args:
-        source: a buffer, this package's or TorchRL's; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
+        source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
             ``[T, E]`` in the order of time; or the path of a saved buffer.
-        space: the space of the observations, to see whether they lie within it: Gymnasium's, a TorchRL spec, or an
-            environment that has one.
+        space: the space of the observations, to find values outside it: a Gymnasium space, a TorchRL spec, or an
+            environment.
         ignore: codes of findings to leave out (``rlbuf_td.diagnostics.doctor.CODES`` lists them).
 
     Returns:
-        The findings, the gravest first; ``report.healthy`` if there are none. ``print`` it.
+        The findings, the most serious first; ``report.healthy`` if there are none. ``print`` it.
 
     Raises:
-        TypeError: the source is nothing of the kind.
-        ValueError: it is empty, ``ignore`` names no finding, or what is saved cannot be read.
-        FileNotFoundError: nothing is saved there.
+        TypeError: ``source`` or ``space`` is of another type.
+        ValueError: the buffer is empty, ``ignore`` names no finding, or what is saved cannot be read.
+        FileNotFoundError: nothing is saved at the path.
 
-    Cost: two or three passes over the rows: about a second for a million rows of 167 bytes. 10 bytes a row of memory.
+    Cost: two or three passes over the rows: about a second for a million rows of 167 bytes. 10 bytes of memory per row.
 
     Example:
         >>> import torch
@@ -82,8 +78,6 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     if not ignored <= set(CODES):
         raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
     bounds = {} if space is None else bounds_of(space)
-    if isinstance(source, str | Path):
-        source = open_saved(source)
     storage, sampler, writer = open_source(source)
     with ExitStack() as stack:
         for lock in ("_replay_lock", "_write_lock"):

@@ -1,12 +1,14 @@
-"""The stored rows as the doctor reads them: columns, their order in time, and where trajectories are cut."""
+"""The rows as the doctor reads them: columns, their order in time, and the ends of trajectories."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     ReplayBuffer,
@@ -17,25 +19,30 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.diagnostics.doctor.report import NAMED, Row
+from rlbuf_td.checkpoint.opening import open_checkpoint
+from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
-#: What lies under "next", and at the root too, without being what the following row begins with.
-_OTHERS = {"reward", "done", "terminated", "truncated", "state_value", "index"}
-_BLOCK_BYTES = 4 << 20
+# Keys that may be stored at the root and under "next" without being observations.
+_NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
+_BLOCK_BYTES = 4 << 20  # a block stays in a cache
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # floats nearer than this are the same value, computed twice
+_HASHED = 256  # elements of a value that enter its hash
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = "storage_metadata.json"  # of TorchRL's checkpointers
 
 
 class SharedColumn:
-    """A column that rows share, ``[T, E, ...]``: what is asked of it is read then.
+    """A deduplicated column ``[T, E, ...]``, which is read only where it is indexed.
 
     Args:
-        rows: of a storage.
-        key: of the column.
-        steps: how many time steps are written.
+        rows: the rows of a storage.
+        key: the column's key.
+        steps: the number of time steps written.
     """
 
     def __init__(self, rows: PooledRows, key: Key, steps: int) -> None:
@@ -51,42 +58,26 @@ class SharedColumn:
         cells = self._cells[index]
         return self._rows.column_at(self._key, cells).view((*cells.shape, *self._tail))
 
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    def element_size(self) -> int:
-        """Return bytes a number."""
-        return self.dtype.itemsize
-
-    def is_floating_point(self) -> bool:
-        """Return whether numbers are real and not whole."""
-        return self.dtype.is_floating_point
-
-    def is_complex(self) -> bool:
-        """Return whether numbers are complex."""
-        return self.dtype.is_complex
-
 
 class Record:
-    """What there is to read of a buffer: ``[T, E]`` rows, lanes flattened.
+    """The rows of a storage as columns ``[T, E, ...]``, lanes flattened.
 
     Args:
-        storage: of TensorDicts of tensors, written at least once.
-        writer: what wrote it, if that is known.
-        ignore: keys not to look at.
+        storage: a storage of TensorDicts of tensors that is not empty.
+        writer: the writer of the rows, if known.
 
     Attributes:
-        columns: each key's rows, ``[T, E, ...]`` with at least one dim more, views (or read when they are asked for).
+        columns: the rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
         shape: ``[T, *lanes]``.
         newest: the time step that was written last.
-        paired: ``[T, E]`` bool, on the CPU: does the lane go on, in whatever trajectory, with step ``t + 1`` of the
-            ring? ``None`` if rows do not lie in the order of time.
-        cut: ``[T, E]`` bool: the trajectory ends with this row, or does not go on with the next one for another reason.
-            ``None`` if that is not told.
+        paired: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
+            ``None`` if the rows are not in the order of time.
+        cut: ``[T, E]`` bool: the next row of the lane does not continue this row's trajectory. ``None`` if neither
+            flags nor trajectory ids are stored.
         skipped: what cannot be checked, and why.
     """
 
-    def __init__(self, storage: Storage, writer: Writer | None, ignore: tuple[Key, ...] = ()) -> None:
+    def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
             raise ValueError("the buffer is empty: there is nothing to read")
         rows = getattr(storage, "_storage", None)
@@ -102,17 +93,16 @@ class Record:
         self.columns: dict[Key, Any] = {
             key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
             for key, value in walk(rows)
-            if isinstance(value, torch.Tensor) and key not in ignore
+            if isinstance(value, torch.Tensor)
         }
         if isinstance(storage, PackedStorage) and isinstance(storage._rows, PooledRows):
             for key in storage._rows.pooling.places:
-                if key not in ignore:
-                    self.columns[key] = SharedColumn(storage._rows, key, self.steps)
+                self.columns[key] = SharedColumn(storage._rows, key, self.steps)
         self.skipped: list[str] = []
         cursor = storage._last_cursor_index
-        self.newest = self.steps - 1 if cursor is None or not 0 <= int(cursor) < self.steps else int(cursor)
-        if self.steps < len(rows):  # not yet full
-            self.newest = self.steps - 1
+        is_full = self.steps == len(rows)
+        is_known = is_full and cursor is not None and 0 <= int(cursor) < self.steps
+        self.newest = int(cursor) if is_known else self.steps - 1
         self.paired: torch.Tensor | None = None
         self.cut: torch.Tensor | None = None
         index = next((each for each in storage._attached_entities if isinstance(each, TrajectoryIndex)), None)
@@ -124,28 +114,23 @@ class Record:
         self._find_cuts(storage, index)
 
     def _find_cuts(self, storage: Storage, index: TrajectoryIndex | None) -> None:
-        done_key = next((key for key in self._flags("done", "terminated", "truncated")), None)
+        done_key = next(iter(self._flags("done", "terminated", "truncated")), None)
         if done_key is None and TRAJ_KEY not in self.columns:
             self.skipped.append("trajectories: neither done flags nor trajectory ids are stored")
             return
         index = index or TrajectoryIndex(storage, done_key=(*(done_key or ("next",))[:-1], "done"))
-        self.cut = torch.empty(self.steps * self.lanes, dtype=torch.bool)
-        over = torch.empty_like(self.cut)
+        device = next(iter(self.columns.values())).device
+        cut = torch.empty(self.steps * self.lanes, dtype=torch.bool)
+        ended = torch.empty_like(cut)
         try:
-            for rows in torch.arange(len(self.cut)).split(1 << 16):
-                _, ahead, ended = index.reach(rows.to(self.device))
-                self.cut[rows], over[rows] = ahead.cpu() == 0, ended.cpu()
+            for rows in torch.arange(len(cut)).split(1 << 16):
+                _, ahead, over = index.reach(rows.to(device))
+                cut[rows], ended[rows] = ahead.cpu() == 0, over.cpu()
         except TypeError as error:
-            self.cut = None
             self.skipped.append(f"trajectories: {error}")
             return
-        self.cut, over = self.cut.view(self.steps, self.lanes), over.view(self.steps, self.lanes)
-        self.paired = self.paired & ~(self.cut & ~over)  # rows written out of order
-
-    @property
-    def device(self) -> torch.device:
-        """Where the rows lie."""
-        return next(iter(self.columns.values())).device
+        self.cut = cut.view(self.steps, self.lanes)
+        self.paired = self.paired & ~(cut & ~ended).view(self.steps, self.lanes)  # rows written out of order
 
     def _flags(self, *names: str) -> list[Key]:
         """Return the keys under "next" with one of these names, the first name and the shallowest key first."""
@@ -153,7 +138,7 @@ class Record:
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
     def flag(self, name: str) -> torch.Tensor | None:
-        """Return a flag under "next", ``[T, E]`` bool on the CPU, true where any of a row's flags of that name is."""
+        """Return a flag under "next", ``[T, E]`` bool on the CPU: true where any of a row's values is."""
         keys = self._flags(name)
         if not keys or self.columns[keys[0]].dtype is not torch.bool:
             return None
@@ -161,31 +146,40 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """The keys (of the root) that a row has both at its root and under "next": what the next row begins with."""
+        """The keys of observations: those that a row has alike at its root and under "next"."""
         return [
             key
             for key, column in self.columns.items()
             if key[0] != "next"
-            and key[-1] not in _OTHERS
-            and ("next", *key) in self.columns
-            and self.next(key).shape == column.shape
-            and self.next(key).dtype is column.dtype
+            and key[-1] not in _NOT_OBSERVED
+            and (after := self.columns.get(("next", *key))) is not None
+            and after.shape == column.shape
+            and after.dtype is column.dtype
         ]
 
-    def next(self, key: Key) -> torch.Tensor:
-        """Return the column of what lies under "next" for a key of the root."""
+    @property
+    def main(self) -> list[Key]:
+        """The observed keys of more than one number (without counters and flags), if there are any; else all."""
+        return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
+
+    def next(self, key: Key) -> Any:
+        """Return the column under "next" for a key of the root."""
         under: Key = ("next", *key)
         return self.columns[under]
 
+    def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
+        """Return the values of some flat rows, ``[n, ...]``."""
+        return self.columns[key][flat // self.lanes, flat % self.lanes]
+
     def blocks(self) -> Iterator[slice]:
-        """Yield time steps, so many at once that a block stays in a cache."""
-        row = sum(column[0].numel() * column.element_size() for column in self.columns.values())
+        """Yield slices of time steps, small enough for a cache."""
+        row = sum(column.shape[1:].numel() * column.dtype.itemsize for column in self.columns.values())
         size = max(1, _BLOCK_BYTES // max(1, row))
         for start in range(0, self.steps, size):
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column of the rows one step after those of a block; the ring's first follows its last."""
+        """Return a column of the rows one step after those of a block; the ring's first step follows its last."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
@@ -201,26 +195,108 @@ class Record:
             parts.append(part)
         return (flat, *reversed(parts))
 
-    def first(self, where: torch.Tensor) -> tuple[Row, ...]:
-        """Return the first few rows of ``[T, E]`` flags."""
-        return tuple(self.name(flat) for flat in where.flatten().nonzero()[:NAMED, 0].tolist())
+    def finding(
+        self, code: str, where: torch.Tensor, of: int, explanation: str, remedy: str, key: Key | None = None
+    ) -> Finding:
+        """Return a finding about the rows flagged in ``where``, ``[T, E]``."""
+        rows = tuple(map(self.name, where.flatten().nonzero()[:NAMED, 0].tolist()))
+        return Finding(code, key, rows, int(where.sum()), of, explanation, remedy)
+
+
+# -- comparing values
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return values of any dtype as integers of the same size, so that NaN equals itself."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return values.view(_INTEGERS[values.dtype.itemsize])
+
+
+def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity equal anything."""
+    unequal = (_bits(left) != _bits(right)).flatten(2).any(2)
+    if (left.is_floating_point() or left.is_complex()) and bool(unequal.any()):
+        wide = torch.complex128 if left.is_complex() else torch.float64
+        one, other = left[unequal].to(wide), right[unequal].to(wide)
+        apart = ~torch.isclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE) & one.isfinite() & other.isfinite()
+        unequal = unequal.masked_scatter(unequal, apart.flatten(1).any(1))
+    return unequal
+
+
+def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a number for the values of each row under some keys, ``[n]`` int64 on the CPU: equal for equal values.
+
+    ``rows``: flat rows ``[n]``; ``None``: all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    result = torch.zeros(record.steps * record.lanes if rows is None else len(rows), dtype=torch.int64)
+    for key in keys:
+        column = record.columns[key]
+        width = column.shape[2:].numel()
+        if not width:
+            continue
+        places = torch.linspace(0, width - 1, min(width, _HASHED)).long()
+        weight = torch.randint(-(1 << 62), 1 << 62, (len(places) * (1 + column.dtype.is_complex),), generator=generator)
+        parts = (column[each].flatten(0, 1) for each in record.blocks()) if rows is None else [record.at(key, rows)]
+        numbers = (_bits(part.flatten(1)[:, places.to(part.device)].contiguous()).flatten(1) for part in parts)
+        result += torch.cat([(each.cpu().long() * weight).sum(1) for each in numbers])
+    return result
+
+
+# -- from a buffer, a storage, rows or a saved buffer to its parts
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
-    """Return the parts of a buffer; of a storage or a TensorDict what there is of them.
+    """Return storage, sampler and writer of what :func:`~rlbuf_td.diagnostics.doctor.check` accepts.
 
     Raises:
-        TypeError: it is nothing of the kind.
+        TypeError: the source is of another type.
+        FileNotFoundError: nothing is saved at the path.
+        ValueError: what is saved cannot be read.
     """
+    if isinstance(source, str | Path):
+        source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):
         return source._storage, source._sampler, source._writer
     if isinstance(source, Storage):
         return source, None, None
     if isinstance(source, TensorDictBase):
-        storage = TensorStorage(source, ndim=max(1, source.ndim))
-        storage._len = source.numel()  # TorchRL counts time steps until the storage is first used
-        return storage, None, None
+        return _as_storage(source, source.numel(), None), None, None
     raise TypeError(
         f"the doctor looks at a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer, "
         f"not at a {type(source).__name__}"
     )
+
+
+def _open_saved(path: Path) -> Storage:
+    """Return the rows that ``dumps(path)`` of a buffer or storage has written; TorchRL's stay on the disk."""
+    if (path / "manifest.json").is_file():  # of this package's
+        found = open_checkpoint(path)
+        if found.storage is not None:
+            return found.storage
+        if found.rows is None:
+            raise ValueError(f"{path} holds no rows")
+        return _as_storage(found.rows, found.rows.numel(), found.writer.get("_cursor"))
+    folder = next((each for each in (path, path / "storage") if (each / _ROWS).is_file()), None)
+    if folder is None:
+        what = "holds no saved buffer" if path.is_dir() else "is no folder"
+        raise FileNotFoundError(f"{path} {what}: give the folder that rb.dumps(path) has written")
+    writer = folder.parent / "writer" / "metadata.json"
+    try:
+        about = json.loads((folder / _ROWS).read_text())
+        if about["is_pytree"]:
+            raise ValueError("it holds no TensorDict")
+        cursor = int(json.loads(writer.read_text())["cursor"]) if writer.is_file() else None
+        return _as_storage(TensorDict.load_memmap(folder), int(about["len"]), cursor)
+    except (LookupError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"cannot read the rows in {folder}: {error}") from error
+
+
+def _as_storage(rows: TensorDictBase, length: int, cursor: int | None) -> Storage:
+    """Return a storage of rows ``[T, *lanes]``: ``length`` are written, and a ring would continue at ``cursor``."""
+    storage = TensorStorage(rows, ndim=max(1, rows.ndim))
+    storage._len = length  # TorchRL counts time steps until the storage is first used
+    if cursor is not None:
+        storage._set_last_cursor((cursor - 1) % len(rows))
+    return storage

@@ -1,4 +1,4 @@
-"""What the doctor says: findings, and a report of them."""
+"""Findings of the doctor, and the report that lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from rlbuf_td.storages.schema import show_key
 
 Row: TypeAlias = int | tuple[int, ...]
-#: So many rows are named in a finding.
+#: A finding names this many rows at most.
 NAMED = 5
 
 
@@ -19,11 +19,11 @@ class Finding:
     """One kind of fault.
 
     Attributes:
-        code: its name, see :func:`~rlbuf_td.diagnostics.doctor.check`.
-        key: the key that it is about, if it is about one.
-        rows: the first few of the rows concerned, as the storage indexes them: ``t``, or ``(t, e)`` with lanes.
-        count: how many rows there are.
-        of: among how many rows.
+        code: its name, one of ``rlbuf_td.diagnostics.doctor.CODES``.
+        key: the key concerned, or ``None``.
+        rows: the first few rows concerned, as the storage indexes them: ``t``, or ``(t, e)`` with lanes.
+        count: the number of rows concerned.
+        of: the number of rows that could have been concerned.
         explanation: what was seen, and what it means.
         remedy: what to do.
     """
@@ -38,27 +38,27 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The share of the rows that are concerned, in [0, 1]."""
+        """The share of rows concerned, in [0, 1]."""
         return self.count / self.of if self.of else 0.0
 
     def __str__(self) -> str:
         title = self.code if self.key is None else f"{self.code}: {show_key(self.key)}"
-        lines = [title, f"{self.count:,} of {self.of:,} rows ({_percent(self.share)})"]
+        share = f"{self.share:.0%}" if self.share >= 0.1 or not self.share else f"{100 * self.share:.2g}%"
+        rows = f"{self.count:,} of {self.of:,} rows ({share})"
         if self.rows:
-            lines[-1] += ": " + ", ".join(map(str, self.rows)) + (" ..." if self.count > len(self.rows) else "")
+            rows += ": " + ", ".join(map(str, self.rows)) + (" ..." if self.count > len(self.rows) else "")
         wrapped = [textwrap.fill(text, 96) for text in (self.explanation, f"Remedy: {self.remedy}")]
-        body = textwrap.indent("\n".join(lines[1:] + wrapped), "    ")
-        return f"{title}\n{body}"
+        return "\n".join([title, *(textwrap.indent(text, "    ") for text in (rows, *wrapped))])
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`~rlbuf_td.diagnostics.doctor.check` has found, the gravest first; false if there is nothing.
+    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; false if there are none.
 
     Attributes:
         findings: what was found.
-        rows: how many rows were read.
-        shape: ``[T, *lanes]`` of them.
+        rows: the number of rows read.
+        shape: their shape ``[T, *lanes]``.
         skipped: checks that these rows do not allow, and why.
     """
 
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     @property
@@ -93,7 +93,3 @@ class Report:
         if self.skipped:
             parts.append("\n".join(f"not checked: {what}" for what in self.skipped))
         return "\n\n".join(parts)
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 or not share else f"{100 * share:.2g}%"

@@ -1,59 +1,237 @@
-"""The order of rows, and the flags that say where trajectories end."""
+"""Findings about the order of rows, and about the flags that end trajectories.
+
+A row's next observation must be the following row's observation, unless the trajectory ends there. Where that fails, or
+holds in spite of an end, the places and distances of observations tell what went wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from rlbuf_td.diagnostics.doctor.breaks import broken_finding, never_finding
-from rlbuf_td.diagnostics.doctor.ends import FEW, is_telling, mostly_one_step, one_step_rows, unbroken_finding
-from rlbuf_td.diagnostics.doctor.flow import Flow, flow_of
-from rlbuf_td.diagnostics.doctor.record import Record
+from rlbuf_td.diagnostics.doctor.record import Record, differ, hashes
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
-# A lane that does not end in so many steps is worth a word.
-_LONG = 10_000
-# So many ids must be over without a flag.
-_SOME_ENDS = 8
+_AT_ONCE = 4_096  # rows
+_SAMPLED = 256  # rows that are enough to tell the kind of a fault
+_FEW = 32  # fewer rows than this may all be of one kind by chance
+_LONG = 10_000  # steps without an end that deserve a finding
+_SOME_ENDS = 8  # ends by trajectory id that must lack a flag
+_STACK = "store lanes as a dim of their own: PackedStorage(..., ndim=2), and extend with batches [E, T]"
+
+
+@dataclass
+class Flow:
+    """Whether rows continue each other: flags ``[T, E]`` bool on the CPU.
+
+    Attributes:
+        broken: the next observation is not the following row's, though the trajectory continues.
+        unbroken: the trajectory ends, and yet the next observation is the following row's (and not the row's own).
+        apart: the next observation is not the following row's, whatever the flags say.
+        inside: the trajectory continues with the following row.
+        ends: the trajectory ends, and another follows.
+    """
+
+    broken: torch.Tensor
+    unbroken: torch.Tensor
+    apart: torch.Tensor
+    inside: torch.Tensor
+    ends: torch.Tensor
 
 
 def sequence_findings(record: Record) -> Iterator[Finding]:
-    """Yield what is wrong with the order of rows, and with the flags."""
+    """Yield the faults in the order of rows and in the flags."""
     done, flags = record.flag("done"), [record.flag("terminated"), record.flag("truncated")]
-    flow = flow_of(record) if record.observed else None
+    flow = _flow(record) if record.observed else None
     if flow is None and record.paired is not None and record.cut is not None:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
-    said = [flag for flag in (done, *flags) if flag is not None]
-    ended = torch.stack(said).any(0) if said else torch.zeros(record.steps, record.lanes, dtype=torch.bool)
+    stored = [flag for flag in (done, *flags) if flag is not None]
+    ended = torch.stack(stored).any(0) if stored else torch.zeros(record.steps, record.lanes, dtype=torch.bool)
     mixed = shifted = False
     if flow is not None:
         mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
         if mixed:
-            yield broken_finding(record, flow.broken, flow, mostly=True)
+            yield _broken(record, flow.broken, flow, mostly=True)
         else:
-            shifted = yield from _shift(record, flow, ended if done is None else done)
+            shifted = yield from _shifted(record, flow, ended if done is None else done)
     if done is not None and not shifted:
         for name, flag in zip(("terminated", "truncated"), flags, strict=True):
             if flag is not None and bool((flag & ~done).any()):
-                yield _flag_without_done(record, name, flag & ~done, int(flag.sum()))
-    if record.cut is not None and record.paired is not None and not mixed and not shifted:
+                yield record.finding(
+                    f"{name}-without-done",
+                    flag & ~done,
+                    int(flag.sum()),
+                    f"{name} is set and done is not, of as many rows with {name}. Samplers that need trajectories read "
+                    "done only, and continue across the end.",
+                    "store done = terminated | truncated.",
+                    ("next", name),
+                )
+    if record.cut is not None and not mixed and not shifted:
         yield from _ends(record, flow, ended)
 
 
-def _shift(record: Record, flow: Flow, done: torch.Tensor) -> Generator[Finding, None, bool]:
-    """Yield a finding if done flags lie one step beside the breaks, and return whether they do."""
+def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
+    """Yield the faults at the ends of trajectories; ``ended``: rows with any flag set."""
+    if bool(ended.all()) and ended.numel() >= _FEW:
+        yield record.finding(
+            "done-always",
+            ended,
+            ended.numel(),
+            "done is set in every row, so that no value is ever bootstrapped. That is right for bandits only.",
+            "store the flag of each step; check that it is not the mask of another library (1 - done, or 'discount').",
+        )
+        return
+    one_step, never = _one_step_rows(record, ended), not bool(ended.any())
+    if flow is not None and bool((broken := flow.broken & ~ended).any()):
+        yield _broken(record, broken, flow, mostly=False, never=never)
+    elif flow is not None and never and _ids_show_ends(record, flow):
+        seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
+        yield _never(record, flow.ends & flow.apart, seen)
+    elif never and record.steps >= _LONG:
+        yield _never(record, torch.zeros_like(ended), f"No trajectory ends in {record.steps:,} steps.")
+    if flow is not None and bool(flow.unbroken.any()) and _is_no_chance(record, flow):
+        yield _unbroken(record, flow, one_step)
+    else:
+        yield from _mostly_one_step(record, one_step)
+
+
+# -- comparing observations
+
+
+def _flow(record: Record) -> Flow | None:
+    """Compare each next observation with the following row's observation; ``None`` if the rows do not allow it."""
+    if record.paired is None or record.cut is None:
+        return None
+    inside, ends = record.paired & ~record.cut, record.paired & record.cut
+    differing, unbroken, main = torch.zeros_like(inside), ends.clone(), record.main
+    for block in record.blocks():
+        for key in record.observed:
+            apart = differ(record.next(key)[block], record.after(key, block)).cpu()
+            differing[block] |= apart
+            if key in main:
+                unbroken[block] &= ~apart
+    moved = torch.zeros_like(inside).flatten()
+    for rows in unbroken.flatten().nonzero()[:, 0].split(_AT_ONCE):
+        for key in main:
+            begun, reached = (record.at(each, rows)[:, None] for each in (key, ("next", *key)))
+            moved[rows] |= differ(reached, begun).cpu()[:, 0]
+    unbroken &= moved.view_as(unbroken)
+    return Flow(inside & differing, unbroken, record.paired & differing, inside, ends)
+
+
+def _spread(where: torch.Tensor) -> torch.Tensor:
+    """Return up to 256 of the flagged rows, evenly spread, as flat rows."""
+    rows = where.flatten().nonzero()[:, 0]
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED)).long()] if len(rows) else rows
+
+
+# -- next observations that are not the following row's
+
+
+def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool, never: bool = False) -> Finding:
+    """Return the finding about broken rows.
+
+    Args:
+        record: the rows.
+        where: the broken rows, ``[T, E]``.
+        flow: whether rows continue each other.
+        mostly: most rows within trajectories are broken, so that rows cannot be in the order of time.
+        never: no flag is ever set.
+    """
+    of = int(flow.inside.sum())
+    seen = "The next observation is not the following row's observation, though the trajectory goes on there."
+    found = _found_elsewhere(record, _spread(where), mostly)
+    if found is not None:
+        return record.finding("lanes-mixed", where, of, f"{seen} {found[0]}", found[1])
+    if mostly:
+        return record.finding(
+            "next-observation-differs",
+            where,
+            of,
+            f"{seen} It is found nowhere else in the buffer either.",
+            "store rows in the order of time, one lane after the other in its own column; store both observations as "
+            "the environment gave them (not one of them normalised, or n steps ahead).",
+        )
+    if never:
+        return _never(record, where, "The observations show resets at these rows, and no done flag is ever set.")
+    return record.finding(
+        "reset-without-done",
+        where,
+        of,
+        f"{seen} It is no other row's observation: the environment seems to have been reset here (or the loop to have "
+        "stopped), and done is not set. Trajectories run across the reset.",
+        "store done = terminated | truncated: a time limit ends a trajectory too. If you reset by hand, set "
+        "('next', 'truncated') in the last row, or store ('collector', 'traj_ids').",
+    )
+
+
+def _never(record: Record, where: torch.Tensor, seen: str) -> Finding:
+    """Return the finding that no trajectory ends; ``where``: the rows that seem to be ends."""
+    rows = record.steps * record.lanes
+    finding = record.finding(
+        "done-never",
+        where,
+        rows,
+        f"{seen} Values are then bootstrapped across every end. That is right for tasks without end only.",
+        "store done = terminated | truncated as the environment's step returns them.",
+    )
+    return replace(finding, count=finding.count or rows)
+
+
+def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
+    """Search the next observations of a sample of rows among all observations; explain where they are found."""
+    here = hashes(record, [("next", *key) for key in record.observed], sample)
+    ordered, order = hashes(record, record.observed).sort()
+    low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
+    matches = high - low
+    if not bool(matches.any()):
+        return None
+    votes: dict[tuple[int, int], int] = {}
+    for row, start, stop in zip(sample.tolist(), low.tolist(), high.tolist(), strict=True):
+        there = order[start : min(stop, start + _SAMPLED)]
+        ahead = (there // record.lanes - row // record.lanes) % record.steps
+        across = there % record.lanes - row % record.lanes
+        for offset in set(zip(ahead.tolist(), across.tolist(), strict=True)):
+            votes[offset] = votes.get(offset, 0) + 1
+    (ahead, across), agreed = max(votes.items(), key=lambda item: item[1])
+    if agreed >= max(2, 0.9 * len(sample)):
+        if not across and mostly:
+            return (
+                f"It is found {ahead} rows later: the rows of {ahead} environments lie one after the other, or next "
+                f"observations are {ahead} steps ahead.",
+                f"{_STACK}; n-step returns are the sampler's work.",
+            )
+        if not ahead and across:
+            return (
+                f"It is found in the same time step, {abs(across)} lane(s) on: time and lanes are exchanged.",
+                "the storage keeps [T, E], and extend takes [E, T], as collectors give it: transpose the batch, or "
+                "pass dim_extend=0 to the buffer.",
+            )
+        if across:
+            return f"It is found {ahead} step(s) later in another lane: lanes change their places.", f"{_STACK}."
+    found = matches[matches > 0]
+    if len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3:
+        pieces = "pieces of several trajectories lie one after the other"
+        return (
+            f"It begins another row, elsewhere: {'rows are not in the order of time' if mostly else pieces}.",
+            f"{_STACK}; or store ('collector', 'traj_ids'), which tell the pieces apart.",
+        )
+    return None
+
+
+def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Generator[Finding, None, bool]:
+    """Yield a finding if done flags are one step beside the breaks; return whether they are."""
     for step, word in ((1, "late"), (-1, "early")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
         if not count or 2 * count < max(int(flow.broken.sum()), int(flow.unbroken.sum())):
             continue
-        yield Finding(
+        yield record.finding(
             "done-shifted",
-            None,
-            record.first(beside.roll(step, 0)),
-            count,
+            beside.roll(step, 0),
             int(flow.ends.sum()),
             f"done is set one step too {word}: the observations break off one step "
             f"{'before' if step > 0 else 'after'} these rows, and go on at them. A learner then bootstraps from the "
@@ -65,56 +243,121 @@ def _shift(record: Record, flow: Flow, done: torch.Tensor) -> Generator[Finding,
     return False
 
 
-def _flag_without_done(record: Record, name: str, where: torch.Tensor, of: int) -> Finding:
-    return Finding(
-        f"{name}-without-done",
-        ("next", name),
-        record.first(where),
-        int(where.sum()),
-        of,
-        f"{name} is set and done is not, of as many rows with {name}. Samplers that need trajectories go by done, and "
-        "run across the end.",
-        "store done = terminated | truncated.",
-    )
+def _ids_show_ends(record: Record, flow: Flow) -> bool:
+    """Whether trajectory ids show ends, and not pieces of several lanes stored one after the other.
 
-
-def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
-    """Yield what is wrong with the ends of trajectories."""
-    rows, everything = ended.numel(), bool(ended.all())
-    one_step = one_step_rows(record, ended)
-    if everything and rows >= FEW:
-        yield Finding(
-            "done-always",
-            None,
-            record.first(ended),
-            rows,
-            rows,
-            "done is set in every row, so that no value is ever bootstrapped. That is right for bandits only.",
-            "store the flag of each step; check that it is not the mask of another library (1 - done, or 'discount').",
-        )
-        return
-    broken = torch.zeros_like(ended) if flow is None else flow.broken & ~ended
-    if flow is not None and bool(broken.any()):
-        yield broken_finding(record, broken, flow, mostly=False, never=not bool(ended.any()))
-    elif flow is not None and not bool(ended.any()) and _ids_tell_of_ends(record, flow):
-        seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
-        yield never_finding(record, flow.ends & flow.apart, seen)
-    elif not bool(ended.any()) and record.steps >= _LONG:
-        yield never_finding(record, torch.zeros_like(ended), f"No trajectory ends in {record.steps:,} steps.")
-    if flow is not None and bool(flow.unbroken.any()) and is_telling(record, flow):
-        yield unbroken_finding(record, flow, one_step)
-    else:
-        yield from mostly_one_step(record, one_step)
-
-
-def _ids_tell_of_ends(record: Record, flow: Flow) -> bool:
-    """Return whether trajectory ids show ends, rather than the pieces in which several lanes lie one after the other.
-
-    An id that is over does not come again, and trajectories hardly have all the same length.
+    The id of a finished trajectory never returns, and trajectories hardly ever have all the same length.
     """
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
     if ids is None or len(cuts) < _SOME_ENDS:
         return False
-    runs = int((ids[1:] != ids[:-1]).sum()) + record.lanes
-    return int(ids.unique().numel()) >= runs - record.lanes and len(cuts.diff().unique()) > 1
+    changes = int((ids[1:] != ids[:-1]).sum())
+    return int(ids.unique().numel()) >= changes and len(cuts.diff().unique()) > 1
+
+
+# -- ends at which the next observation is the following row's
+
+
+def _is_no_chance(record: Record, flow: Flow) -> bool:
+    """Whether unbroken ends are a fault: they are most of the ends, or observations hardly ever repeat."""
+    if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
+        return True
+    values = hashes(record, record.main)
+    return 100 * (len(values) - len(values.unique())) < len(values)
+
+
+def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
+    """Return the finding about unbroken ends, by how far observations move at them and after them."""
+    where, of = flow.unbroken, int(flow.ends.sum())
+    here, after = _jumps(record, where, flow.inside)
+    seen = "The trajectory ends here, and yet the next observation is that of the following row"
+    if not max(here, after):
+        if 2 * int((where & (one_step | one_step.roll(-1, 0))).sum()) >= int(where.sum()):
+            return _one_step(record, one_step & (where | where.roll(1, 0)), of)
+        return record.finding(
+            "done-without-reset",
+            where,
+            of,
+            f"{seen}, and no further from it than within trajectories: the environment went on, and there was no end.",
+            "store done as the environment's step returned it; a trajectory id must not change within a trajectory.",
+        )
+    if here >= after:
+        return record.finding(
+            "final-observation-lost",
+            where,
+            of,
+            f"{seen}, {here:.1f} times as far from its own as within trajectories: it is what the reset returned. The "
+            "true final observation is lost, and a truncated step bootstraps from the wrong one.",
+            "store infos['final_obs'] of Gymnasium's same-step autoreset as the next observation, or let "
+            "GymnasiumRecorder or TorchRL's collectors write the rows.",
+        )
+    return record.finding(
+        "reset-row-stored",
+        where.roll(1, 0),
+        of,
+        "The trajectory ended with the row before, and yet these rows begin with its final observation, from which "
+        f"they go {after:.1f} times as far as rows do within trajectories: they are no transitions, but resets of "
+        "Gymnasium's next-step autoreset, whose action had no effect.",
+        "do not store the step that follows a done; GymnasiumRecorder leaves it out.",
+    )
+
+
+def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
+    """Return how far observations move at the flagged rows and at the rows after them, as multiples of the usual.
+
+    A distance that a tenth of the usual rows exceed (with fewer than 4 flagged rows: a hundredth) counts as 0.
+    """
+    usual, rows = _spread(inside), _spread(where)
+    if not len(usual):
+        return 0.0, 0.0
+    groups = usual, rows, (rows + record.lanes) % (record.steps * record.lanes)
+    total = [torch.zeros(len(each), dtype=torch.float64) for each in groups]
+    for key in record.main:
+        if record.columns[key].dtype is torch.bool or record.columns[key].dtype.is_complex:
+            continue
+        moved = [record.at(("next", *key), each).double() - record.at(key, each).double() for each in groups]
+        distances = [each.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu() for each in moved]
+        scale = distances[0].mean()
+        if scale > 0:
+            total = [before + distance / scale for before, distance in zip(total, distances, strict=True)]
+    mean = total[0].mean()
+    if not float(mean):
+        return 0.0, 0.0
+    limit = total[0].quantile(0.9 if len(rows) >= 4 else 0.99)
+    here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in total[1:])
+    return here, after
+
+
+def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
+    """Return which rows are a trajectory of their own, ``[T, E]``; that the oldest row is one is not known."""
+    if record.cut is None or record.paired is None:
+        return torch.zeros_like(ended)
+    alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
+    ids = record.columns.get(TRAJ_KEY)
+    if ids is not None:  # rows of several lanes may alternate: an id that returns is a longer trajectory
+        _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)
+        alone |= (counts == 1)[inverse] & record.paired
+    return alone
+
+
+def _mostly_one_step(record: Record, one_step: torch.Tensor) -> Iterator[Finding]:
+    """Yield a finding if nearly all trajectories have a single step."""
+    trajectories, count = 0, int(one_step.sum())
+    if TRAJ_KEY in record.columns:
+        trajectories = record.columns[TRAJ_KEY].unique().numel()
+    elif record.cut is not None and record.paired is not None:
+        trajectories = int((record.cut & record.paired).sum())
+    if count >= _FEW and count >= 0.9 * trajectories:  # short games may end with the first step half of the time
+        yield _one_step(record, one_step, trajectories)
+
+
+def _one_step(record: Record, where: torch.Tensor, of: int) -> Finding:
+    return record.finding(
+        "one-step-trajectories",
+        where,
+        of,
+        "These trajectories have a single step, of as many trajectories that end. That is right for bandits; elsewhere "
+        "done is set twice, an id changes with each row, or the environment is reset after each step.",
+        "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
+    )

@@ -1,30 +1,36 @@
-"""What can be seen in the values of a column, whatever their order."""
+"""Findings about the values of columns, and about draws and priorities; and the bounds of observations."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torchrl.data import Composite, TensorSpec, Unbounded
+from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.diagnostics.doctor.record import Key, Record
 from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
+from rlbuf_td.envs.specs import OBSERVATION, entries
+from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.schema import show_key
 
-Bounds = Mapping[Key, tuple[torch.Tensor, torch.Tensor]]
-# In fewer rows a column may well be constant.
-_MANY = 1_000
+Interval = tuple[torch.Tensor, torch.Tensor]
+_MANY = 1_000  # in fewer rows a column may well be constant
 _SIDE = 8  # of the smallest image
 _SAMPLED = 256
+_DRAWS, _ROWS = 2.0, 100  # fewer draws a row, or fewer rows, show nothing
 
 
 class _Tally:
-    """Counts rows, and keeps the first few."""
+    """Counts flagged rows, and keeps the first few."""
 
     def __init__(self, record: Record) -> None:
         self.record, self.count, self.rows = record, 0, list[Row]()
 
     def add(self, block: slice, where: torch.Tensor) -> None:
-        """Count the flagged rows of ``[B, E]``."""
+        """Count the flags ``[B, E]`` of a block."""
         number = int(where.sum())
         self.count += number
         if number and len(self.rows) < NAMED:
@@ -32,47 +38,50 @@ class _Tally:
             self.rows += map(self.record.name, flat.tolist())
 
 
-def value_findings(record: Record, bounds: Bounds) -> Iterator[Finding]:
-    """Yield what is wrong with values: one pass over the rows."""
-    finite = {key: _Tally(record) for key in record.columns if _is_float(record, key) and _is_given(record, key)}
+def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
+    """Yield the faults in values: one pass over the rows."""
+    columns, rows = record.columns, record.steps * record.lanes
+    finite = {key: _Tally(record) for key in columns if _must_be_finite(record, key)}
     outside = {key: _Tally(record) for key in _bounded(record, bounds)}
-    varies = {key: torch.zeros(1, dtype=torch.bool) for key in record.columns if _may_be_constant(record, key)}
+    varies = {key: torch.zeros(1, dtype=torch.bool) for key in columns if _may_be_constant(record, key)}
     for block in record.blocks():
         for key, tally in finite.items():
-            tally.add(block, ~record.columns[key][block].isfinite().flatten(2).all(2))
+            tally.add(block, ~columns[key][block].isfinite().flatten(2).all(2))
         for key, tally in outside.items():
-            low, high = bounds[key if key[0] != "next" else key[1:]]
-            values = record.columns[key][block]
-            low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in (low, high))
+            values = columns[key][block]
+            low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in bounds[_root(key)])
             tally.add(block, (((values < low) | (values > high)) & values.isfinite()).flatten(2).any(2))
-        for key, columns in varies.items():
-            if not columns.all():
-                values = record.columns[key][block].flatten(2)
-                varies[key] = columns | (values != record.columns[key][:1, :1].flatten(2)).flatten(0, 1).any(0).cpu()
-    rows = record.steps * record.lanes
+        for key, varying in varies.items():
+            if not varying.all():
+                values = columns[key][block].flatten(2)
+                varies[key] = varying | (values != columns[key][:1, :1].flatten(2)).flatten(0, 1).any(0).cpu()
     for key, tally in finite.items():
         if tally.count:
             yield _not_finite(key, tally, rows)
     for key, tally in outside.items():
         if tally.count:
             yield _out_of_bounds(key, tally, rows)
-    if rows >= _MANY:
-        for key, columns in varies.items():
-            if not columns.all() and not _is_one_hot(record, key):
-                yield _constant(record, key, columns, rows)
-    for key in record.columns:
+    for key, varying in varies.items():
+        if rows >= _MANY and not varying.all() and not _is_one_hot(record, key):
+            yield _constant(record, key, varying, rows)
+    for key in columns:
         if _is_image(record, key):
             yield _float_image(record, key, rows)
 
 
+def _root(key: Key) -> Key:
+    return key[1:] if key[0] == "next" else key
+
+
 def _is_float(record: Record, key: Key) -> bool:
-    return record.columns[key].is_floating_point() or record.columns[key].is_complex()
+    dtype = record.columns[key].dtype
+    return dtype.is_floating_point or dtype.is_complex
 
 
-def _is_given(record: Record, key: Key) -> bool:
-    """Return whether a key is what an environment gives or takes: an observation, a reward, an action."""
-    root = key[1:] if key[0] == "next" else key
-    return key[-1] in ("reward", "action") or root in record.observed or "observation" in key
+def _must_be_finite(record: Record, key: Key) -> bool:
+    """Whether a key is a float of the environment: of an observation, a reward or an action."""
+    is_given = key[-1] in ("reward", "action") or _root(key) in record.observed or "observation" in key
+    return is_given and _is_float(record, key)
 
 
 def _not_finite(key: Key, tally: _Tally, rows: int) -> Finding:
@@ -88,12 +97,12 @@ def _not_finite(key: Key, tally: _Tally, rows: int) -> Finding:
     )
 
 
-def _bounded(record: Record, bounds: Bounds) -> list[Key]:
+def _bounded(record: Record, bounds: Mapping[Key, Interval]) -> list[Key]:
     return [
         key
-        for root in bounds
+        for root, (low, _) in bounds.items()
         for key in (root, ("next", *root))
-        if key in record.columns and record.columns[key][0, 0].numel() == bounds[root][0].numel()
+        if key in record.columns and record.columns[key].shape[2:].numel() == low.numel()
     ]
 
 
@@ -105,26 +114,27 @@ def _out_of_bounds(key: Key, tally: _Tally, rows: int) -> Finding:
         tally.count,
         rows,
         f"{show_key(key)} lies outside the bounds of its space there.",
-        "store what the environment returned, before any scaling; or mend the bounds, if it returns such values.",
+        "store what the environment returned, before any scaling; or correct the bounds, if it returns such values.",
     )
 
 
 def _may_be_constant(record: Record, key: Key) -> bool:
-    """Return whether a key is looked at for constant columns: float vectors that are observed, and actions."""
+    """Whether a key is searched for constant columns: float vectors that are observed, and actions."""
     column = record.columns[key]
-    looked_at = key[-1] == "action" or (key in record.observed and key[0] != "next")
-    return looked_at and _is_float(record, key) and column.ndim < 4 and column[0, 0].numel() > 0
+    is_vector = column.ndim < 4 and column.shape[2:].numel() > 0
+    return is_vector and _is_float(record, key) and (key[-1] == "action" or key in record.observed)
 
 
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Return whether a column holds but zeros and ones, of which some may be rare."""
+    """Whether a column holds zeros and ones only, of which some may be rare."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 
 
 def _constant(record: Record, key: Key, varies: torch.Tensor, rows: int) -> Finding:
     still = (~varies).nonzero()[:, 0].tolist()
-    which = "all of it" if len(still) == len(varies) else f"column{'s' * (len(still) > 1)} {_some(still)}"
+    names = ", ".join(map(str, still[:NAMED])) + (f" ... ({len(still)})" if len(still) > NAMED else "")
+    which = "all of it" if len(still) == len(varies) else f"column{'s' * (len(still) > 1)} {names}"
     value = record.columns[key][0, 0].flatten()[still[0]].item()
     return Finding(
         "constant",
@@ -138,15 +148,11 @@ def _constant(record: Record, key: Key, varies: torch.Tensor, rows: int) -> Find
     )
 
 
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:NAMED])) + (f" ... ({len(numbers)})" if len(numbers) > NAMED else "")
-
-
 def _is_image(record: Record, key: Key) -> bool:
-    """Return whether a float column looks like images: two sides, and values in [0, 1] or whole ones up to 255."""
+    """Whether a float column looks like images: two sides, and values in [0, 1] or integers up to 255."""
     column = record.columns[key]
-    shape = [size for size in column.shape[2:] if size >= _SIDE]
-    if not column.is_floating_point() or column.ndim < 5 or len(shape) < 2:
+    sides = [size for size in column.shape[2:] if size >= _SIDE]
+    if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:
         return False
     sample = column[:: max(1, record.steps // _SAMPLED)][:, :8].float()
     low, high = sample.amin(), sample.amax()
@@ -155,15 +161,138 @@ def _is_image(record: Record, key: Key) -> bool:
 
 
 def _float_image(record: Record, key: Key, rows: int) -> Finding:
-    size = record.columns[key].dtype.itemsize
+    dtype = record.columns[key].dtype
     return Finding(
         "float-image",
         key,
         (),
         rows,
         rows,
-        f"{show_key(key)} holds images as {str(record.columns[key].dtype).removeprefix('torch.')}: {size} times the "
-        "memory that they need, and as much more to gather for each batch.",
+        f"{show_key(key)} holds images as {str(dtype).removeprefix('torch.')}: {dtype.itemsize} times the memory that "
+        "they need, and as much more to gather for each batch.",
         "store them as uint8, as the environment gives them, and convert the batch: "
         "rb.append_transform(ToTensorImage(...)), or batch[key].float() / 255.",
     )
+
+
+# -- draws and priorities
+
+
+def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
+    """Yield the faults in how rows are drawn and updated, as far as the buffer counts draws."""
+    counter = next((each for each in storage._attached_entities if callable(getattr(each, "counts", None))), None)
+    drawn = None
+    if counter is not None:
+        counts = counter.counts()[: record.steps * record.lanes].view(record.steps, record.lanes).cpu()
+        drawn = counts > 0
+        yield from _never_sampled(record, counts)
+    elif sampler is not None:
+        record.skipped.append("rows that are never drawn: nothing counts the draws of this buffer")
+    while hasattr(sampler, "sampler"):
+        sampler = sampler.sampler  # type: ignore[union-attr]
+    if isinstance(sampler, Prioritized):
+        yield from _stale(record, source, sampler, drawn)
+
+
+def _never_sampled(record: Record, counts: torch.Tensor) -> Iterator[Finding]:
+    never, mean = counts == 0, float(counts.double().mean())
+    if counts.numel() >= _ROWS and mean >= _DRAWS and 2 * int(never.sum()) > counts.numel():
+        yield record.finding(
+            "never-sampled",
+            never,
+            counts.numel(),
+            f"These rows have never been drawn, though rows are drawn {mean:.1f} times on the average: a few rows get "
+            "nearly all draws.",
+            "lower alpha, look for outliers among the TD errors (RankSampler does not mind them), and check that "
+            "priorities are updated after every batch.",
+        )
+
+
+def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tensor | None) -> Iterator[Finding]:
+    rows = record.steps * record.lanes
+    magnitude = sampler.priority(torch.arange(rows, device=sampler.device)).cpu()
+    # TD errors hardly ever agree to the last bit; rows that entered together do.
+    _, inverse, counts = magnitude.unique(return_inverse=True, return_counts=True)
+    untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
+    if drawn is None:
+        # Without counts, all that is known is whether batches were drawn and no priority was ever updated.
+        if getattr(source, "_last_draw", None) is None or float(sampler._largest) >= 0:
+            return
+        drawn = torch.ones_like(untouched)
+    stale, known = untouched & drawn, int(drawn.sum())
+    if known >= _ROWS and 2 * int(stale.sum()) > known:
+        yield record.finding(
+            "stale-priorities",
+            stale,
+            known,
+            "These rows have been drawn, and still have the priority with which they entered: it was never updated. "
+            "Replay is then uniform, at a higher price.",
+            "after each batch put the TD errors into it (TorchRL's losses do, under priority_key) and call "
+            "rb.update_tensordict_priority(batch).",
+        )
+
+
+# -- bounds
+
+
+def bounds_of(source: Any) -> dict[Key, Interval]:
+    """Return the lowest and the highest value of each bounded key of an observation.
+
+    Args:
+        source: a Gymnasium space or environment, or a TorchRL spec of observations or environment.
+
+    Raises:
+        TypeError: the source is of another type.
+
+    Example:
+        >>> from torchrl.data import Bounded, Composite, Unbounded
+        >>> bounds_of(Composite(speed=Bounded(-1.0, 2.0, (1,)), place=Unbounded(3)))
+        {('speed',): (tensor([-1.]), tensor([2.]))}
+    """
+    for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
+        if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
+            source = getattr(source, name)
+            break
+    gymnasium = sys.modules.get("gymnasium")
+    if isinstance(source, TensorSpec):
+        named = source if isinstance(source, Composite) else Composite({OBSERVATION: source})
+        return dict(_of_spec(named, ()))
+    if gymnasium is not None and isinstance(source, gymnasium.Space):
+        is_dict = isinstance(source, gymnasium.spaces.Dict)
+        return dict(_of_space(source, () if is_dict else (OBSERVATION,)))
+    raise TypeError(
+        "space must be a Gymnasium space, a TorchRL spec of observations, or an environment of either, "
+        f"got {type(source).__name__}"
+    )
+
+
+def _of_spec(spec: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
+    for name, part in spec.items():
+        key = (*path, name)
+        if isinstance(part, Composite):
+            yield from _of_spec(part, key)
+        elif part is None or isinstance(part, Unbounded):
+            continue
+        elif hasattr(part.space, "low"):
+            yield key, (part.space.low.cpu(), part.space.high.cpu())
+        elif isinstance(getattr(part.space, "n", None), int) and not part.dtype.is_floating_point:
+            # An index below n; or n flags.
+            high = 1 if part.shape and part.shape[-1] == part.space.n else part.space.n - 1
+            yield key, (torch.zeros(part.shape, dtype=torch.int64), torch.full(part.shape, high))
+
+
+def _of_space(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
+    spaces = sys.modules["gymnasium"].spaces
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for name, part in (entries(space.spaces) or {}).items():
+            yield from _of_space(part, (*path, name))
+    elif isinstance(space, spaces.Box):
+        yield path, (torch.as_tensor(space.low), torch.as_tensor(space.high))
+    elif isinstance(space, spaces.Discrete):
+        low = torch.tensor(int(space.start))
+        yield path, (low, low + int(space.n) - 1)
+    elif isinstance(space, spaces.MultiDiscrete):
+        start, n = torch.as_tensor(space.start), torch.as_tensor(space.nvec)
+        yield path, (start, start + n - 1)
+    elif isinstance(space, spaces.MultiBinary):
+        yield path, (torch.zeros(space.shape), torch.ones(space.shape))
