@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,6 +13,10 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 
 from tests.sanitizer import sanitized
+
+# Tests run beside each other, in small tensors: more threads only wait. What a test starts (a kernel, Ray) is told, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 
 class TorchsGenerator:
