@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, register_random, settings
 
 from tests.sanitizer import sanitized
 
-# Tests run beside each other, in small tensors: more threads only wait. What a test starts (a kernel, Ray) is told, too.
+# Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
