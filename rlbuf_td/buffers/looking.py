@@ -89,7 +89,7 @@ class InspectedBuffer(_Base):
         if not self._initialized:
             self._init()
         with self._replay_lock, self._write_lock:
-            report = health(self._storage, self._sampler, self._writer, self._last_draw, self._replays)
+            report = health(self._storage, self._sampler, self._writer, self.last_draw, self._replays)
         return report | {"stale_updates": float(self._stale_updates.total())}
 
     def _repr_html_(self) -> str:

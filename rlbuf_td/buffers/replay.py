@@ -110,7 +110,7 @@ class ReplayBuffer(
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
         self._count_replays = count_replays
         self._replays: ReplayCount | None = None
-        self._last_draw: LastDraw | None = None
+        self.last_draw: LastDraw | None = None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL puts its own in place
@@ -272,7 +272,7 @@ class ReplayBuffer(
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a batch's rows, weights and time; that is all that a draw pays for :meth:`health`."""
-        self._last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
+        self.last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
         if self._replays is not None:
             self._replays.count_(index)
 

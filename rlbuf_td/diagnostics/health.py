@@ -1,20 +1,18 @@
-"""How a buffer is doing, as numbers: pure functions over its parts, and a count of how often each row is drawn.
+"""Health of a buffer in numbers, and the count of how often each row is drawn.
 
-:func:`health` is what ``rb.health()`` returns. What a sampler does not have is left out:
+``rb.health()`` returns the numbers of :func:`health`. Numbers that a buffer does not have are left out:
 
-- ``rows`` are stored, and ``fill`` is their share of the capacity.
-- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: for the rows of the last batch, how many time steps had been
-  written since when they were drawn. The newest row is of age 0.
-- ``effective_sample_size`` of the last batch's importance weights, ``(sum w)^2 / sum w^2``: so many rows of equal
-  weight would be worth as much; ``effective_share`` is that by the batch size. ``weight_max_over_median``: how far one
-  row outweighs the others.
-- ``top_mass``: the share of the probability that falls to the 1 % most probable rows; 0.01 if all are alike.
-- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the TD errors that the rows
-  have.
-- ``refused_priorities``: how many NaN or infinite TD errors a prioritized sampler on CUDA has left out. There a batch
-  cannot be refused, for the host would have to wait: their rows keep the priorities that they had.
-- With ``count_replays=True``, ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
-  written; ``never_sampled``: the share of those that have not been.
+- ``rows``: the number of stored rows; ``fill``: their share of the capacity.
+- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: how many time steps had been written after each row of the last
+  batch when it was drawn; 0 for the newest row.
+- ``effective_sample_size``: that of the last batch's importance weights, ``(sum w)^2 / sum w^2``; ``effective_share``:
+  the same divided by the batch size. ``weight_max_over_median``: the largest weight divided by the median.
+- ``top_mass``: the probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
+- ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the rows' TD errors.
+- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (there
+  an error would make the host wait); their rows keep their priorities.
+- With ``count_replays=True``: ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
+  written; ``never_sampled``: the share of rows that never were.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 
-LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]  # index, importance weights, the writer's cursor at the time
+#: The index of a batch, its importance weights, and the writer's cursor at the time.
+LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
@@ -48,9 +47,9 @@ class ReplayCount:
     """How often each row of a storage has been drawn since it was written. It is attached to the storage.
 
     Args:
-        storage: what is drawn from.
+        storage: the storage.
 
-    Cost: 4 bytes a row; O(rows) a draw and a write.
+    Cost: 4 bytes per row; O(rows of the batch) per draw and write.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -58,13 +57,17 @@ class ReplayCount:
         self._counts = torch.zeros(0, dtype=torch.int32)
 
     @classmethod
+    def attached_to(cls, storage: Storage) -> ReplayCount | None:
+        """Return the count that is attached to ``storage``, if any."""
+        return next((each for each in storage._attached_entities if isinstance(each, cls)), None)
+
+    @classmethod
     def of(cls, storage: Storage) -> ReplayCount:
-        """Return the count that is attached to ``storage``, attaching one if there is none."""
-        for listener in storage._attached_entities:
-            if isinstance(listener, cls):
-                return listener
-        count = cls(storage)
-        storage.attach(count)
+        """Return the count that is attached to ``storage``; attach one if there is none."""
+        count = cls.attached_to(storage)
+        if count is None:
+            count = cls(storage)
+            storage.attach(count)
         return count
 
     def counts(self) -> torch.Tensor:
@@ -77,13 +80,13 @@ class ReplayCount:
         return self._counts
 
     def count_(self, index: Any) -> None:
-        """Count a draw of rows, in any form of an index."""
+        """Count a draw of rows; ``index`` in any form."""
         counts = self.counts()
         flat = rows_of(index, self.storage)
         counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
 
     def restore(self, counts: torch.Tensor | None) -> None:
-        """Continue with counts of the same rows; ``None``, or counts of other rows: with 0 for all."""
+        """Continue with saved counts; start at 0 if they are ``None`` or of another shape."""
         mine = self.counts()
         if counts is not None and counts.shape == mine.shape and counts.dtype is mine.dtype:
             mine.copy_(counts)
@@ -91,17 +94,16 @@ class ReplayCount:
             mine.zero_()
 
     def mark_range(self, start: int, count: int) -> None:
-        """Begin at 0 for the flat rows ``start, start + 1, ...``, which have just been written."""
+        """Start at 0 for the flat rows ``start, start + 1, ...``, which have just been written."""
         self.counts()[start : start + count] = 0
 
     def mark_update(self, index: Any) -> None:
-        """Begin at 0 for rows that have just been written."""
-        flat = rows_of(index, self.storage)
-        self.counts().index_fill_(0, flat, 0)
+        """Start at 0 for rows that have just been written."""
+        self.counts().index_fill_(0, rows_of(index, self.storage), 0)
 
 
 def rows_of(index: Any, storage: Storage) -> torch.Tensor:
-    """Return any form of an index, also one of several dims, as flat rows ``[B]`` int64."""
+    """Return an index of any form and number of dims as flat rows ``[B]`` int64."""
     if isinstance(index, torch.Tensor) and index.ndim > 1:
         index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
     return flat_rows(index, storage, device_of(storage))
@@ -113,11 +115,11 @@ def health(
     """Return the numbers that this module's docstring lists, as far as the parts have them.
 
     Args:
-        storage: what is looked at, as also ``sampler`` and ``writer``; of a wrapping sampler, what it wraps counts.
-        sampler: see ``storage``.
-        writer: see ``storage``.
-        last_draw: the last batch, ``None`` before any.
-        replays: the counts, ``None`` where nobody counts.
+        storage: the rows.
+        sampler: the sampler; of a wrapper, the innermost sampler is examined.
+        writer: the writer.
+        last_draw: the last batch, ``None`` before the first.
+        replays: the counts, ``None`` if draws are not counted.
 
     Cost: O(N log N) with priorities or counts, else O(B log B).
     """
@@ -126,9 +128,10 @@ def health(
     if last_draw is not None:
         report |= _of_batch(ages(storage, writer, last_draw), last_draw[1])
     if rows:
-        law = probabilities(storage, sampler)
-        if law is not None:
-            report["top_mass"] = float(law.topk(ceil(len(law) / 100)).values.sum() / law.sum())
+        probability = probabilities(storage, sampler)
+        if probability is not None:
+            top = probability.topk(ceil(rows / 100)).values
+            report["top_mass"] = float(top.sum() / probability.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
     if isinstance(inner := unwrapped(sampler), Prioritized):
         report["refused_priorities"] = float(inner.refused_priorities)
@@ -150,7 +153,7 @@ def _of_batch(age: torch.Tensor | None, weight: torch.Tensor | None) -> dict[str
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
-    """Return quantiles of ``[n]`` numbers, each one of the numbers; nothing of none."""
+    """Return quantiles of a 1-D tensor (nearest rank); an empty dict for an empty tensor."""
     if x is None or not x.numel():
         return {}
     x = x.double().sort().values
@@ -159,9 +162,9 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return how many time steps had been written since each row of a batch, ``[B]``; ``None`` unless in a ring.
+    """Return how many time steps had been written after each row of a batch, ``[B]``; ``None`` unless in a ring.
 
-    The newest row is of age 0. What has been written after the draw does not count.
+    The newest row has age 0. Writes after the draw do not count.
     """
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
@@ -172,7 +175,7 @@ def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor 
 
 
 def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the probabilities of all stored rows, ``[N]`` float64; ``None`` for a sampler that does not tell."""
+    """Return the probabilities of all stored rows, ``[N]`` float64; ``None`` for an unknown sampler."""
     sampler, rows = unwrapped(sampler), len(storage)
     index = torch.arange(rows, device=device_of(storage))
     if isinstance(sampler, Prioritized):
@@ -186,7 +189,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the magnitudes of the TD errors of all stored rows that have one, float64; ``None`` if none can."""
+    """Return the magnitudes of the TD errors of all stored rows that have one, float64; ``None`` without priorities."""
     sampler = unwrapped(sampler)
     if not isinstance(sampler, Prioritized):
         return None
@@ -195,5 +198,5 @@ def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def unwrapped(sampler: Sampler) -> Sampler:
-    """Return the sampler that draws, where others are wrapped around it."""
+    """Return the innermost sampler, which draws the rows."""
     return sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler

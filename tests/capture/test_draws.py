@@ -62,11 +62,11 @@ def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_chang
     assert sorted(captured()["x"].tolist()) == [*range(7)]
     rb.empty()
     rb.extend(data(4).to(device))
-    before, drawn = torch.get_rng_state(), rb._last_draw
+    before, drawn = torch.get_rng_state(), rb.last_draw
     with pytest.raises(ValueError, match="cannot draw 7 distinct rows of 4"):
         captured()
     assert torch.equal(torch.get_rng_state(), before)
-    assert rb._last_draw is drawn
+    assert rb.last_draw is drawn
     rb.extend(data(3, 4).to(device))
     assert sorted(captured()["x"].tolist()) == [*range(7)]
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_captured_is_refused_and_nothing_changes(device, sampler,
     with pytest.raises(error, match=words):
         rb.capture(**kwargs)()
     assert torch.equal(torch.get_rng_state(), before)
-    assert rb._last_draw is None
+    assert rb.last_draw is None
 
 
 def test_buffers_that_cannot_be_captured_are_refused():

@@ -7,30 +7,15 @@ import torch
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.diagnostics.doctor import check
+from rlbuf_td.diagnostics.health import ReplayCount
 from tests.doctor.world import walk
 
 
-class Counts:
-    """Counts draws as the buffer's own count does: attached to the storage, it offers ``counts()``."""
-
-    def __init__(self, counts: torch.Tensor) -> None:
-        self._counts = counts
-
-    def counts(self) -> torch.Tensor:
-        return self._counts
-
-    def mark_update(self, index: object) -> None:
-        pass
-
-    def mark_range(self, start: int, count: int) -> None:
-        pass
-
-
 def buffer(counts: torch.Tensor | None, sampler: type = ProportionalSampler) -> ReplayBuffer:
-    rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8)
-    if counts is not None:
-        rb.storage.attach(Counts(counts))
+    rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8, count_replays=counts is not None)
     rb.extend(walk(200)[:, 0])
+    if counts is not None:
+        ReplayCount.of(rb.storage).restore(counts)
     return rb
 
 
@@ -59,6 +44,7 @@ def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> N
     assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
     assert "rows are drawn 5.0 times on the average" in finding.explanation
     counts[50:150] = 1
+    ReplayCount.of(rb.storage).restore(counts)
     rb.update_priority(torch.arange(150), torch.rand(150))
     assert check(rb).codes == []
 

@@ -72,7 +72,7 @@ def test_a_batch_that_is_gathered_by_the_draw_is_that_of_its_rows(path, gpu, mak
     assert is_along == (path == "triton" and make is data)
     torch.manual_seed(3)
     batch, info = rb.sample(return_info=True)
-    assert rb._last_draw is not None
+    assert rb.last_draw is not None
     for key in rows.keys(True, True):
         assert torch.equal(batch[key], rows[key][batch["index"]]), key
     torch.manual_seed(3)

@@ -151,7 +151,7 @@ class CapturedStep:
         captured = self._graphs[self._next]
         self._next = (self._next + 1) % self._ring
         captured.graph.replay()
-        buffer._last_draw = (*captured.drawn, getattr(buffer._writer, "_cursor", 0))
+        buffer.last_draw = (*captured.drawn, getattr(buffer._writer, "_cursor", 0))
         sampler.forget_order()
         return captured.output
 
@@ -170,7 +170,7 @@ class CapturedStep:
             ValueError: the buffer's generator is on another device; the graphs that there are stay.
         """
         buffer = self._buffer
-        sampler, before = buffer._sampler, buffer._last_draw
+        sampler, before = buffer._sampler, buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(
@@ -189,7 +189,7 @@ class CapturedStep:
                     self._graphs.append(self._recorded(storage, generator, beside))
         except BaseException:
             self._graphs.clear()
-            buffer._last_draw = before
+            buffer.last_draw = before
             raise
         finally:
             sampler.forget_order()  # what has been recorded has not been done yet

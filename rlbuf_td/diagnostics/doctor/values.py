@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.diagnostics.doctor.record import Key, Record
 from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
+from rlbuf_td.diagnostics.health import ReplayCount, unwrapped
 from rlbuf_td.envs.specs import OBSERVATION, entries
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.schema import show_key
@@ -180,16 +181,14 @@ def _float_image(record: Record, key: Key, rows: int) -> Finding:
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
     """Yield the faults in how rows are drawn and updated, as far as the buffer counts draws."""
-    counter = next((each for each in storage._attached_entities if callable(getattr(each, "counts", None))), None)
-    drawn = None
-    if counter is not None:
-        counts = counter.counts()[: record.steps * record.lanes].view(record.steps, record.lanes).cpu()
+    replays, drawn = ReplayCount.attached_to(storage), None
+    if replays is not None:
+        counts = replays.counts()[: record.steps * record.lanes].view(record.steps, record.lanes).cpu()
         drawn = counts > 0
         yield from _never_sampled(record, counts)
     elif sampler is not None:
         record.skipped.append("rows that are never drawn: nothing counts the draws of this buffer")
-    while hasattr(sampler, "sampler"):
-        sampler = sampler.sampler  # type: ignore[union-attr]
+    sampler = None if sampler is None else unwrapped(sampler)
     if isinstance(sampler, Prioritized):
         yield from _stale(record, source, sampler, drawn)
 
@@ -216,7 +215,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
     untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
     if drawn is None:
         # Without counts, all that is known is whether batches were drawn and no priority was ever updated.
-        if getattr(source, "_last_draw", None) is None or float(sampler._largest) >= 0:
+        if getattr(source, "last_draw", None) is None or float(sampler._largest) >= 0:
             return
         drawn = torch.ones_like(untouched)
     stale, known = untouched & drawn, int(drawn.sum())

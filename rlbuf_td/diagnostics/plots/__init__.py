@@ -1,14 +1,12 @@
-"""Pictures of buffers, episodes and rollouts, as matplotlib figures.
+"""Plots of buffers, episodes and rollouts, as matplotlib figures.
 
-Each function returns a ``matplotlib.figure.Figure`` as wide as a column of a paper (3.4 in) and shows nothing: in
-Jupyter it is shown as what a cell returns, elsewhere call ``figure.savefig``. Lines and shades differ in grey, too.
-Pyplot and its global state are not touched. matplotlib comes with ``pip install 'rlbuf_td[demo]'``.
+Each function returns a ``matplotlib.figure.Figure`` as wide as a column of a paper (3.4 in), which Jupyter shows as a
+cell's result; elsewhere call ``figure.savefig``. Lines and shades differ in grey too. Pyplot's global state is not
+used. matplotlib comes with ``pip install 'rlbuf_td[demo]'``.
 """
 
-from rlbuf_td.diagnostics.plots.advantages import plot_advantages
-from rlbuf_td.diagnostics.plots.episodes import plot_episodes
-from rlbuf_td.diagnostics.plots.health import plot_health
-from rlbuf_td.diagnostics.plots.priorities import plot_priorities
+from rlbuf_td.diagnostics.plots.health import plot_health, plot_priorities
+from rlbuf_td.diagnostics.plots.returns import plot_advantages, plot_episodes
 from rlbuf_td.diagnostics.plots.trajectory import plot_trajectory
 
 __all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_priorities", "plot_trajectory"]

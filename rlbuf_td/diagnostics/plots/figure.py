@@ -1,4 +1,4 @@
-"""How all pictures look: a column of a paper wide, small letters, and lines that differ in grey, too."""
+"""The common look of all plots: as wide as a column of a paper, small letters, lines that differ in grey too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 WIDTH = 3.4  # inches
-INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"  # in grey: black, middle, light, dashed
+INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"
 SMALL = 7  # points
 LINES: tuple[dict[str, Any], ...] = (
     {"color": INK, "linestyle": "-", "linewidth": 1.2},
@@ -35,14 +35,14 @@ class Picture(Figure):
 
 
 def empty_figure(height: float) -> Picture:
-    """Return a figure without panels, so many inches high."""
+    """Return a figure without panels; ``height`` in inches."""
     figure = Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
     FigureCanvasAgg(figure)
     return figure
 
 
 def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
-    """Return a figure with its panels, row by row, each so many inches high."""
+    """Return a figure and its panels, row by row; ``height`` of a panel in inches."""
     figure = empty_figure(rows * height + 0.35)
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
 
@@ -59,7 +59,7 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def title(figure: Figure, words: str) -> None:
-    """Say above all panels what they show."""
+    """Set the title above all panels."""
     figure.suptitle(words, fontsize=SMALL + 0.5)
 
 

@@ -1,4 +1,4 @@
-"""A trajectory in a buffer as a picture."""
+"""Plot of one trajectory in a buffer."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from tensordict.utils import NestedKey
+from torchrl.data.replay_buffers import ReplayBuffer
 
-from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.diagnostics.plots.figure import ACCENT, LINES, SMALL, dress, numbers_of, panels, title
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
 def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | None = None) -> Figure:
-    """Draw the trajectory that a row belongs to, as far as it is stored; the row itself is marked.
+    """Plot the stored part of the trajectory that a row belongs to, and mark the row.
 
     Args:
-        rb: a buffer over a storage of TensorDicts, with ends (``("next", "done")``) or trajectory numbers.
+        rb: a buffer over a storage of TensorDicts with ``("next", "done")`` or trajectory ids.
         row: a flat row, or its coordinates ``(t, e)``.
-        keys: what to draw, a panel each; default: reward, action and the first observation of few numbers.
+        keys: the keys to plot; default: reward, action and the first observation of up to 64 numbers.
+
+    Returns:
+        A figure with a panel per key, over time steps from the row.
 
     Raises:
         IndexError: nothing is stored at this row.
-        KeyError: no such key, or neither ends nor trajectory numbers are stored.
-
-    Returns:
-        A figure of a panel a key, over time steps from the row.
+        KeyError: no such key, or neither ends nor trajectory ids are stored.
 
     Cost: O(rows of the trajectory).
 
@@ -88,15 +89,10 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 
 def _default_keys(data: Any) -> list[NestedKey]:
-    found = [key for key in (("next", "reward"), "action") if data.get(key, None) is not None]
-    for key, x in data.items(True, True):
+    found: list[NestedKey] = [key for key in (("next", "reward"), "action") if data.get(key, None) is not None]
+    for key, x in walk(data):
         is_small = isinstance(x, torch.Tensor) and x.dtype.is_floating_point and x[0].numel() <= 64
-        first = key if isinstance(key, str) else key[0]
-        if (
-            is_small
-            and first not in ("next", "action")
-            and "observation" in (key if isinstance(key, tuple) else (key,))
-        ):
+        if is_small and key[0] not in ("next", "action") and "observation" in key:
             return [*found, key]
     return found
 

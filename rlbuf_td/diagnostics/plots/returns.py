@@ -1,0 +1,170 @@
+"""Plots of what learning brings: episodes, and rollouts with their advantages."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from rlbuf_td.diagnostics.episode_stats import EpisodeStats
+from rlbuf_td.diagnostics.plots.figure import (
+    ACCENT,
+    GUIDE,
+    INK,
+    LINES,
+    SHADE,
+    SMALL,
+    dress,
+    empty_figure,
+    numbers_of,
+    panels,
+    title,
+)
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.writers import RolloutWriter
+
+
+class CompleteRollout(Protocol):
+    """What :func:`plot_advantages` needs of a :class:`~rlbuf_td.RolloutBuffer`."""
+
+    @property
+    def storage(self) -> PackedStorage:
+        """The rows."""
+
+    @property
+    def writer(self) -> RolloutWriter:
+        """The writer, which has computed the advantages."""
+
+    def summary(self) -> dict[str, float]:
+        """Return explained variance and moments of the rollout."""
+
+
+def plot_episodes(stats: EpisodeStats) -> Figure:
+    """Plot each metric of the recorded episodes over the steps, and how episodes ended.
+
+    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
+
+    Args:
+        stats: statistics of episodes, such as ``rb.episode_stats``.
+
+    Returns:
+        A figure with a panel per metric, and one for the share of each way to end.
+
+    Raises:
+        RuntimeError: no episode has ended.
+
+    Cost: O(episodes in the history).
+
+    Example:
+        >>> import torch
+        >>> from rlbuf_td import EpisodeStats
+        >>> from rlbuf_td.diagnostics.plots import plot_episodes
+        >>> from tensordict import TensorDict
+        >>> stats = EpisodeStats()
+        >>> done = torch.arange(1, 31) % 10 == 0
+        >>> stats.update(TensorDict({"next": {"reward": torch.randn(30), "done": done}}, [30]))
+        >>> plot_episodes(stats).get_suptitle()
+        '3 episodes (line: mean of the last 100, band: deviation)'
+    """
+    history = {name: numbers_of(column) for name, column in stats.history().items()}
+    if not len(history["step"]):
+        raise RuntimeError("there is nothing to draw: no episode has ended")
+    metrics = ["return", "length", *stats.metrics[2:]]
+    if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
+        metrics.remove("length")
+    figure, axes = panels(len(metrics) + 1, 1, 1.15, sharex=True)
+    for name, each in zip(metrics, axes, strict=False):
+        mean, deviation = _running(history[name], stats.window)
+        each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
+        each.fill_between(history["step"], mean - deviation, mean + deviation, color=SHADE, alpha=0.6, linewidth=0)
+        each.plot(history["step"], mean, color=INK, linewidth=1.3)
+        words = "return = length, steps" if len(metrics) < len(stats.metrics) and name == "return" else _unit(name)
+        dress(each, "", "", words)
+    for line, name in zip(LINES, stats.reasons, strict=False):
+        rate, _ = _running(history[f"done_{name}"].astype(float), stats.window)
+        axes[-1].plot(history["step"], rate, label=name, **line)
+    axes[-1].set_ylim(-0.04, 1.04)
+    axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    dress(axes[-1], "", "environment steps", "ended so")
+    axes[-1].legend(fontsize=SMALL - 0.5, frameon=False, loc="best", borderaxespad=0.2)
+    axes[-1].xaxis.set_major_locator(MaxNLocator(5))
+    title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
+    return figure
+
+
+def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and population deviation of the last ``window`` values at each value."""
+    shift = values.mean()  # for accuracy: the deviation is a difference of squares
+    total, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values - shift, (values - shift) ** 2))
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(0, end - window)
+    mean = (total[end] - total[start]) / (end - start)
+    deviation = np.sqrt(np.maximum(0, (squares[end] - squares[start]) / (end - start) - mean**2))
+    return mean + shift, deviation
+
+
+def _unit(name: str) -> str:
+    return "length, steps" if name == "length" else name
+
+
+def plot_advantages(rollout: CompleteRollout) -> Figure:
+    """Plot a rollout: values, targets and ends of one lane, the advantages, and values against their targets.
+
+    Args:
+        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
+
+    Returns:
+        A figure with three panels.
+
+    Raises:
+        RuntimeError: the rollout is not complete.
+
+    Cost: O(rows of the rollout).
+
+    Example:
+        >>> import torch
+        >>> from rlbuf_td import RolloutBuffer
+        >>> from rlbuf_td.diagnostics.plots import plot_advantages
+        >>> from tensordict import TensorDict
+        >>> rollout, done = RolloutBuffer(30, 2), (torch.arange(30) % 10 == 9).expand(2, 30).unsqueeze(-1)
+        >>> step = {"reward": torch.ones(2, 30, 1), "done": done, "terminated": done}
+        >>> _ = rollout.extend(TensorDict({"state_value": torch.randn(2, 30, 1), "next": step}, [2, 30]))
+        >>> len(plot_advantages(rollout).axes)
+        3
+    """
+    summary, storage, writer = rollout.summary(), rollout.storage, rollout.writer
+    data = storage.get(slice(None))
+    steps = data.shape[0]
+    value, target, advantage = (
+        numbers_of(data.get(key).float()).reshape(steps, -1)
+        for key in (writer.value_key, writer.value_target_key, writer.advantage_key)
+    )
+    figure = empty_figure(3.1)
+    top, *bottom = figure.subplot_mosaic("AA;BC").values()
+    top.plot(target[:, 0], color=INK, linewidth=1.1, label="value target")
+    top.plot(value[:, 0], color=ACCENT, linewidth=1.1, linestyle="--", label="value")
+    done = data.get(writer.estimator.done_key, None)
+    for end in [] if done is None else np.flatnonzero(numbers_of(done).reshape(steps, -1)[:, 0]):
+        top.axvline(end + 0.5, color=SHADE, linewidth=0.8, zorder=0)
+    top.legend(fontsize=SMALL - 0.5, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
+    _draw_advantages(bottom[0], advantage.ravel())
+    _draw_explained(bottom[1], value.ravel(), target.ravel(), summary["explained_variance"])
+    return figure
+
+
+def _draw_advantages(axes: Axes, advantage: np.ndarray) -> None:
+    axes.hist(advantage, 30, color=SHADE, edgecolor=INK, linewidth=0.5)
+    axes.axvline(0, color=GUIDE, linestyle="--", linewidth=0.9)
+    dress(axes, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
+
+
+def _draw_explained(axes: Axes, value: np.ndarray, target: np.ndarray, explained: float) -> None:
+    low, high = min(value.min(), target.min()), max(value.max(), target.max())
+    axes.plot([low, high], [low, high], color=GUIDE, linestyle="--", linewidth=0.9)
+    some = np.linspace(0, len(value) - 1, min(len(value), 1_000)).astype(int)
+    axes.plot(value[some], target[some], ".", color=INK, markersize=2, alpha=0.35, markeredgewidth=0)
+    dress(axes, f"explained variance {explained:.2f}", "value", "value target")
