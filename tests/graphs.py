@@ -160,6 +160,5 @@ def graphs_by(path: Path) -> Iterator[None]:
         for name in ("stream", "device"):
             patch.setattr(torch.cuda, name, lambda given: nothing)
         patch.setattr(capture, "device_of", lambda storage: torch.device("cuda"))
-        patch.setattr(capture, "has_triton", lambda: path == "triton")
         stack.enter_context(forced(path))
         yield

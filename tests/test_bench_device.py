@@ -31,11 +31,13 @@ def test_a_check_that_fails_is_named_and_the_others_run(gpu, monkeypatch):
         return index.flip(0), weight
 
     monkeypatch.setattr(_sum_tree_triton, "draw", broken)
-    monkeypatch.setattr(device_checks, "CHECKS", {name: device_checks.CHECKS[name] for name in ("sum tree", "ranks")})
+    monkeypatch.setattr(
+        device_checks, "CHECKS", {name: device_checks.CHECKS[name] for name in ("sum tree", "trajectories")}
+    )
     with forced("triton"):
         found = dict(device_checks.run(gpu, 640, 64))
     assert "differ from the specification" in str(found["sum tree"])
-    assert found["ranks"] is None
+    assert found["trajectories"] is None
 
 
 def test_every_timing_runs_and_measures_what_it_says(monkeypatch):

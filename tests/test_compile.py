@@ -18,7 +18,6 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.merged import MergedOrder
 from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from rlbuf_td.kernels.rows import gather_rows, staleness
 from rlbuf_td.kernels.sum_tree import SumTree
@@ -90,12 +89,11 @@ def test_proportional_draws_and_updates_compile_once_while_the_buffer_fills(norm
     torch.testing.assert_close(tree.weight, expected.weight)
 
 
-@pytest.mark.parametrize("form", [SortedOrder, MergedOrder])
-def test_draws_by_rank_compile_once_while_the_buffer_fills(form, device):
+def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
     law = rank_law(0.7, device)
 
     def step(magnitude: Tensor, uniform: Tensor, index: Tensor, error: Tensor) -> Any:
-        order = form(magnitude)
+        order = SortedOrder(magnitude)
         order.update_(index, error, 1_000)
         return order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import path_of
-from rlbuf_td.kernels.rows import Gathering
 from rlbuf_td.kernels.sum_tree.device import ALPHA, BETA, DRAWN, EPS, NAMED
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
-
-if TYPE_CHECKING:
-    from rlbuf_td.storages import PackedStorage
 
 
 class ProportionalSampler(Prioritized):
@@ -140,26 +135,6 @@ class ProportionalSampler(Prioritized):
     def _weighed_alpha(self) -> float:
         return self._numbers[_WEIGHED]
 
-    def draw_batch(
-        self, storage: PackedStorage, batch_size: int
-    ) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
-        """Draw flat rows, and return them with the sampler's report and what they hold, as fresh memory.
-
-        On a GPU small rows are gathered by the kernel that draws them.
-
-        Raises:
-            RuntimeError: the storage is empty, or no row has a positive priority.
-        """
-        rows, uniform = self._numbers_for(storage, batch_size)
-        is_on_gpu = path_of(self._tree.weight) == "triton" and type(self)._pick is ProportionalSampler._pick
-        along = storage.gathering(batch_size) if is_on_gpu else None
-        if along is None:
-            flat, weight = self._pick(rows, uniform)
-            return flat, {"priority_weight": weight}, storage.gather(flat)
-        gathering, batch = along
-        flat, weight = self._pick(rows, uniform, gathering)
-        return flat, {"priority_weight": weight}, batch
-
     def _assign(
         self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
     ) -> float | torch.Tensor:
@@ -182,10 +157,8 @@ class ProportionalSampler(Prioritized):
     def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
         sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)
 
-    def _pick(
-        self, rows: int, uniform: torch.Tensor, gathering: Gathering | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm, gathering)
+    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm)
         if picked is None:
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
         return picked

@@ -7,7 +7,6 @@ from typing import Any, final
 import torch
 
 from rlbuf_td.kernels.device_scalars import lasting
-from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
 from rlbuf_td.kernels.rank_order.device import NAMED, DeviceOrder
 from rlbuf_td.kernels.rank_order.law import cumulative, mass, rank_law, ranks_of_mass
@@ -38,8 +37,8 @@ class RankSampler(Prioritized):
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
-        stale_updates: on CUDA without Triton, where the order comes from a sort, sort again only after more updates
-            than this; 0 is exact. New rows are ranked at once. Everywhere else the order is always exact.
+        stale_updates: on devices other than the CPU, where the order comes from a sort, sort again only after more
+            updates than this; 0 is exact. New rows are ranked at once. On the CPU the order is always exact.
 
     Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
     raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
@@ -51,8 +50,8 @@ class RankSampler(Prioritized):
         MemoryError: the priorities can never fit into memory.
 
     Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 15 to 27 bytes a row, about 22
-    after random updates. On CUDA O(B) to draw, one pass over all ranked rows to update or write, and 24 bytes a row;
-    without Triton a sort of all rows at the first draw after a change.
+    after random updates. On other devices O(B) to draw after a sort of all rows whenever something has changed, and
+    20 bytes a row.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
     sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
@@ -169,9 +168,8 @@ class RankSampler(Prioritized):
         return self._order.on_device.largest
 
     def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: settings, memory, and without Triton the law."""
-        law = None if path_of(self._order.magnitude) == "triton" else (self.alpha, self.beta)
-        return super().replay_key(), law, self._order
+        """Return what captured draws go on with as it was: settings and memory."""
+        return super().replay_key(), self._order
 
     def forget_order(self) -> None:
         """Sort again at the next draw, where that is how the order is kept: a graph has changed priorities."""

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
-from rlbuf_td.kernels.rows import Gathering
 from rlbuf_td.storages.allocated import as_tensordict
 from rlbuf_td.storages.dedup.pooling import Sharing
 from rlbuf_td.storages.dedup.rows import PooledRows
@@ -183,14 +182,6 @@ class PackedStorage(SavedStorage):
     def gather(self, flat: torch.Tensor) -> TensorDict:
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
         return self._written().at_cells(flat)
-
-    def gathering(self, count: int) -> tuple[Gathering, TensorDict] | None:
-        """Return what a kernel that draws ``count`` rows can gather as well, and the batch that it then fills.
-
-        ``None`` where :meth:`gather` is better: on the CPU, or if rows share observations, or are large or many; and
-        where a subclass has its own.
-        """
-        return self._written().gathering(count) if type(self).gather is PackedStorage.gather else None
 
     def read_ahead(self, flat: torch.Tensor) -> None:
         """Ask the disk for transitions that a kernel is about to read, if they lie in a file and not in memory."""

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.dispatch import path_of
-from rlbuf_td.kernels.rows import Gathering, few_of, gather_rows, gathering, new_rows
+from rlbuf_td.kernels.rows import few_of, gather_rows, new_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
 
@@ -37,7 +37,7 @@ class Rows:
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
         # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
-        self._few = few_of(self.flat) if path_of(self.flat) == "numba" else 0
+        self._few = few_of(self.flat)
         self._begin = 0  # addresses, from the first longer write on
         self._end: int | None = None
 
@@ -54,6 +54,8 @@ class Rows:
         """Return the first time steps, as a view."""
         rows = Rows(self.layout, self.matrix.narrow(0, 0, steps))
         rows.is_mapped = self.is_mapped
+        if path_of(self.flat) != "numba":
+            rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows
 
     def read_ahead(self, flat: torch.Tensor) -> None:
@@ -79,11 +81,6 @@ class Rows:
         """Write the rows at flat positions into ``[B, row_bytes]``, in bytes, of the layout's carrier dtype."""
         self.read_ahead(flat)
         torch.index_select(self.flat, 0, flat, out=out)
-
-    def gathering(self, count: int) -> tuple[Gathering, TensorDict] | None:
-        """Return what a kernel that draws ``count`` rows is to gather as well, if it can, and what it then has."""
-        along = gathering(self.flat, count)
-        return None if along is None else (along, self.layout.unpack(along.out.view(self.flat.dtype)))
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` rows, not initialised."""

@@ -18,7 +18,7 @@ _LAUNCH = re.compile(r"\b(\w+)\[")
 def kernels() -> set[str]:
     """Return what is launched in the twins' sources; functions that kernels call are not."""
     found = set()
-    for path in (ROOT / "rlbuf_td").glob("*/_*_triton.py"):
+    for path in (ROOT / "rlbuf_td").glob("kernels/*/cuda.py"):
         source = path.read_text()
         found |= {f"{path.stem}.{name}" for name in set(_KERNEL.findall(source)) & set(_LAUNCH.findall(source))}
     return found

@@ -7,7 +7,6 @@ import torch
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import forced
-from rlbuf_td.kernels.rows import gathering
 from rlbuf_td.kernels.sum_tree import SumTree
 from rlbuf_td.kernels.sum_tree import reference as specification
 from tests.statistics import assert_follows, power
@@ -137,34 +136,6 @@ def test_draws_are_those_of_the_specification(gpu, capacity, norm, stratified):
     assert torch.equal(drawn[0], rows)
     torch.testing.assert_close(drawn[1], importance)
     assert (tree.weight[rows] > 0).all()
-
-
-@pytest.mark.parametrize("width", [1, 7, 8, 168, 1_016, 1_024])  # bytes a row
-@pytest.mark.parametrize("count", [1, 6, 70])
-def test_rows_are_gathered_by_the_draw_as_by_a_gather(gpu, width, count):
-    tree = filled(513, gpu)
-    generator = torch.Generator().manual_seed(width)
-    uniform = torch.rand(count, dtype=torch.float64, generator=generator).to(gpu)
-    wide = torch.randint(256, (513, width + 8), dtype=torch.uint8, generator=generator).to(gpu)
-    for matrix in (wide[:, :width].contiguous(), wide[:, :width], wide[:, :width].contiguous().view(torch.int8)):
-        with forced("triton"):
-            along = gathering(matrix, count)
-            assert along is not None
-            rows, weight = sum_tree.draw(tree, uniform, True, 513, 0.4, "buffer", along) or pytest.fail("nothing")
-            expected = sum_tree.draw(tree, uniform, True, 513, 0.4, "buffer") or pytest.fail("nothing")
-        assert torch.equal(rows, expected[0])
-        assert torch.equal(weight, expected[1])
-        assert torch.equal(along.out.view(matrix.dtype), matrix[rows])
-
-
-def test_large_rows_and_batches_are_gathered_on_their_own(gpu):
-    with forced("triton"):
-        assert gathering(torch.zeros(4, 1_024, dtype=torch.uint8, device=gpu), 8_192) is not None
-        assert gathering(torch.zeros(4, 1_025, dtype=torch.uint8, device=gpu), 8) is None
-        assert gathering(torch.zeros(4, 0, dtype=torch.uint8, device=gpu), 8) is None
-        assert gathering(torch.zeros(4, 8, dtype=torch.uint8, device=gpu), 8_193) is None
-    with forced("torch"):
-        assert gathering(torch.zeros(4, 8, dtype=torch.uint8, device=gpu), 8) is None
 
 
 def test_draws_follow_the_law(gpu):

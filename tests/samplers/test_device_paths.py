@@ -55,47 +55,6 @@ def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, g
     assert rb.sampler.refused_priorities == 3
 
 
-def wide(n: int) -> TensorDict:
-    rows = data(n)
-    rows["next", "pixels"] = torch.arange(n * 600).view(n, 600).to(torch.int16)
-    return rows
-
-
-@pytest.mark.parametrize("make", [data, wide])
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_a_batch_that_is_gathered_by_the_draw_is_that_of_its_rows(path, gpu, make, batch_size):
-    rows = make(20).to(gpu)
-    rb = ReplayBuffer(storage=PackedStorage(20, device=gpu), sampler=ProportionalSampler(20), batch_size=batch_size)
-    rb.extend(rows)
-    update(rb, [3, 5], [9.0, 4.0])
-    is_along = rb.storage.gathering(batch_size) is not None
-    assert is_along == (path == "triton" and make is data)
-    torch.manual_seed(3)
-    batch, info = rb.sample(return_info=True)
-    assert rb.last_draw is not None
-    for key in rows.keys(True, True):
-        assert torch.equal(batch[key], rows[key][batch["index"]]), key
-    torch.manual_seed(3)
-    flat, report = rb.sampler.draw(rb.storage, batch_size)  # the rows that are drawn do not depend on it
-    assert torch.equal(flat, info["index"])
-    assert torch.equal(report["priority_weight"], batch["priority_weight"])
-    again = rb.sample()
-    again["x"].fill_(-1)  # fresh memory each time
-    assert torch.equal(batch["x"], rows["x"][batch["index"]])
-    assert torch.equal(rb[:]["x"], rows["x"])
-
-
-def test_rows_that_share_observations_are_gathered_on_their_own(path, gpu):
-    storage = PackedStorage(20, device=gpu, share_next=["x"])
-    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(20), batch_size=9)
-    rows = data(20)
-    rows["x"], rows["next", "x"] = torch.rand(20, 8), torch.rand(20, 8)
-    rb.extend(rows.to(gpu))
-    assert rb.storage.gathering(9) is None
-    batch = rb.sample()
-    assert torch.equal(batch["next", "x"].cpu(), rows["next", "x"][batch["index"].cpu()])
-
-
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 @pytest.mark.parametrize("written", [False, True])
 def test_an_empty_buffer_is_refused_as_on_the_cpu(path, gpu, cls, written):
@@ -119,7 +78,7 @@ class Larger(PackedStorage):
 class First(ProportionalSampler):
     """Picks rows in its own way."""
 
-    def _pick(self, rows, uniform):  # type: ignore[override]
+    def _pick(self, rows, uniform):
         return torch.zeros_like(uniform, dtype=torch.int64), torch.ones_like(uniform)
 
 

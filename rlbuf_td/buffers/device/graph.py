@@ -11,7 +11,6 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.kernels.device_scalars import DeviceNumbers, repeated
-from rlbuf_td.kernels.dispatch import has_triton
 from rlbuf_td.samplers import MinibatchSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
@@ -158,10 +157,9 @@ class CapturedStep:
     def _what_is_baked(self, storage: PackedStorage) -> _Baked:
         buffer = self._buffer
         sampler, replays = buffer._sampler, buffer._replays
-        bound = None if has_triton() else len(storage)  # torch's gather asserts that it reads written rows
         counts = None if replays is None else replays.counts()
         read = storage._storage, *storage._all_rows().sources(), self._now, counts
-        return _Baked((sampler, sampler._rng, *read, *buffer._stages), (bound, sampler.replay_key()))
+        return _Baked((sampler, sampler._rng, *read, *buffer._stages), (sampler.replay_key(),))
 
     def _capture(self, storage: PackedStorage) -> None:
         """Record one graph for each output of the ring, each with memory of its own.

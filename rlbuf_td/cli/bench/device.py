@@ -10,7 +10,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -29,13 +28,8 @@ from rlbuf_td import (
 )
 from rlbuf_td.cli.bench import device_checks
 from rlbuf_td.cli.bench.contenders import image_rows, small_rows
-from rlbuf_td.cli.bench.selected_order import MOST, SelectedOrder
 from rlbuf_td.cli.bench.timing import Measured, launches, on_device, table, wall
-from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.merged import MergedOrder
-from rlbuf_td.kernels.rank_order.sorted import SortedOrder
-from rlbuf_td.kernels.rows import Gathering, gather_rows
-from rlbuf_td.kernels.sum_tree import SumTree, draw, fill_
+from rlbuf_td.kernels.rows import gather_rows
 
 
 def filled(
@@ -108,43 +102,6 @@ def prioritized(device: torch.device, rows: int, seconds: float) -> Iterator[Mea
     yield Measured("by rank, exact, sample + update, graph, batch 256", wall(captured, seconds), "us", 200)
     data = small_rows(256).to(device)
     yield Measured("by rank, extend by 256", wall(lambda: rb.extend(data), seconds), "us")
-
-
-def orders(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Compare the orders by rank that a GPU can keep: one merges what changes, one sorts, one selects what is drawn."""
-    law = rank_law(0.7, device)
-    starts = ("", torch.rand(rows, device=device)), (", ties", torch.ones(rows, device=device))
-    for batch, (kind, start), form in product((256, 65_536), starts, (MergedOrder, SortedOrder, SelectedOrder)):
-        if form is SelectedOrder and batch > MOST:  # it sorts
-            continue
-        index, td_error = torch.randint(rows, (batch,), device=device), torch.rand(batch, device=device)
-        uniform, order = torch.rand(batch, dtype=torch.float64, device=device), form(start.clone())
-
-        def call(order: Any = order, index: Any = index, error: Any = td_error, uniform: Any = uniform) -> None:
-            order.update_(index, error, rows)
-            order.draw(law, uniform, stratified=True, beta=0.4, norm="buffer")
-
-        yield Measured(f"{form.__name__}, update + draw, device, batch {batch:,}{kind}", on_device(call, 20), "us")
-
-
-def gathers(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
-    """Compare a draw that gathers its rows as well with a draw and a gather, on both sides of where that is offered."""
-    tree = SumTree.empty(rows, device)
-    fill_(tree, 0, rows, 1.0, 0.6, 0.0)
-    for nbytes, batch in ((168, 256), (1_024, 256), (8_192, 256), (168, 8_192), (168, 65_536)):
-        matrix = torch.zeros(rows, nbytes // 8, dtype=torch.int64, device=device)
-        uniform = torch.rand(batch, dtype=torch.float64, device=device)
-        drawn = partial(draw, tree, uniform, True, rows, 0.4, "buffer")
-
-        def at_once(drawn: Any = drawn, matrix: Any = matrix, batch: int = batch) -> None:
-            drawn(Gathering(matrix, matrix.new_empty(batch, matrix.shape[1])))
-
-        def apart(drawn: Any = drawn, matrix: Any = matrix) -> None:
-            gather_rows(matrix, drawn()[0])
-
-        what = f"draw and gather, rows of {nbytes:,} bytes, batch {batch:,}, device"
-        yield Measured(f"{what}, one launch", on_device(at_once, 20), "us")
-        yield Measured(f"{what}, two launches", on_device(apart, 20), "us")
 
 
 def plain(device: torch.device, rows: int, seconds: float) -> Iterator[Measured]:
@@ -274,8 +231,6 @@ def counted(device: torch.device, rows: int, seconds: float) -> Iterator[Measure
 
 TIMINGS: tuple[Callable[[torch.device, int, float], Iterator[Measured]], ...] = (
     prioritized,
-    orders,
-    gathers,
     plain,
     images,
     advantages,

@@ -1,7 +1,7 @@
 """Hindsight: which rows give new goals to a batch, and putting them there.
 
 Costs are per batch of ``B``. The torch ops of this module are the specification, without host synchronisation; on the
-CPU the numba twin runs, on CUDA the Triton twin.
+CPU the numba twin runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 from rlbuf_td.kernels.rows import copy_rows_, refuse_rows
 
@@ -148,9 +147,6 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
         twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
-    if path_of(cells) == "triton":
-        put_law(boundaries, law, live)
-        return gpu_twin().choose_goals(boundaries, cells, uniform)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
     edges, live, only_finished = _law_of(boundaries, law, live)
@@ -183,11 +179,3 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels.episodes import goals_cpu as _goals_numba
 
     return _goals_numba
-
-
-@cache
-def gpu_twin() -> ModuleType:
-    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import goals_cuda as _goals_triton
-
-    return _goals_triton

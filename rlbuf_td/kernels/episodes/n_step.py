@@ -1,7 +1,7 @@
 """n-step returns: rewards added up along a trajectory, and where the sum ends.
 
 The specification is in torch ops and runs on any device; costs are per batch of ``B``. The CPU twin works in place on
-rows of bytes; the CUDA twin, :func:`sums_ahead`, reads rewards and says which rows to copy from.
+rows of bytes; elsewhere :func:`sums_ahead` reads rewards and says which rows to copy from.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
-from rlbuf_td.kernels.rows import is_dense, refuse_rows
+from rlbuf_td.kernels.rows import refuse_rows
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
-_SUMMED = torch.float32, torch.float64
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
@@ -65,9 +63,6 @@ def sums_ahead(
     Returns:
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
     """
-    if path_of(rows) == "triton" and reward.dtype in _SUMMED and is_dense(reward):
-        put_gamma(boundaries, gamma)
-        return gpu_twin().sums_ahead(boundaries, rows, reward, n)
     steps, lanes = boundaries.cut.shape
     window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
     end = torch.zeros_like(window, dtype=torch.bool)
@@ -159,11 +154,3 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels.episodes import n_step_cpu as _n_step_numba
 
     return _n_step_numba
-
-
-@cache
-def gpu_twin() -> ModuleType:
-    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import n_step_cuda as _n_step_triton
-
-    return _n_step_triton

@@ -1,13 +1,10 @@
 """Rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, equal magnitudes are ranked by row.
 
-Three classes have the methods of :class:`RankOrder` and give the same ranks after any history:
+Two classes have the methods of :class:`RankOrder` and give the same ranks after any history:
 
 - :class:`~rlbuf_td.kernels.rank_order.sorted.SortedOrder`, the specification, sorts the magnitudes when asked. It
   runs on
   any device without waiting for it.
-- :class:`~rlbuf_td.kernels.rank_order.merged.MergedOrder` keeps sorted keys and merges what changes into them: one
-  pass over
-  the keys. It is what CUDA uses where there is Triton.
 - :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` changes in O(log N) a row: it is what the CPU uses.
 
 Magnitudes are float32: errors that are equal as float32 are a tie, and larger ones count as the largest float32.
@@ -100,11 +97,7 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
         stale_updates: of an order that sorts when asked; the others are always exact.
     """
     path = path_of(magnitude)
-    if path == "triton":
-        from rlbuf_td.kernels.rank_order.merged import MergedOrder
-
-        return MergedOrder(magnitude)
-    if path == "torch":
+    if path != "numba":
         from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 
         return SortedOrder(magnitude, stale_updates)
@@ -116,8 +109,7 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
 def order_bytes(capacity: int, device: torch.device) -> int:
     """Return the bytes of what :func:`make_order` makes for so many rows."""
     if device.type == "cuda":
-        # Magnitudes and claims, and two halves of keys; or, where there is no Triton, rows by rank and ranks by row.
-        return capacity * (4 + 4 + 2 * 8)
+        return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
     from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
 
     with torch.device("meta"):  # shapes without memory

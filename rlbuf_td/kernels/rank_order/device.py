@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, lasting
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated, lasting
 from rlbuf_td.kernels.rank_order import reference as _rank_torch
 from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw
 
@@ -22,26 +18,32 @@ class OnDevice:
     Attributes:
         numbers: alpha, the shift of the law, beta, the rows that may be named.
         head: the table of the law.
-        claims: ``[capacity]`` int32, -1 between updates: which mention of a row writes it.
         largest: 0-dim float64, the largest magnitude seen, -1 before any.
         unseen: where the largest of others than that goes.
         refused: 0-dim int64, how many NaN or infinite errors have been left out.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         with lasting():
             self.numbers = DeviceNumbers(4, device)
             self.head = torch.zeros(HEAD, dtype=torch.float64, device=device)
-            self.claims = torch.full((capacity,), -1, dtype=torch.int32, device=device)
             self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
             self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
             self.refused = torch.zeros((), dtype=torch.int64, device=device)
-        self._law: RankLaw | None = None
+            self._law = RankLaw(self.numbers[ALPHA], self.head, self.numbers[SHIFT])
+        self._taken: RankLaw | None = None
+
+    def law(self, law: RankLaw, beta: float) -> tuple[RankLaw, float | Tensor]:
+        """Return a law and beta as torch ops are to read them: where captured graphs see them change."""
+        if not is_repeated():
+            return law, beta
+        self.take(law, beta)
+        return self._law, self.numbers[BETA]
 
     def take(self, law: RankLaw, beta: float) -> None:
         """Put a law where kernels and captured graphs read it; call it outside the graph."""
-        if law is not self._law:
-            self._law = law
+        if law is not self._taken:
+            self._taken = law
             self.head.copy_(law.head)
             self.numbers.set_(ALPHA, law.alpha)
             self.numbers.set_(SHIFT, law.shift)
@@ -63,7 +65,7 @@ class DeviceOrder:
     def on_device(self) -> OnDevice:
         """What the device paths need, made at first use."""
         if self._on_device is None:
-            self._on_device = OnDevice(len(self._magnitude), self._magnitude.device)
+            self._on_device = OnDevice(self._magnitude.device)
         return self._on_device
 
     @property
@@ -90,30 +92,12 @@ class DeviceOrder:
         if self._on_device is not None:
             self._on_device.largest.fill_(-1.0)
 
-    def _write(
-        self, index: Tensor, td_error: Tensor, rows: int, counts: bool, exchange: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Give rows their magnitudes without waiting for the device; return where the largest is kept.
-
-        ``exchange`` is the state and the lists of :func:`rlbuf_td.kernels.rank_order.merge_cuda.exchange`, for the
-        GPU's
-        twin.
-        """
+    def _write(self, index: Tensor, td_error: Tensor, rows: int, counts: bool) -> Tensor:
+        """Give rows their magnitudes without waiting for the device; return where the largest is kept."""
         state = self.on_device
         largest = state.largest if counts else state.unseen
-        if path_of(index) == "triton":
-            state.numbers.set_(NAMED, rows)
-            gpu_twin().update(self, index, td_error, largest, exchange)
-        else:
-            given, refused = _rank_torch.write(self._magnitude, index, td_error, rows)
-            largest.copy_(torch.maximum(largest, given))
-            state.refused.add_(refused)
+        named = state.numbers[NAMED] if is_repeated() else rows
+        given, refused = _rank_torch.write(self._magnitude, index, td_error, named)
+        largest.copy_(torch.maximum(largest, given))
+        state.refused.add_(refused)
         return largest
-
-
-@cache
-def gpu_twin() -> ModuleType:
-    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.rank_order import cuda as _rank_triton
-
-    return _rank_triton

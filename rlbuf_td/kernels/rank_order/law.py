@@ -29,14 +29,14 @@ class RankLaw:
     """A law for one ``alpha``.
 
     Attributes:
-        alpha: exponent, not negative; 0 is uniform.
+        alpha: exponent, not negative; 0 is uniform. It and the shift may be 0-dim float64 tensors, for captured graphs.
         head: ``[HEAD]`` float64, ``H_1, H_2, ...``.
         shift: the constant ``C``.
     """
 
-    alpha: float
+    alpha: float | Tensor
     head: Tensor
-    shift: float
+    shift: float | Tensor
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
@@ -70,7 +70,9 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y = (value - law.shift).clamp(min=0.0)
     bend = 1.0 - law.alpha
-    if bend != 0.0:
+    if isinstance(bend, Tensor):
+        y = torch.where(bend == 0.0, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
+    elif bend != 0.0:
         y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
     # Bounded before it becomes an integer: mass at the very end of the law may point past every rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
@@ -78,10 +80,12 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)
 
 
-def _primitive(alpha: float, x: Tensor) -> Tensor:
+def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
     """Return the integral of ``x^-alpha`` from 1, with the first correction."""
     bend = 1.0 - alpha
     y = torch.log(x)
-    if bend != 0.0:
+    if isinstance(bend, Tensor):
+        y = torch.where(bend == 0.0, y, torch.expm1(bend * y) / bend)
+    elif bend != 0.0:
         y = torch.expm1(bend * y) / bend
     return y + alpha / 24.0 * x.pow(-alpha - 1.0)

@@ -10,7 +10,7 @@ from rlbuf_td.kernels.rank_order.law import RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
 
 
-def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor]:
     """Give rows the magnitudes of errors, as :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_` says.
 
     Returns:
@@ -30,7 +30,7 @@ def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int) -> tupl
 
 
 def draw_ranks(
-    law: RankLaw, rows: Tensor, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
+    law: RankLaw, rows: Tensor, uniform: Tensor, *, stratified: bool, beta: float | Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
     """Return the ranks that :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw` draws, and their float32 weights.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.device_scalars import is_repeated
 from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.rank_order import LARGEST, as_float32
 from rlbuf_td.kernels.rank_order import reference as _rank_torch
-from rlbuf_td.kernels.rank_order.device import DeviceOrder, gpu_twin
+from rlbuf_td.kernels.rank_order.device import DeviceOrder
 from rlbuf_td.kernels.rank_order.law import RankLaw
 
 
@@ -70,12 +71,10 @@ class SortedOrder(DeviceOrder):
     ) -> tuple[Tensor, Tensor] | None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B) after the sort."""
         self._refresh()
-        path = path_of(uniform)
-        if path == "numba" and not self._count:
+        if path_of(uniform) == "numba" and not self._count:
             return None
-        if path == "triton":
-            self.on_device.take(law, beta)
-            return gpu_twin().draw(self.on_device, uniform, self._by_rank, self._count, stratified, norm)
+        if is_repeated():
+            law, beta = self.on_device.law(law, beta)
         ranks, weight = _rank_torch.draw_ranks(law, self._count, uniform, stratified=stratified, beta=beta, norm=norm)
         return self._by_rank[ranks - 1], weight
 

@@ -1,7 +1,6 @@
 """Copying parts of rows: from a storage's columns into a batch's, where both are strided views of something larger.
 
-Cost O(B * bytes). On the CPU the numba twin copies bytes in place, on CUDA the Triton twin; the torch ops are the
-specification, without host synchronisation.
+Cost O(B * bytes). On the CPU the numba twin copies bytes in place; elsewhere torch ops do, without waiting.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from math import inf
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -18,33 +17,6 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import path_of
 
 _LARGE = 1 << 20  # elements of a block, from where on its pages matter
-#: Up to where a kernel that draws gathers as well: a few threads a row are enough, and there is a row for each of them.
-#: Estimated; ``python -m rlbuf_td bench --device cuda`` times both ways on either side.
-_SMALL, _FEW = 1_024, 8_192
-
-
-class Gathering(NamedTuple):
-    """What the kernel that draws rows is to gather as well: ``out[i] = source[row[i]]``.
-
-    Attributes:
-        source: ``[N, W]`` integers, each row contiguous.
-        out: ``[B, W]``, contiguous, not initialised yet.
-    """
-
-    source: Tensor
-    out: Tensor
-
-
-def gathering(matrix: Tensor, count: int) -> Gathering | None:
-    """Return where a kernel that draws ``count`` rows can put them; ``None`` if a gather of its own is better.
-
-    It is on the CPU, and for rows of more than 1 KiB or more than 8,192 of them.
-    """
-    nbytes = matrix.shape[1] * matrix.element_size()
-    if path_of(matrix) != "triton" or count > _FEW or not 0 < nbytes <= _SMALL:
-        return None
-    source = gpu_twin().in_words(matrix)
-    return Gathering(source, source.new_empty(count, source.shape[1]))
 
 
 def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -57,8 +29,6 @@ def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     Raises:
         IndexError: a row is out of range (on the CPU).
     """
-    if path_of(matrix) == "triton":
-        return gpu_twin().gather_rows(matrix, rows)
     if rows.numel() < few_of(matrix):
         return matrix.index_select(0, rows)
     return torch.index_select(matrix, 0, rows, out=new_rows(matrix, rows.shape[0]))
@@ -91,13 +61,10 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         rows: ``[B]`` int64, contiguous, ``0 <= row < N``.
         mask: ``[B]`` bool, contiguous.
     """
-    path = path_of(rows)
-    if path == "torch" or not (is_dense(target) and is_dense(source)) or target.element_size() > 8:
+    if path_of(rows) != "numba" or not (is_dense(target) and is_dense(source)) or target.element_size() > 8:
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
-    if path == "triton":
-        return gpu_twin().copy_rows_(target, source, rows, mask)
     size, width = target.element_size(), target.shape[1:].numel()
     twin().copy_rows(
         target.data_ptr(),
@@ -171,11 +138,3 @@ def twin() -> ModuleType:
     from rlbuf_td.kernels.rows import cpu as _columns_numba
 
     return _columns_numba
-
-
-@cache
-def gpu_twin() -> ModuleType:
-    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.rows import cuda as _rows_triton
-
-    return _rows_triton

@@ -13,8 +13,8 @@ trajectory cannot reach the one before it.
 * :func:`reverse_scan_loop` is the definition.
 * :func:`reverse_scan_doubling` gives the same in ``ceil(log2 T)`` rounds of tensor operations, without asking
   the device for a value: the form for CUDA and for compiled graphs.
-* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) or the GPU's (Triton) where
-  it applies, else the doubling form.
+* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) where it applies, else the
+  doubling form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import Path, path_of
+from rlbuf_td.kernels.dispatch import path_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -105,14 +105,10 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantage and value target of ``[L, T, F]`` tensors that share one floating dtype; flags are bool."""
     tensors = (state_value, next_state_value, reward, done, terminated)
-    if isinstance(gamma, float) and isinstance(lmbda, float):
-        path = _path(*tensors)
-        if path == "triton" and state_value.dtype is torch.float32:
-            return _gpu_twin().gae(gamma, lmbda, tuple(x.contiguous() for x in tensors))
-        if path == "numba":
-            out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
-            if out is not None:
-                return out
+    if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*tensors):
+        out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
+        if out is not None:
+            return out
     delta, decay = gae_terms(gamma, lmbda, *tensors)
     advantage = reverse_scan(delta, decay)
     return advantage, advantage + state_value
@@ -159,12 +155,9 @@ def gae_contiguous(
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     """``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
-    path = _path(a, b)
-    if path == "torch":
+    if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
-    if path == "triton":
-        return _gpu_twin().reverse_scan(a, b)
     twin: Any = _load_twin()
     x = torch.empty_like(a)
     run = twin.scan_float32 if a.dtype is torch.float32 else twin.scan_float64
@@ -172,15 +165,8 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-def _path(*tensors: Tensor) -> Path:
-    """Return the form that runs: twins take float32 or float64, all in one kind of memory."""
+def _is_for_numba(*tensors: Tensor) -> bool:
+    """Return whether the CPU twin runs: all tensors are in RAM, and of a dtype that it takes."""
     if tensors[0].dtype not in (torch.float32, torch.float64):
-        return "torch"
-    first, *others = (path_of(x) for x in tensors)
-    return first if all(other == first for other in others) else "torch"
-
-
-def _gpu_twin() -> ModuleType:
-    from rlbuf_td.kernels.scan import cuda as _scan_triton
-
-    return _scan_triton
+        return False
+    return all(path_of(x) == "numba" for x in tensors)

@@ -27,7 +27,6 @@ import torch
 from rlbuf_td.kernels.device_scalars import lasting
 from rlbuf_td.kernels.dispatch import path_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.kernels.rows import Gathering
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.kernels.sum_tree import reference as specification
 from rlbuf_td.kernels.sum_tree.device import ALPHA, BETA, DRAWN, ENTRY, EPS, NAMED, OnDevice
@@ -222,7 +221,6 @@ def draw(
     rows: Number,
     beta: Number,
     norm: str | None,
-    gathering: Gathering | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Draw rows with probability ``weight / total``, and their importance weights. O(B log N).
 
@@ -234,7 +232,6 @@ def draw(
         rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
-        gathering: what to gather of the rows in the same launch; offered on CUDA only.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no weight is positive (not on CUDA, where
@@ -244,7 +241,7 @@ def draw(
     if path != "numba":
         rows, beta = tree.on_device.take((DRAWN, BETA), (rows, beta))
         if path == "triton":
-            return gpu_twin().draw(tree, uniform, stratified, norm, gathering)
+            return gpu_twin().draw(tree, uniform, stratified, norm)
         return specification.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty

@@ -21,8 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import launching_on
-from rlbuf_td.kernels.rows import Gathering
-from rlbuf_td.kernels.rows.cuda import take_along, to_take_along
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.kernels.strata.cuda import masses
 from rlbuf_td.kernels.sum_tree.duplicates_cuda import mentions, passes, take_note, winners
@@ -165,8 +163,7 @@ def _go(mass, left, right):
 @triton.jit(do_not_specialize=["count", "step"])
 def _draw(
     uniform, numbers, weight, sums, before, minima, starts, index, importance, count, step, levels,
-    source, out, words, stride,
-    STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
+    STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Draw rows. NORM: 0 divides by the buffer's largest importance weight, 2 by nothing; 1 returns plain weights."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -206,7 +203,6 @@ def _draw(
         unit = tl.load(minima + root) if NORM == 0 else total / tl.load(numbers + DRAWN)
         log = tl.log(chosen / unit)
         tl.store(importance + at, tl.exp(-tl.load(numbers + BETA) * log).to(tl.float32), mask=inside)
-    take_along(source, row, out, at, inside, words, stride, WORDS)
 
 
 def update(tree: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
@@ -253,25 +249,21 @@ def _recompute(tree: Any, index: Tensor | None, first: int, programs: int) -> No
     _repair[(programs,)](*given, levels, nodes, state.ended, **options, **_EXACT)
 
 
-def draw(
-    tree: Any, uniform: Tensor, stratified: bool, norm: str | None, gathering: Gathering | None
-) -> tuple[Tensor, Tensor]:
+def draw(tree: Any, uniform: Tensor, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
     """Do as :func:`rlbuf_td.kernels.sum_tree.draw`: one launch, unless ``norm`` is the batch's."""
     count, state = uniform.shape[0], tree.on_device
     by_batch = norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
-    along, words = to_take_along(gathering, uniform)
-    size = 4 if words else 64 if count <= 16_384 else 128  # few draws a program where each is followed by its row
+    size = 64 if count <= 16_384 else 128
     with launching_on(uniform):
         given = uniform, state.numbers.tensor, tree.weight, tree.sums, tree.before, tree.minima, state.starts
         _draw[(triton.cdiv(count, size),)](
             *given,
-            *(index, importance, count, step_of(count, stratified), state.starts.shape[0] - 1, *along),
+            *(index, importance, count, step_of(count, stratified), state.starts.shape[0] - 1),
             STRATIFIED=stratified,
             NORM=1 if by_batch else 0 if norm == "buffer" else 2,
             SIZE=size,
-            WORDS=words,
             num_warps=max(1, size // 32),
             **_EXACT,
         )

@@ -142,9 +142,6 @@ class PooledRows(Rows):
         """Return the rows at flat positions."""
         return self.layout.unpack(self._packed(flat))
 
-    def gathering(self, count: int) -> None:
-        """Return nothing: rows are put together of several places."""
-
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         """Write whole rows at flat positions into memory like what :meth:`_packed` returns."""
         out.copy_(self._packed(flat))
