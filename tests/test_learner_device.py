@@ -28,7 +28,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.checkpoint.errors import CheckpointError
+from rlbuf_td.checkpoint import CheckpointError
 from tests.catalogue import SCHEMAS, assert_same, transitions
 
 STEPS, SIZE = 40, 12

@@ -44,8 +44,8 @@ class SavedBuffer(_Base):
         """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
 
         The dump is built beside the one that is there and takes its place at once: killed at any moment, the folder
-        holds one of the two, whole. What it holds already is not written again, and rows of a storage that has
-        ``path`` as its ``scratch_dir`` are not copied. Buffers of other processes wait for each other.
+        holds one of the two, whole. What it holds already is not written again. Buffers of other processes wait for
+        each other.
 
         Args:
             path: made if it is not there. A manifest that is not ours is never overwritten.

@@ -1,41 +1,132 @@
-"""The folder of a dump: files that never change once written, and the manifest that names them.
-
-A dump writes new files beside the old ones, and then puts a new manifest in the place of the old one, which the
-operating system does at once or not at all. Until then the previous dump is untouched; what a killed dump leaves
-behind is named by no manifest, and the next dump removes it. Chunks that the previous dump holds already are not
-written again.
-"""
+"""A state in a folder: save it, load it, under a lock that excludes other dumps, with a progress bar."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.manifest import Chunk
+from rlbuf_td.checkpoint.encoding import CheckpointError, decode, encode
+from rlbuf_td.checkpoint.files import DumpReader, DumpWriter, Report
 
-DATA = "data"
 _LOCK = ".lock"
 _WAIT_S = 600.0
-WRITERS = 8  # threads, whatever the number of cores: they wait for the disk
-READERS = max(2, min(WRITERS, os.cpu_count() or 2))
+_LARGE = 1 << 30  # bytes from which on a progress bar is shown by default
 
-Report = Callable[[int], Any]
+
+def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
+    """Save ``state`` in the folder ``path``, in place of what was saved there before.
+
+    Args:
+        path: created if it does not exist.
+        kind: a name for what the state belongs to; :func:`load_state` must give the same.
+        state: numbers, strings, lists, dicts, tensors.
+
+    Raises:
+        CheckpointError: the state holds something else, or the folder something that must not be overwritten.
+    """
+    with writing(path, kind) as writer:
+        write_state(writer, state, [], None)
+
+
+def load_state(path: str | Path, kind: str) -> dict[str, Any]:
+    """Return the state that :func:`save_state` saved.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or foreign, or the state is of another kind.
+    """
+    with reading(path, kind) as reader:
+        return decode(reader.manifest.state, reader.read)
 
 
 @contextmanager
-def locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Keep other dumps away from a folder, those of other processes too. The lock of a killed process is free.
+def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
+    """Create the folder ``path``, lock it and return a writer. Remove unneeded files at the end."""
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"{folder} cannot be made: there is a file; a dump is a folder") from error
+    with _locked(folder):
+        about = {
+            "kind": kind,
+            "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "versions": {name: _version(name) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")},
+        }
+        writer = DumpWriter(folder, about, sync=sync)
+        try:
+            yield writer
+        finally:
+            writer.clean()
+
+
+def write_state(
+    writer: DumpWriter, state: dict[str, Any], tensors: Sequence[torch.Tensor], progress: bool | None
+) -> None:
+    """Write and commit a dump of ``state``, which may refer to ``tensors`` by their number."""
+    tensors = list(tensors)
+    encoded = encode(state, tensors, "state")
+    with progress_bar("dump", sum(tensor.nbytes for tensor in tensors), progress) as report:
+        stored = writer.store(tensors, report)
+    writer.commit(encoded, stored)
+
+
+@contextmanager
+def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
+    """Lock the folder ``path`` and return a reader of the dump in it.
 
     Raises:
-        CheckpointError: someone else has kept it for ten minutes.
+        CheckpointError: there is no dump of this kind, or its manifest is damaged.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        DumpReader(folder)  # raises
+    with _locked(folder, for_reading=True):
+        reader = DumpReader(folder)
+        found = reader.manifest.about.get("kind")
+        if found != kind:
+            raise CheckpointError(f"{folder} holds a dump of a {found}, expected one of a {kind}")
+        yield reader
+
+
+@contextmanager
+def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
+    """Return a function to call with the bytes processed, which a bar shows.
+
+    Args:
+        what: the words beside the bar.
+        nbytes: the total.
+        progress: whether to show the bar; ``None``: on a terminal, from 1 GiB on.
+
+    Raises:
+        ImportError: ``progress=True`` and tqdm is not installed.
+    """
+    if progress or (progress is None and nbytes >= _LARGE):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            if progress:
+                raise ImportError("progress=True needs tqdm: pip install tqdm") from None
+        else:
+            # disable=None: off where the output is not a terminal
+            disable = None if progress is None else False
+            with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
+                yield shown.update
+            return
+    yield lambda done: None
+
+
+@contextmanager
+def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
+    """Exclude other dumps from a folder, also those of other processes. The lock of a killed process is free.
+
+    Raises:
+        CheckpointError: another dump has held the lock for ten minutes.
     """
     from filelock import FileLock, Timeout
 
@@ -47,7 +138,7 @@ def locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
     except OSError:
         if not for_reading:
             raise
-        yield  # a folder that may not be written to: nobody dumps into it
+        yield  # a read-only folder: nobody dumps into it
         return
     try:
         yield
@@ -55,54 +146,8 @@ def locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, 1-D uint8; a view where the tensor is contiguous."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def settle(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for what GPUs are still to do with tensors, so that threads, which have other streams, may use them."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
-def wait_for(jobs: Sequence[Any], report: Report) -> None:
-    """Wait for all jobs; raise the first error, having called off what has not begun."""
+def _version(name: str) -> str | None:
     try:
-        for job in as_completed(jobs):
-            result = job.result()
-            report(result.nbytes if isinstance(result, Chunk) else result)
-    except BaseException:
-        for job in jobs:
-            job.cancel()
-        raise
-
-
-def write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
-    """Write a new file, through to the disk if it is to be synced."""
-    with open(path, "xb", buffering=0) as file:
-        rest: Any = memoryview(data)  # type: ignore[arg-type]
-        while rest.nbytes:
-            rest = rest[file.write(rest) :]
-        if sync:
-            os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file to the disk, with what has been written to it through a mapping."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a folder's list of names to the disk, where the system can."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):  # some network file systems refuse
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        return version(name)
+    except PackageNotFoundError:
+        return None

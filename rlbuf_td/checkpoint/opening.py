@@ -1,4 +1,4 @@
-"""A look into a dump by someone who does not know what buffer it is of."""
+"""Read a dump without the buffer that it is of."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td.checkpoint.errors import CheckpointError
-from rlbuf_td.checkpoint.folder import flat_bytes
-from rlbuf_td.checkpoint.reader import read_matrix
-from rlbuf_td.checkpoint.saving import bar, reading
-from rlbuf_td.checkpoint.state import decode
+from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode
+from rlbuf_td.checkpoint.files import DumpReader
+from rlbuf_td.checkpoint.folder import progress_bar, reading
+from rlbuf_td.checkpoint.rows import SavedRows
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.dedup.rows import PooledRows
-from rlbuf_td.storages.state import refuse_foreign, saved_pooling
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a dump holds.
+    """The content of a dump.
 
     Attributes:
         about: when it was written, and by which versions.
-        classes: the names of the classes of buffer, storage, sampler and writer.
+        classes: the class names of buffer, storage, sampler and writer.
         shape: ``[T, *lanes]``, the capacity.
-        rows: all rows that were written, where they lay: ``[n]`` or ``[steps, E]``; ``None`` if there are none.
-        storage: the same as a storage of that capacity in RAM; ``None`` if it was one of TorchRL's.
+        rows: all rows that were written, at their positions: ``[n]`` or ``[steps, E]``; ``None`` if there are none.
+        storage: ``rows`` as a storage of that capacity in RAM; ``None`` if the dump is of a TorchRL storage.
         sampler: the sampler's state.
         writer: the writer's state; ``_cursor`` is the time step that a ring writes next, ``_write_count`` counts steps.
     """
@@ -54,12 +50,13 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         A :class:`Checkpoint`: ``rows``, ``classes``, ``shape``, the states of sampler and writer.
 
     Raises:
-        CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version: says which.
+        CheckpointError: a file is missing, damaged, cut short, foreign or of another version. The message names it.
 
-    Cost: all files are read and compared with their checksums; the rows take as much RAM as in the buffer.
+    Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> from rlbuf_td import ReplayBuffer
         >>> rb = ReplayBuffer()
@@ -74,28 +71,8 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
     with reading(path, "buffer") as reader:
         try:
             state = {name: decode(part, reader.read) for name, part in reader.manifest.state.items()}
-            saved, storage = state["storage"], None
-            if "layout" in saved["state"]:
-                stored, shape = reader.tensor(saved["rows"]), [int(size) for size in saved["shape"]]
-                storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]))
-                layout, lanes = storage.admit_state(saved["state"], torch.Size(shape[1:]))
-                size = (*stored.shape[:-1], stored.shape[-1] * stored.dtype.itemsize)
-                pooling = saved_pooling(layout, saved["state"])
-                row_bytes = layout.row_bytes if pooling is None else pooling.own.row_bytes
-                if size[1:] != (*lanes, row_bytes) or saved["state"]["_len"] != prod(size[:-1]):
-                    raise CheckpointError("the layout of the rows does not fit their size")
-                with bar("open", stored.nbytes, progress) as report:
-                    reader.verify([stored], report)
-                rows = storage._adopt(storage._make_rows(layout, lanes, None, pooling))
-                if pooling is not None and isinstance(rows, PooledRows):
-                    matrix = read_matrix(reader, stored, lambda done: None)
-                    entries = [reader.read(number) for number in saved["entries"]]
-                    refuse_foreign(pooling, matrix, entries)
-                    rows.restore_(matrix, entries)
-                else:
-                    target = flat_bytes(rows.matrix)[: stored.nbytes]
-                    reader.read_into(stored, 0, target, lambda done: None)
-                storage.restore_counters(saved["state"])
+            saved = state["storage"]
+            storage = _storage(reader, saved, progress) if "layout" in saved["state"] else None
             return Checkpoint(
                 about=reader.manifest.about,
                 classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
@@ -105,14 +82,27 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
                 sampler=state["sampler"]["state"],
                 writer=state["writer"]["state"],
             )
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        except MALFORMED as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{reader.path} cannot be opened: {error}") from error
 
 
+def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -> PackedStorage:
+    shape = [int(size) for size in saved["shape"]]
+    storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]))
+    rows = SavedRows(reader, saved, storage, None)
+    if rows.lanes != tuple(shape[1:]):
+        raise CheckpointError("the layout of the rows does not fit their size")
+    storage.admit_state(saved["state"], rows.lanes)
+    with progress_bar("open", rows.nbytes, progress) as report:
+        rows.put(rows.allocated(report, keep_shared=True), report)
+    storage.restore_counters(saved["state"])
+    return storage
+
+
 def _content(state: dict[str, Any]) -> TensorDictBase | None:
-    """Return the rows of a storage of TorchRL's, if they are tensors."""
+    """Return the rows of a TorchRL storage, if they are tensors."""
     content = state.get("_storage")
     if not isinstance(content, dict) or not content:
         return None

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.checkpoint.errors import CheckpointError
+from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
@@ -28,8 +28,23 @@ def innermost(sampler: Any) -> Any:
     return sampler
 
 
+def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
+    """Refuse what was saved of a TorchRL storage if it does not fit this one.
+
+    Raises:
+        CheckpointError: the capacity differs, or (if the storage holds something) keys, shapes or dtypes.
+    """
+    if saved["max_size"] != storage.max_size:
+        raise CheckpointError(
+            f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
+            "only a PackedStorage can be loaded into another capacity"
+        )
+    if len(storage) or getattr(storage, "initialized", False):
+        refuse_other_content(storage.state_dict(), saved["state"])
+
+
 def refuse_other_content(own: Any, saved: Any, where: str = "the storage") -> None:
-    """Refuse a saved state whose keys, shapes or dtypes differ from those of a storage of TorchRL's.
+    """Refuse the saved state of a TorchRL storage whose keys, shapes or dtypes differ.
 
     Raises:
         CheckpointError: says where.

@@ -1,4 +1,4 @@
-"""Saved rows into a storage of another capacity: which rows, in which order, and what becomes of the rest."""
+"""Loading into another capacity: which rows, in which order, and what becomes of the sampler's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import RandomSampler, Sampler
 
-from rlbuf_td.checkpoint.errors import CheckpointError
+from rlbuf_td.checkpoint.encoding import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Fit:
     """Where the rows of a dump go.
 
     Attributes:
-        ranges: (first, count) of the saved time steps that fill this storage from step 0 on, one after the other.
-        steps: how many they are.
-        is_same: nothing moves: the two capacities are the same.
-        dropped: the oldest time steps, for which there is no room.
+        ranges: (first, count) of the saved time steps that fill the storage from step 0 on, one after the other.
+        steps: their number.
+        is_same: whether the capacities are equal, so that nothing moves.
+        dropped: number of time steps, the oldest, for which there is no room.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -28,8 +28,13 @@ class Fit:
     is_same: bool
     dropped: int
 
+    @property
+    def moves(self) -> bool:
+        """Whether a row gets another number, or is dropped."""
+        return self.ranges != ((0, self.steps),) or self.dropped > 0
+
     def rows(self, lanes: int) -> torch.Tensor:
-        """Return the saved flat row of each of this storage's, ``[steps * lanes]`` int64."""
+        """Return the saved flat row of each row of the storage, ``[steps * lanes]`` int64."""
         parts = [torch.arange(first * lanes, (first + count) * lanes) for first, count in self.ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -39,12 +44,12 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
     Args:
         saved: time steps of the saved storage, ``live <= saved``.
-        capacity: time steps of this one.
+        capacity: time steps of the storage to fill.
         live: time steps that had been written.
-        cursor: where the ring would have gone on; ``None`` if the writer keeps no order of age.
+        cursor: where the ring would have written next; ``None`` if the writer keeps no order of age.
 
     Raises:
-        CheckpointError: the order of age is needed, and there is none.
+        CheckpointError: rows must be dropped, and there is no order of age.
     """
     if saved == capacity:
         return Fit(((0, live),) if live else (), live, True, 0)
@@ -62,31 +67,31 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
 
 
-def warn_dropped(dropped: int, capacity: int) -> None:
-    """Say how many of the oldest time steps have no room."""
-    if dropped:
+def warn_dropped(fit: Fit) -> None:
+    """Warn of the oldest time steps if there was no room for them."""
+    if fit.dropped:
         warnings.warn(
-            f"the {dropped} oldest time steps of the dump were dropped: the buffer has room for {capacity}",
+            f"the {fit.dropped} oldest time steps of the dump were dropped: the buffer has room for {fit.steps}",
             stacklevel=4,
         )
 
 
 def resized_state(
     sampler: Sampler, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-) -> Any:
-    """Return a sampler's saved state for rows that have moved.
+) -> dict[str, Any]:
+    """Return a sampler's saved state for a storage of another capacity.
 
-    A sampler that can do so has a method ``resized_state(state, rows, capacity, moved)``.
+    A sampler whose state depends on the rows has a method ``resized_state(state, rows, capacity, moved)``.
 
     Args:
-        sampler: the one that will be given the state.
-        state: what it had saved.
-        rows: ``[n]`` int64, the saved row of each of the new ones; ``None`` if the capacity is the same.
-        capacity: number of rows that the new storage has room for.
+        sampler: the sampler that will load the state.
+        state: what the saved sampler's ``state_dict`` returned.
+        rows: ``[n]`` int64, the saved row of each of the ``n`` new rows; ``None`` if the capacity is the same.
+        capacity: number of rows that the storage has room for.
         moved: whether a row has another number now, or is gone.
 
     Raises:
-        CheckpointError: the sampler keeps a state by row that cannot be moved.
+        CheckpointError: the sampler has no such method, and the capacity differs.
     """
     resize = getattr(sampler, "resized_state", None)
     if resize is not None:

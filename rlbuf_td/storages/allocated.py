@@ -31,7 +31,6 @@ class AllocatedStorage(LazyTensorStorage):
     offload: bool
     clock: WriteClock
     lock: Any  # what every buffer over this storage takes
-    journal: Any  # keeps what a dump in ``scratch_dir`` needs of rows that are about to change
     _rows: Rows | None  # from the first write on
     _live: Rows | None  # those that have been written, as of the last look
     _is_reserved: bool
@@ -203,24 +202,11 @@ class AllocatedStorage(LazyTensorStorage):
             self._describe(self._sharing, rows)
         return rows
 
-    def map_rows(self, layout: RowLayout, lanes: torch.Size, pooling: Pooling | None = None) -> Rows:
-        """Return the rows in the file that lies in ``scratch_dir`` already, which :meth:`_adopt` takes into use."""
-        return self._map(layout, torch.Size([self._steps(lanes), *lanes]), pooling)
-
-    def keep_for_dump(self, start: int, count: int) -> None:
-        """Let a dump in ``scratch_dir`` keep time steps from ``start`` on, wrapping, before they are overwritten."""
-        if self.journal is not None and self._rows is not None:
-            self.journal.keep(start, count, self._rows.steps)
-            if isinstance(self._rows, PooledRows):
-                for first, last in self._rows.about_to_change(start, count, self.journal.entries):
-                    self.journal.keep_bytes(first, last)
-
     def _about_to_write(self, rows: Rows, start: int, count: int) -> None:
         """Let what must survive a killed process be noted, before time steps from ``start`` on are overwritten."""
         if self._sharing is not None:
             lanes = rows.cells // rows.steps
             self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
-        self.keep_for_dump(start, count)
 
     def _steps(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""

@@ -128,7 +128,6 @@ class PackedStorage(SavedStorage):
         self.clock = WriteClock()
         self.lock = RLock()
         self._sharing = None
-        self.journal = None
         self._make_counters()
         if self._asked and shared:
             self.share_memory_()
@@ -285,7 +284,6 @@ class PackedStorage(SavedStorage):
                 data = rows.at_cells(flat).reshape(cells.shape)
                 change(data)
                 leaves = rows.layout.collect(data, cells.shape)
-            self.keep_for_dump(0, rows.steps)
             self._announce(flat)
             if in_place:
                 change(rows.view())
@@ -298,7 +296,6 @@ class PackedStorage(SavedStorage):
         rows = self._written()
         cells = rows.cells_of(cursor)
         leaves = rows.layout.collect(data, cells.shape)
-        self.keep_for_dump(0, rows.steps)
         self._announce(cells.reshape(-1))
         rows.replace_(cells, leaves)
         self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
@@ -315,7 +312,6 @@ class PackedStorage(SavedStorage):
         rows, leaves, count = self._admit(data, single)
         if self._sharing is not None:
             self._announce(rows.cells_at(steps))
-        self.keep_for_dump(int(steps.min()), int(steps.max() - steps.min()) + 1)
         if single or (np.diff(steps) == 1).all():
             rows.copy_(int(steps[0]), count, leaves)
         else:

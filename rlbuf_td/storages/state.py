@@ -22,7 +22,7 @@ from rlbuf_td.storages.write_clock import WriteClock
 
 _COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _MADE_ANEW = frozenset(
-    (*_COUNTERS, "_rows", "journal", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
+    (*_COUNTERS, "_rows", "_live", "_storage", "_total_shape_value", "_sharing", "lock")
 )  # by a copy
 
 
@@ -48,7 +48,7 @@ class SavedStorage(SharedStorage):
                 "one. Let one process write, or keep the rows on the CPU with shared=True"
             )
         self._is_reserved = False  # the rows are shared from here on: no process may put others in their place
-        state |= {"lock": None, "_is_reserved": False, "journal": None}
+        state |= {"lock": None, "_is_reserved": False}
         if self.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
             state |= {"_rows": None, "_mapped": (self._rows.layout, self._rows.shape, self.pooling)}
         elif self.pooling is not None:
@@ -62,7 +62,7 @@ class SavedStorage(SharedStorage):
         saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
         self.__dict__.update(state)
         if saved is not None:  # a copy: rows and counters of its own
-            self._rows = self._live = self._storage = self._sharing = self.journal = None
+            self._rows = self._live = self._storage = self._sharing = None
             self.lock = RLock()
             self.clock = WriteClock()
             self._make_counters()

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages import SchemaError
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
 from rlbuf_td.writers.ring import RingWriter
 
@@ -237,8 +237,6 @@ class RolloutWriter(RingWriter):
     def _estimate_stored(self, steps: int) -> None:
         rows = self._storage.get(slice(0, steps))  # views: what is set below is set in the storage
         estimates = self.estimator.estimate(rows, self._storage.ndim, has_values=self._has_values)
-        if isinstance(self._storage, PackedStorage):
-            self._storage.keep_for_dump(0, steps)
         for key, x in self._columns(estimates).items():
             rows.get(key).copy_(x)
         self._storage._bump_mutation_revision()

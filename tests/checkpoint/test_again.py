@@ -15,8 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import CheckpointError, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.checkpoint import writer as folders
-from rlbuf_td.checkpoint.journal import BLOCK, read_journal
+from rlbuf_td.checkpoint import files
 from tests.catalogue import assert_same
 
 ROWS = 4_000  # of 256 bytes: 1 MB
@@ -47,8 +46,7 @@ def written(before, after):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Let files be of 16 KiB, so that a megabyte has many."""
-    monkeypatch.setattr(folders, "_SMALLEST_CHUNK", 1 << 14)
-    monkeypatch.setattr(folders, "_LARGEST_CHUNK", 1 << 14)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1 << 14)
 
 
 def test_only_what_has_changed_is_written(small_chunks, tmp_path):
@@ -148,43 +146,25 @@ def test_a_damaged_file_of_the_previous_dump_is_not_relied_on_if_its_length_show
     assert_same(again.storage[:], rb.storage[:])
 
 
-# -- in place
+# -- in the folder of memory-mapped rows
 
 
-def test_a_mapped_buffer_in_its_own_folder_copies_nothing(tmp_path):
-    rb = make(tmp_path, sampler="uniform")
-    extend(rb, ROWS, 0)
-    for _ in range(3):
-        rb.dumps(tmp_path)
-        extend(rb, 10, 1)
-    kept = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
-    assert kept < 4 * BLOCK
-    assert (tmp_path / "rows.bin").stat().st_size == rb.storage.nbytes
-
-
-def test_a_dump_in_place_stays_what_it_was_while_the_ring_goes_on(tmp_path):
+def test_a_dump_in_the_scratch_dir_stays_what_it_was_while_the_ring_goes_on(tmp_path):
     rb = make(tmp_path)
     extend(rb, 3_000, 0)
     extend(rb, 1_500, 1)  # wraps
     rb.update_priority(torch.arange(ROWS), torch.rand(ROWS))
     rb.dumps(tmp_path)
     rows, state, count = rb.storage[:].clone(), rb._rng.get_state(), rb.write_count
-    for number in range(60):
-        extend(rb, 100, number)  # overwrites everything
-        copy = make(seed=4)
-        if number % 15 == 0:
-            copy.loads(tmp_path)
-            assert_same(copy.storage[:], rows)
-            assert (copy.write_count, torch.equal(copy._rng.get_state(), state)) == (count, True)
-    rb.loads(tmp_path)  # back to the dump, over itself
-    assert_same(rb.storage[:], rows)
-    assert rb.write_count == count
-    extend(rb, 10, 5)
-    rb.loads(tmp_path)
-    assert_same(rb.storage[:], rows)
+    extend(rb, ROWS, 2)  # overwrites everything
+    copy = make(seed=4)
+    for each in (copy, rb):  # into another buffer, and over what the dump is of
+        each.loads(tmp_path)
+        assert_same(each.storage[:], rows)
+        assert (each.write_count, torch.equal(each._rng.get_state(), state)) == (count, True)
 
 
-def test_a_killed_run_goes_on_in_its_own_folder(tmp_path):
+def test_a_killed_run_goes_on_in_its_scratch_dir(tmp_path):
     code = f"""
         import os, signal, torch
         from tests.checkpoint.test_again import extend, make
@@ -197,40 +177,27 @@ def test_a_killed_run_goes_on_in_its_own_folder(tmp_path):
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
     assert done.returncode == -signal.SIGKILL
-    journal = next((tmp_path / "data").glob("*.undo"))
-    with open(journal, "ab") as file:
-        file.write(b"a record that was begun")
     rb, whole = make(tmp_path), make()
     whole.loads(tmp_path / "whole")
-    rb.loads(tmp_path)
-    assert rb.storage.scratch_dir == tmp_path
+    rb.loads(tmp_path)  # replaces the file of the killed process
+    assert (tmp_path / "rows.bin").stat().st_size == rb.storage.nbytes
     for number in range(3):
         assert_same(rb.storage[:], whole.storage[:])
         assert_same(rb.sample(), whole.sample())
         for each in (rb, whole):
             torch.manual_seed(number)
             extend(each, 700, number)
-    again = make()
-    again.loads(tmp_path)  # the dump is still what it was
-    again_whole = make()
-    again_whole.loads(tmp_path / "whole")
-    assert_same(again.storage[:], again_whole.storage[:])
-    assert len(read_journal(journal)[0]) > 1
 
 
-def test_a_change_behind_the_storages_back_is_noticed_at_the_load(tmp_path):
+def test_a_damaged_dump_leaves_the_rows_of_the_scratch_dir(tmp_path):
     rb = make(tmp_path)
-    extend(rb, ROWS, 0)
+    extend(rb, ROWS, 1)
     rb.dumps(tmp_path)
-    rb.storage["x"][3] = 9.0
-    with pytest.raises(CheckpointError, match=r"rows.bin is damaged: its checksum does not match"):
-        make().loads(tmp_path)
-
-
-def test_rows_in_place_need_the_same_capacity(tmp_path):
-    rb = make(tmp_path)
-    extend(rb, ROWS, 0)
-    rb.dumps(tmp_path)
-    other = ReplayBuffer(storage=PackedStorage(10, scratch_dir=tmp_path), sampler=ProportionalSampler(10), batch_size=2)
-    with pytest.raises(CheckpointError, match="is the storage's own folder, and its rows can only be used where they"):
-        other.loads(tmp_path)
+    file = max((tmp_path / "data").iterdir(), key=os.path.getsize)
+    raw = bytearray(file.read_bytes())
+    raw[1000] ^= 1
+    file.write_bytes(raw)
+    before = (tmp_path / "rows.bin").read_bytes()
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged"):
+        make(tmp_path).loads(tmp_path)
+    assert (tmp_path / "rows.bin").read_bytes() == before

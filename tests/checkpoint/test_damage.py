@@ -20,7 +20,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RingWriter, RolloutBuffer
 from rlbuf_td.checkpoint import load_state, open_checkpoint, save_state
-from rlbuf_td.kernels.rows.checksum import xxh64
+from rlbuf_td.checkpoint.manifest import checksum
 from tests.catalogue import assert_same
 from tests.checkpoint import damage_dumps, kill_dumps
 from tests.checkpoint.worlds import make, step, transitions
@@ -108,11 +108,34 @@ def test_a_dump_of_torchrls_is_told_so(tmp_path):
 
 def test_a_newer_version_is_told_so_and_not_overwritten(tmp_path):
     rb = dumped(tmp_path)
-    resign(tmp_path, lambda document: document | {"version": 3})
-    with pytest.raises(CheckpointError, match="has version 3, this rlbuf_td reads up to version 2: install a newer"):
+    resign(tmp_path, lambda document: document | {"version": 4})
+    with pytest.raises(CheckpointError, match="has version 4, this rlbuf_td reads version 3: install a newer one"):
         rb.loads(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has version 3.* It is not overwritten"):
+    with pytest.raises(CheckpointError, match=r"has version 4.* It is not overwritten"):
         rb.dumps(tmp_path)
+
+
+def test_an_older_version_is_refused_by_name_and_replaced_by_the_next_dump(tmp_path):
+    rb = dumped(tmp_path)
+    resign(tmp_path, lambda document: document | {"version": 2})
+    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads version 3: load it with the rlbuf_"):
+        rb.loads(tmp_path)
+    rb.dumps(tmp_path)
+    make().loads(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 1000, 1001])
+def test_every_change_of_a_byte_changes_both_parts_of_the_checksum(nbytes):
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
+    before = checksum(data)
+    assert before == checksum(data.tobytes())
+    assert len(before) == 24
+    for at in range(0, nbytes, max(1, nbytes // 50)):
+        data[at] ^= 1 << (at % 8)
+        assert checksum(data)[:8] != before[:8]
+        assert checksum(data)[8:] != before[8:]
+        data[at] ^= 1 << (at % 8)
+    assert checksum(data) == before
 
 
 def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
@@ -199,9 +222,9 @@ def resign(path, change) -> None:
     """Change the manifest's document, and give it a right checksum."""
     file = path / "manifest.json"
     document = json.loads(file.read_text())
-    del document["xxh64"]
+    del document["checksum"]
     text = json.dumps(change(document), indent=1).removesuffix("\n}").encode()
-    file.write_bytes(text + f',\n"xxh64": "{xxh64(text)}"\n}}\n'.encode())
+    file.write_bytes(text + f',\n"checksum": "{checksum(text)}"\n}}\n'.encode())
 
 
 @pytest.mark.parametrize(
@@ -297,7 +320,7 @@ def test_forged_tensors_are_refused_or_harmless(sampler, data, tmp_path_factory)
     (path / "data" / name).write_bytes(content.tobytes())
 
     def change(document):
-        document["tensors"][number]["chunks"][0][2] = xxh64(content)
+        document["tensors"][number]["chunks"][0][2] = checksum(content)
         return document
 
     resign(path, change)

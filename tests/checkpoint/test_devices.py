@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.checkpoint import parts, reader, writer
-from rlbuf_td.checkpoint.folder import settle
+from rlbuf_td.checkpoint import files, parts
 from tests.checkpoint.worlds import make, step
 
 
@@ -23,7 +22,7 @@ def test_threads_use_memory_of_a_gpu_after_what_was_asked_of_it_before(monkeypat
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     tensors: Any = [SimpleNamespace(is_cuda=device != "cpu", device=device) for device in ("cuda:1", "cpu", "cuda:1")]
-    settle(tensors)
+    files.wait_for_gpus(tensors)
     assert waited == ["cuda:1"]
 
 
@@ -50,15 +49,14 @@ def test_dumps_and_loads_wait_for_gpus_before_threads_begin(monkeypatch, tmp_pat
 
     rb = make("uniform")
     step(rb, 0)
-    for module, working in ((writer, writer.DumpWriter), (reader, reader.DumpReader)):
-        monkeypatch.setattr(module, "settle", noting("settle", settle))
-        name = "_put" if working is writer.DumpWriter else "_read_part"
+    monkeypatch.setattr(files, "wait_for_gpus", noting("wait", files.wait_for_gpus))
+    for working, name in ((files.DumpWriter, "_put"), (files.DumpReader, "_read_part")):
         monkeypatch.setattr(working, name, noting("work", getattr(working, name)))
     rb.dumps(tmp_path)
-    assert (log[0], log.count("settle"), "work" in log) == ("settle", 1, True)
+    assert (log[0], log.count("wait"), "work" in log) == ("wait", 1, True)
     log.clear()
     rb.loads(tmp_path)
-    assert (log[0], "work" in log) == ("settle", True)
+    assert (log[0], "work" in log) == ("wait", True)
 
 
 def test_generators_of_gpus_that_are_not_here_are_left_out(monkeypatch):

@@ -342,7 +342,7 @@ def test_the_dump_says_what_it_holds(tmp_path):
     assert found.storage is not None
     assert_same(found.storage[:], rb.storage[:])
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 2)
+    assert (manifest["format"], manifest["version"]) == ("rlbuf_td checkpoint", 3)
 
 
 def test_a_bar_shows_how_far_a_dump_is(tmp_path, capsys, monkeypatch):

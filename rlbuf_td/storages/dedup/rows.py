@@ -327,33 +327,6 @@ class PooledRows(Rows):
             if entries > room:
                 grow_(self.table, g, max(entries, min(self.sections.most[g], room * 5 // 4)))
 
-    def about_to_change(self, start: int, count: int, dumped: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield byte ranges of the memory that a write of time steps may change, beside the rows themselves.
-
-        Args:
-            start: the first time step.
-            count: how many, wrapping.
-            dumped: how many entries of each group matter.
-        """
-        lanes = self.cells // self.steps
-        cells = (start * lanes + torch.arange(min(count, self.steps) * lanes)) % self.cells
-        for g, group in enumerate(self.table.groups):
-            free = int(self.table.counters[g][0])
-            taken = self.table.stacks[g][max(0, free - len(cells) * group.names) : free]
-            names = torch.cat([self.table.ids(g)[cells].flatten(), taken]).unique().tolist()
-            at, width = self.sections.entries[g], group.nbytes
-            first = last = 0
-            for name in names:
-                if not 0 < name <= dumped[g]:
-                    continue
-                if name != last + 1:
-                    if last:
-                        yield at + (first - 1) * width, at + last * width
-                    first = name
-                last = name
-            if last:
-                yield at + (first - 1) * width, at + last * width
-
     def forget(self) -> None:
         """Let all rows hold nothing: all entries are unused.
 

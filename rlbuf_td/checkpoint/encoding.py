@@ -1,9 +1,9 @@
-"""Plain state (numbers, strings, lists, dicts, tensors) as JSON and a list of tensors, and back; no pickle.
+"""Plain state (numbers, strings, lists, dicts, tensors) to JSON and a list of tensors, and back. No pickle.
 
-What JSON does not have is written as an object with one key that begins with ``$``: ``{"$tensor": 3}`` is the third
-tensor, ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``,
-``{"$device": "cpu"}``, ``{"$tensordict": ...}``; ``{"$dict": [[key, value], ...]}`` has keys that are no plain strings,
-and ``{"$ordered": ...}`` is a state dict with the ``_metadata`` that torch hangs on it.
+Values that JSON lacks become an object with one key that begins with ``$``: ``{"$tensor": 3}`` (index into the list),
+``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``,
+``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, and ``{"$ordered":
+...}`` for a module's state dict with the ``_metadata`` that torch attaches.
 """
 
 from __future__ import annotations
@@ -17,19 +17,34 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td.checkpoint.errors import CheckpointError
+
+class CheckpointError(ValueError):
+    """A dump cannot be written or read. The message names the file and the problem. Nothing has changed.
+
+    Example:
+        >>> import tempfile
+        >>> from rlbuf_td import ReplayBuffer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ReplayBuffer().loads(folder)
+        Traceback (most recent call last):
+        rlbuf_td.checkpoint.encoding.CheckpointError: ...
+    """
+
+
+#: What decoding or loading a state of the wrong form raises. A manifest with a valid checksum may hold anything.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    """Return ``value`` as JSON can hold it; its tensors, not copied, are appended to ``tensors``.
+    """Return ``value`` in JSON's types.
 
     Args:
-        value: what is to be saved.
-        tensors: see above.
-        where: how an error names the place.
+        value: the state to save.
+        tensors: its tensors are appended here, without a copy.
+        where: the name of the value in error messages.
 
     Raises:
-        CheckpointError: something in it is neither plain nor a tensor.
+        CheckpointError: ``value`` holds something that is neither plain nor a tensor.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -66,15 +81,15 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds numbers, strings, lists, dicts and "
-        "tensors, and nothing that would have to be executed when it is read"
+        "tensors, and nothing that loading would have to execute"
     )
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """Return what :func:`encode` was given, with ``tensor(j)`` for the j-th tensor.
+    """Invert :func:`encode`; ``tensor(j)`` returns the j-th tensor.
 
     Raises:
-        CheckpointError: the JSON is not as :func:`encode` writes it.
+        CheckpointError: :func:`encode` does not write such JSON.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
@@ -85,7 +100,7 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
         if tag.startswith("$"):
             try:
                 return _KINDS[tag](content, tensor)
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            except MALFORMED as error:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"the manifest holds an entry {tag!r} that cannot be read: {error}") from error
@@ -93,10 +108,10 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Return the dtype of a name such as ``"float32"``.
+    """Return the dtype called ``name``, such as ``"float32"``.
 
     Raises:
-        CheckpointError: there is none such.
+        CheckpointError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):

@@ -1,0 +1,300 @@
+"""The files of a dump. Each is written once and never changes; reading compares it with its checksum.
+
+A dump writes new files beside those of the previous one, then replaces the manifest, which the operating system does
+completely or not at all. Until then the previous dump is untouched. Chunks that the previous dump already holds are
+not written again. The next dump removes the files that a killed one leaves behind: no manifest names them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from itertools import accumulate, count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlbuf_td.checkpoint.encoding import CheckpointError
+from rlbuf_td.checkpoint.manifest import CHUNK_NAME, FORMAT, MANIFEST, Chunk, Manifest, Stored, checksum, read_manifest
+
+DATA = "data"
+CHUNK_BYTES = 16 << 20
+_WRITERS = 8  # threads, whatever the number of cores: they wait for the disk
+_READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
+
+#: Called with the number of bytes that have been processed since the last call.
+Report = Callable[[int], Any]
+
+
+class DumpWriter:
+    """Builds a dump beside the previous one. The caller holds the folder's lock.
+
+    Args:
+        path: an existing folder.
+        about: see :class:`Manifest`.
+        sync: wait until everything is on the disk.
+
+    Raises:
+        CheckpointError: the folder holds a manifest that is not ours, or of a newer version. It is never replaced.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
+        self.path, self.sync = path, sync
+        self.about = about | {"synced": sync}
+        previous = _previous(path)
+        self._is_known_synced = previous is not None and previous.about.get("synced") is True
+        self.generation = previous.generation + 1 if previous else 0
+        self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
+        self._numbers = count()
+        self._known: dict[tuple[int, str], Chunk] = {}
+        for chunk in (chunk for stored in previous.tensors for chunk in stored.chunks) if previous else ():
+            if _size(path / DATA / chunk.file) == chunk.nbytes:
+                self._known[chunk.nbytes, chunk.checksum] = chunk
+        (path / DATA).mkdir(exist_ok=True)
+
+    def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
+        """Write tensors of any device, except the chunks that the previous dump holds."""
+        flat = [flat_bytes(tensor) for tensor in tensors]
+        wait_for_gpus(flat)
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            jobs = [[pool.submit(self._put, part) for part in data.split(CHUNK_BYTES) if len(part)] for data in flat]
+            _wait_for([job for parts in jobs for job in parts], report)
+        chunks = [tuple(job.result()[1] for job in parts) for parts in jobs]
+        return tuple(Stored(tensor.dtype, tensor.shape, parts) for tensor, parts in zip(tensors, chunks, strict=True))
+
+    def _put(self, part: torch.Tensor) -> tuple[int, Chunk]:
+        data = part.cpu().numpy()
+        digest = checksum(data)
+        known = self._known.get((len(data), digest))
+        if known is not None:
+            if self.sync and not self._is_known_synced:
+                _sync_file(self.path / DATA / known.file)
+            return len(data), known
+        name = f"{self._prefix}-{next(self._numbers)}.bin"
+        _write_file(self.path / DATA / name, data, sync=self.sync)
+        return len(data), Chunk(name, len(data), digest)
+
+    def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> Manifest:
+        """Make the new dump the valid one. From here on, the previous one is gone."""
+        manifest = Manifest(self.generation, state, tensors, self.about)
+        if self.sync:
+            _sync_folder(self.path / DATA)
+        temporary = self.path / f"{MANIFEST}.{self._prefix}"
+        try:
+            _write_file(temporary, manifest.to_bytes(), sync=self.sync)
+            temporary.replace(self.path / MANIFEST)
+        finally:
+            temporary.unlink(missing_ok=True)
+        if self.sync:
+            _sync_folder(self.path)
+        return manifest
+
+    def clean(self) -> None:
+        """Remove all files of dumps that the manifest does not name; after a failure, those of this one."""
+        manifest = _previous(self.path)
+        named = manifest.files if manifest else set()
+        for file in (self.path / DATA).iterdir():
+            if CHUNK_NAME.fullmatch(file.name) and file.name not in named:
+                file.unlink(missing_ok=True)
+        for file in self.path.glob(f"{MANIFEST}.*-*"):
+            file.unlink(missing_ok=True)
+
+
+class DumpReader:
+    """Reads the tensors that a manifest names. The caller holds the folder's lock.
+
+    Raises:
+        CheckpointError: see :func:`read_manifest`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+
+    def tensor(self, number: Any) -> Stored:
+        """Return the description of ``{"$tensor": number}``."""
+        if type(number) is not int or not 0 <= number < len(self.manifest.tensors):
+            raise CheckpointError(f"{self.path / MANIFEST} names a tensor {number!r} that it does not describe")
+        return self.manifest.tensors[number]
+
+    def read(self, number: Any) -> torch.Tensor:
+        """Return the tensor ``{"$tensor": number}``, in RAM."""
+        return self.read_stored(self.tensor(number), lambda nbytes: None)
+
+    def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
+        """Return a tensor in RAM.
+
+        Raises:
+            CheckpointError: see :meth:`verify`.
+        """
+        self._require_files(stored)
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        self.read_into(stored, 0, data, report)
+        return data.view(stored.dtype).view(stored.shape)
+
+    def verify(self, tensors: Sequence[Stored], report: Report) -> None:
+        """Compare all files with their checksums.
+
+        Raises:
+            CheckpointError: a file is missing, has another length, or differs. The message names it.
+        """
+        for stored in tensors:
+            self._require_files(stored)
+        chunks = [chunk for stored in tensors for chunk in stored.chunks]
+        with ThreadPoolExecutor(_READERS) as pool:
+            _wait_for([pool.submit(self._verify, chunk) for chunk in chunks], report)
+
+    def _verify(self, chunk: Chunk) -> tuple[int, None]:
+        return self._read(chunk, 0, np.empty(chunk.nbytes, np.uint8))
+
+    def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
+        """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
+
+        Chunks that are read as a whole are compared with their checksums.
+
+        Raises:
+            CheckpointError: see :meth:`verify`. ``target`` may have changed.
+        """
+        wait_for_gpus([target])
+        jobs = []
+        starts = accumulate((chunk.nbytes for chunk in stored.chunks), initial=0)
+        with ThreadPoolExecutor(_READERS) as pool:
+            for at, chunk in zip(starts, stored.chunks, strict=False):
+                first, last = max(start, at), min(start + len(target), at + chunk.nbytes)
+                if first < last:
+                    jobs.append(pool.submit(self._read_part, chunk, first - at, target[first - start : last - start]))
+            _wait_for(jobs, report)
+
+    def _read_part(self, chunk: Chunk, offset: int, target: torch.Tensor) -> tuple[int, None]:
+        if target.device.type == "cpu":
+            return self._read(chunk, offset, target.numpy())
+        data = np.empty(len(target), np.uint8)
+        self._read(chunk, offset, data)
+        target.copy_(torch.from_numpy(data))
+        return len(target), None
+
+    def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> tuple[int, None]:
+        """Read bytes of a chunk; compare its checksum if they are the whole chunk."""
+        with self._open(chunk) as opened:
+            opened.seek(offset)
+            rest: Any = memoryview(data)  # type: ignore[arg-type]
+            while rest.nbytes:
+                got = opened.readinto(rest)
+                if not got:
+                    raise CheckpointError(f"{opened.name} became shorter while it was read")
+                rest = rest[got:]
+        if len(data) == chunk.nbytes and checksum(data) != chunk.checksum:
+            raise CheckpointError(
+                f"{self.path / DATA / chunk.file} is damaged: its checksum does not match the manifest's"
+            )
+        return len(data), None
+
+    def _require_files(self, stored: Stored) -> None:
+        """Refuse missing files and wrong lengths before memory is allocated for the lengths that the manifest gives."""
+        for chunk in stored.chunks:
+            self._open(chunk).close()
+
+    def _open(self, chunk: Chunk) -> Any:
+        """Open the file of a chunk, which must be a plain file of the right length."""
+        file = self.path / DATA / chunk.file
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            opened = os.fdopen(os.open(file, flags), "rb", buffering=0)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        status = os.fstat(opened.fileno())
+        problem = None
+        if not stat.S_ISREG(status.st_mode):
+            problem = "is not a plain file"
+        elif status.st_size != chunk.nbytes:
+            kind = "cut short" if status.st_size < chunk.nbytes else "too long"
+            problem = f"is {kind}: {status.st_size} bytes, the manifest says {chunk.nbytes}"
+        if problem:
+            opened.close()
+            raise CheckpointError(f"{file} {problem}")
+        return opened
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, 1-D uint8; a view if the tensor is contiguous."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for pending GPU work on tensors, so that threads, which use other streams, may read and write them."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _wait_for(jobs: Sequence[Future[Any]], report: Report) -> None:
+    """Report the bytes of each job (the first item of its result); raise the first error and cancel the rest."""
+    try:
+        for job in as_completed(jobs):
+            report(job.result()[0])
+    except BaseException:
+        for job in jobs:
+            job.cancel()
+        raise
+
+
+def _previous(path: Path) -> Manifest | None:
+    """Return the manifest in the folder; ``None`` if there is none, or if it is damaged or of an older version.
+
+    Raises:
+        CheckpointError: it is not ours, or of a newer version.
+    """
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        try:
+            head = (path / MANIFEST).read_bytes()[:100]
+        except OSError:
+            return None
+        if head and (FORMAT.encode() not in head or "install a newer one" in str(error)):
+            raise CheckpointError(f"{error}. It is not overwritten: choose another folder, or remove it") from error
+        return None
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return -1
+
+
+def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
+    """Write a new file; with ``sync``, wait until it is on the disk."""
+    with open(path, "xb", buffering=0) as file:
+        rest: Any = memoryview(data)  # type: ignore[arg-type]
+        while rest.nbytes:
+            rest = rest[file.write(rest) :]
+        if sync:
+            os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until a folder's list of names is on the disk, where the system supports that."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):  # some network file systems refuse
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,136 @@
+"""The rows of a dump, and how a :class:`~rlbuf_td.PackedStorage` takes them in."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from rlbuf_td.checkpoint.encoding import CheckpointError
+from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
+from rlbuf_td.checkpoint.resize import fit
+from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.allocate import ROWS_FILE
+from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.state import copy_rows, refuse_foreign, rows_of_state, saved_pooling
+
+
+def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
+    """Move the rows out of a storage's state, so that they become the first tensors of a dump; return them."""
+    state = saved["state"]
+    if "rows" not in state:
+        return []
+    tensors = [state.pop("rows"), *state.pop("entries", [])]
+    saved["rows"] = 0
+    if len(tensors) > 1:
+        saved["entries"] = [*range(1, len(tensors))]
+    return tensors
+
+
+class SavedRows:
+    """Saved rows, compared with the storage that is to hold them; nothing is read or changed yet.
+
+    Args:
+        reader: the dump.
+        saved: what the dump holds of the storage.
+        storage: the storage to fill.
+        cursor: the time step that the saved writer would have written next; ``None`` if it keeps no order of age.
+
+    Raises:
+        ValueError: the rows do not fit the storage; also CheckpointError, SchemaError.
+    """
+
+    def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
+        self.reader, self.storage = reader, storage
+        state, self.matrix = saved["state"], reader.tensor(saved["rows"])
+        lead, dtype, steps = self.matrix.shape[:-1], self.matrix.dtype, int(saved["shape"][0])
+        if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= steps:
+            raise CheckpointError(f"rows of {dtype} and shape {tuple(self.matrix.shape)} are not those of a storage")
+        if state["_len"] != prod(lead) or (cursor is not None and not 0 <= cursor < max(1, steps)):
+            raise CheckpointError(
+                f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
+            )
+        self.layout, self.lanes = storage.admit_state(state | {"_len": 0, "full": False}, lead[1:])
+        self.pooling = saved_pooling(self.layout, state)
+        self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
+        row_bytes = self.layout.row_bytes if self.pooling is None else self.pooling.own.row_bytes
+        if self.matrix.shape[-1] * dtype.itemsize != row_bytes:
+            raise CheckpointError("the layout of the rows does not fit their size")
+        self.capacity = storage._steps(self.lanes) if storage._rows is None else storage._rows.steps
+        self.fit = fit(steps, self.capacity, lead[0], cursor)
+        self.is_fresh = storage._rows is None or storage._rows.layout != self.layout  # whether rows must be allocated
+        own = storage.scratch_dir
+        self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
+        # New memory can be thrown away if a file is damaged: its files are checked while they are read.
+        self._is_read_once = self.fit.is_same and self.is_fresh and not self._replaces_file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
+
+    def verify(self, report: Report) -> None:
+        """Compare the files with their checksums before anything changes, unless that can wait until they are read."""
+        if not self._is_read_once:
+            self.reader.verify([self.matrix, *self.entries], report)
+
+    def allocated(self, report: Report, *, keep_shared: bool = False) -> Rows | None:
+        """Return new rows that hold the saved ones, if the storage has none like them.
+
+        Args:
+            report: told the bytes read.
+            keep_shared: store repeated observations once if the saved rows do, whatever the storage was asked for.
+        """
+        if not self.is_fresh:
+            return None
+        storage = self.storage
+        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for both
+            storage._release()
+        if storage.scratch_dir is not None and self._replaces_file:  # of the process that wrote the dump
+            (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
+        pooling = self.pooling if keep_shared else storage.pooling_like(self.layout, self.pooling)
+        rows = storage._make_rows(self.layout, self.lanes, None, pooling)
+        if storage.scratch_dir is None:
+            take_pages(rows.first(self.fit.steps).matrix)
+        try:
+            self._read_into(rows, report)
+        except BaseException:
+            if storage.scratch_dir is not None:
+                (storage.scratch_dir / ROWS_FILE).unlink()
+            raise
+        return rows
+
+    def put(self, allocated: Rows | None, report: Report) -> None:
+        """Let the storage hold the saved rows: those of :meth:`allocated`, or its own, which are overwritten."""
+        storage = self.storage
+        if allocated is not None:
+            storage._adopt(allocated)
+        elif storage._rows is not None:
+            storage._about_to_write(storage._rows, 0, storage._rows.steps)
+            self._read_into(storage._rows, report)
+
+    def _read_into(self, rows: Rows, report: Report) -> None:
+        if self.pooling is not None or isinstance(rows, PooledRows):
+            return self._read_shared(rows, report)
+        data, at, step = flat_bytes(rows.matrix), 0, rows.nbytes // rows.steps
+        for first, count in self.fit.ranges:
+            self.reader.read_into(self.matrix, first * step, data[at * step : (at + count) * step], report)
+            at += count
+
+    def _read_shared(self, rows: Rows, report: Report) -> None:
+        """Read rows if they, or those of the storage, hold repeated observations once."""
+        matrix = self.reader.read_stored(self.matrix, report)
+        if self.pooling is not None:
+            refuse_foreign(self.pooling, matrix, self.entries)
+        used = [stored.shape[0] for stored in self.entries]
+        if isinstance(rows, PooledRows) and self.fit.is_same and rows.takes(self.pooling, used):
+            for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
+                self.reader.read_into(stored, 0, flat_bytes(entries), report)
+            rows.matrix[: len(matrix)].copy_(matrix)
+            rows.take_in(used)
+        else:
+            entries = [self.reader.read_stored(stored, report) for stored in self.entries]
+            copy_rows(rows_of_state(self.layout, matrix, self.pooling, entries), rows, self.fit.ranges)
