@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from rlbuf_td.buffers.device import graph as capture
-from rlbuf_td.kernels.dispatch import Path, forced
+from rlbuf_td.kernels.dispatch import Backend, forced
 
 #: Operations whose result the host needs, as a value or as a shape.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
@@ -146,7 +146,7 @@ def _kernels() -> Iterator[tuple[type, Callable[..., object]]]:
 
 
 @contextmanager
-def graphs_by(path: Path) -> Iterator[None]:
+def graphs_by(path: Backend) -> Iterator[None]:
     """Let buffers on the CPU go the way of CUDA, graphs included, by the kernels of one device path."""
     if path == "triton" and not pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter: a GPU's kernels cannot read the memory of the CPU")

@@ -34,7 +34,7 @@ from rlbuf_td.buffers.saved import NO_CHECKPOINTERS, SavedBuffer
 from rlbuf_td.buffers.shared import SharedBuffer
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.checks import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
@@ -355,7 +355,7 @@ class ReplayBuffer(
             td_error = rows.get(self.priority_key, None)
         if sampler is not None and td_error is not None:
             td_error = one_a_row(td_error, row_dims, sampler.reduction)
-            if path_of(td_error) == "numba":
+            if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
         with self._replay_lock, self._write_lock:
             index = getattr(self._writer, how)(rows)

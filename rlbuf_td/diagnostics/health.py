@@ -31,7 +31,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.samplers import MinibatchSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -74,7 +74,7 @@ class ReplayCount:
         """Return the counts of all rows, ``[max_size]`` int32, on the storage's device; not a copy."""
         rows, device = self.storage.max_size, device_of(self.storage)
         if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
-            with lasting():
+            with outside_inference_mode():
                 before, self._counts = self._counts, torch.zeros(rows, dtype=torch.int32, device=device)
             self._counts[: len(before)] = before
         return self._counts

@@ -13,34 +13,34 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_is_repeated: ContextVar[bool] = ContextVar("is_repeated", default=False)
+_is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 
 @contextmanager
-def repeated() -> Iterator[None]:
+def capturing() -> Iterator[None]:
     """Say that what is launched inside will be launched again as it is, in this thread.
 
     What the host decides anew each time must be read on the device then, and what an earlier launch has found, or one
     inside, must not be taken to be right for others.
     """
-    token = _is_repeated.set(True)
+    token = _is_capturing.set(True)
     try:
         yield
     finally:
-        _is_repeated.reset(token)
+        _is_capturing.reset(token)
 
 
-def is_repeated() -> bool:
-    """Return whether this is inside of :func:`repeated`; a function that is being compiled is not."""
-    return not torch.compiler.is_compiling() and _is_repeated.get()
+def is_capturing() -> bool:
+    """Return whether this is inside of :func:`capturing`; a function that is being compiled is not."""
+    return not torch.compiler.is_compiling() and _is_capturing.get()
 
 
-def lasting() -> AbstractContextManager[object]:
+def outside_inference_mode() -> AbstractContextManager[object]:
     """Make memory inside that may be written to later, wherever: torch refuses that of what inference mode made."""
     return torch.inference_mode(False)
 
 
-class DeviceNumbers:
+class DeviceScalars:
     """``count`` float64 numbers, 0 at first. Integers up to 2**53 are exact.
 
     Attributes:
@@ -48,7 +48,7 @@ class DeviceNumbers:
     """
 
     def __init__(self, count: int, device: torch.device | str) -> None:
-        with lasting():
+        with outside_inference_mode():
             self.tensor = torch.zeros(count, dtype=torch.float64, device=device)
         self._known: list[float | None] = [0.0] * count
 

@@ -21,13 +21,13 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Path: TypeAlias = Literal["numba", "torch", "triton"]
+Backend: TypeAlias = Literal["numba", "torch", "triton"]
 
-_forced: Path | None = None
+_forced: Backend | None = None
 _is_compiling = torch.compiler.is_compiling
 
 
-def path_of(memory: Tensor) -> Path:
+def backend_of(memory: Tensor) -> Backend:
     """Return the form that works on this memory."""
     if _forced is not None:
         return _forced
@@ -45,7 +45,7 @@ def has_triton() -> bool:
 
 
 @contextmanager
-def forced(path: Path) -> Iterator[None]:
+def forced(path: Backend) -> Iterator[None]:
     """Let one form run whatever the device: for tests and comparisons.
 
     ``"triton"`` on the CPU needs Triton's interpreter: ``TRITON_INTERPRET=1``, set before anything imports Triton.

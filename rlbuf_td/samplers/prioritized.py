@@ -11,7 +11,7 @@ import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_settings, refuse_state
 from rlbuf_td.samplers.signature import OwnSignature
@@ -333,7 +333,7 @@ class Prioritized(PrioritizedSampler):
 
     def _rows(self, index: Any, storage: Storage | None) -> torch.Tensor:
         flat = flat_rows(index, storage, self._device)
-        is_on_host = path_of(flat) == "numba"
+        is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
             raise IndexError(
                 f"rows {flat.min()} to {flat.max()} were named, there are rows 0 to {self._max_capacity - 1}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree.device import ALPHA, BETA, DRAWN, EPS, NAMED
 from rlbuf_td.samplers.checks import exponent
 from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
@@ -102,7 +102,7 @@ class ProportionalSampler(Prioritized):
     def _find_largest(self) -> None:
         """Search the rows for the largest magnitude, unless the row found last time still has it."""
         magnitude = self._tree.magnitude
-        if path_of(magnitude) != "numba":
+        if backend_of(magnitude) != "numba":
             self._largest = magnitude.max()
         elif float(magnitude[self._largest_row]) != self._largest:
             self._largest_row = int(magnitude.argmax())
@@ -141,7 +141,7 @@ class ProportionalSampler(Prioritized):
         return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps, counts)
 
     def _put_numbers(self, rows: int) -> torch.Tensor | None:
-        if path_of(self._tree.weight) == "numba":
+        if backend_of(self._tree.weight) == "numba":
             return None
         law = self._weighed_alpha, self._eps, self.beta, rows, rows
         self._tree.on_device.take((ALPHA, EPS, BETA, DRAWN, NAMED), law)

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
 from rlbuf_td.kernels.rank_order.device import NAMED, DeviceOrder
 from rlbuf_td.kernels.rank_order.law import cumulative, mass, rank_law, ranks_of_mass
@@ -203,7 +203,7 @@ class RankSampler(Prioritized):
         if self._is_shared:
             self._order.assign_(tensors["magnitude"])
         else:
-            with lasting():
+            with outside_inference_mode():
                 self._order: RankOrder = make_order(tensors["magnitude"].clone(), self._stale_updates)
         self._alpha_changed(self.alpha)
 

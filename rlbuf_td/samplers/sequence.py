@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.episodes import Boundaries
 from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
@@ -167,7 +167,7 @@ class SequenceSampler(SamplerWrapper):
         ahead: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
         """Draw again for windows that do not fit."""
-        is_on_host = path_of(anchors) == "numba"
+        is_on_host = backend_of(anchors) == "numba"
         for _ in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
             if is_on_host and bool(fits.all()):
@@ -221,7 +221,7 @@ class SequenceSampler(SamplerWrapper):
         wanted = torch.arange(-self.burn_in, self.length, device=anchors.device)
         offset = wanted.minimum(ahead[:, None]).maximum(-back[:, None])
         real = offset == wanted
-        if self.boundary == "strict" and path_of(anchors) != "numba":
+        if self.boundary == "strict" and backend_of(anchors) != "numba":
             real &= real.all(1, keepdim=True)
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
@@ -274,7 +274,7 @@ class SequenceSampler(SamplerWrapper):
                 rows = flat.view(-1, self.window)
                 lanes, cells = storage.shape[1:].numel() if storage.ndim > 1 else 1, len(storage)
                 step = (rows[:, 1:] - rows[:, :-1]) % cells
-                if path_of(flat) != "numba" or bool(((step == 0) | (step == lanes % cells)).all()):
+                if backend_of(flat) != "numba" or bool(((step == 0) | (step == lanes % cells)).all()):
                     learned = torch.ones_like(rows, dtype=torch.bool)
                     learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
                     learned[:, : self.burn_in].fill_(False)

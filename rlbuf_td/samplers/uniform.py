@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
 from rlbuf_td.samplers.signature import OwnSignature
 from rlbuf_td.storages.indexing import Index, coordinates, device_of
@@ -43,7 +43,7 @@ class UniformSampler(Sampler):
 
     def __init__(self, *, unique: bool = False) -> None:
         self.unique = unique
-        self._live: DeviceNumbers | None = None  # the rows that captured draws take from
+        self._live: DeviceScalars | None = None  # the rows that captured draws take from
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows.
@@ -64,7 +64,7 @@ class UniformSampler(Sampler):
         if rows == 0:
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
         device = device_of(storage)
-        live = self._live[0] if self._live is not None and is_repeated() else rows
+        live = self._live[0] if self._live is not None and is_capturing() else rows
         if self.unique:
             self._refuse_more_than(rows, batch_size)
             return self._distinct(live, batch_size, device), {}
@@ -87,7 +87,7 @@ class UniformSampler(Sampler):
 
     def _distinct(self, rows: int | torch.Tensor, batch_size: int, device: torch.device) -> torch.Tensor:
         drawn = torch.empty(0, dtype=torch.int64, device=device)
-        if isinstance(rows, torch.Tensor) or path_of(drawn) != "numba" or self._source(device) != device:
+        if isinstance(rows, torch.Tensor) or backend_of(drawn) != "numba" or self._source(device) != device:
             return distinct_rows(self._uniform(batch_size, device), rows)
         if 8 * batch_size > rows:
             return torch.randperm(rows, generator=self._rng)[:batch_size]
@@ -107,7 +107,7 @@ class UniformSampler(Sampler):
         if self.unique:
             self._refuse_more_than(rows, batch_size)
         if self._live is None or self._live.tensor.device != device:
-            self._live = DeviceNumbers(1, device)
+            self._live = DeviceScalars(1, device)
         self._live.set_(0, rows)
 
     def replay_key(self) -> Any:

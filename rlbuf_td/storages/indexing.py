@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -83,7 +83,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     first, *others = index.unbind(-1)
     flat = first
     for size, part in zip(lanes_of(storage), others, strict=True):
-        if path_of(part) == "numba" and bool(((first >= 0) & ((part < 0) | (part >= size))).any()):
+        if backend_of(part) == "numba" and bool(((first >= 0) & ((part < 0) | (part >= size))).any()):
             raise IndexError(f"lanes {part.min()} to {part.max()} were named, there are lanes 0 to {size - 1}")
         flat = flat * size + part
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rows import few_of, gather_rows, new_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.layout import RowLayout
@@ -54,7 +54,7 @@ class Rows:
         """Return the first time steps, as a view."""
         rows = Rows(self.layout, self.matrix.narrow(0, 0, steps))
         rows.is_mapped = self.is_mapped
-        if path_of(self.flat) != "numba":
+        if backend_of(self.flat) != "numba":
             rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows
 

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 
-from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.shared.numbers import SharedNumbers
@@ -262,7 +262,7 @@ class TrajectoryIndex:
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
         plain = len(flags) == 1 and flags[0].shape[2:].numel() == 1
-        with lasting():
+        with outside_inference_mode():
             ends = None if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
         self._end = flags[0].view(steps, lanes) if ends is None else ends
         self._flags = [] if plain else flags

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.device_scalars import lasting
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.rows import staleness
 from rlbuf_td.storages.batch_rows import first_of_row, inner_dims
 from rlbuf_td.storages.indexing import flat_rows
@@ -151,7 +151,7 @@ class WriteClock:
         if self._numbers[_BY_ROW] and written is not None:
             return written
         if written is None or written.shape[0] != prod(shape):
-            with lasting():
+            with outside_inference_mode():
                 written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
         steps, last, now = shape[0], self._numbers[_LAST], self._numbers[_NOW]
         age = (last - torch.arange(steps, device=device)) % steps
@@ -209,7 +209,7 @@ class WriteClock:
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:
-            with lasting():
+            with outside_inference_mode():
                 self._written = written.to(device, copy=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.kernels.dispatch import Path
+from rlbuf_td.kernels.dispatch import Backend
 from tests.composition.test_cells import RECIPES, assert_rows, decided, make
 from tests.graphs import graphs_by
 from tests.worlds import REWARD, Recipe, World, expected, window
@@ -41,7 +41,7 @@ def assert_priorities(world: World, batch: TensorDictBase, recipe: Recipe, sampl
     torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=1e-9)
 
 
-def check(kind: str, recipe: Recipe, ndim: int, path: Path) -> None:
+def check(kind: str, recipe: Recipe, ndim: int, path: Backend) -> None:
     """Compare replays with brute force; nothing is captured anew after the buffer has been filled."""
     torch.manual_seed(0)
     with graphs_by(path):

@@ -18,11 +18,11 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.dispatch import Path, forced
+from rlbuf_td.kernels.dispatch import Backend, forced
 
 
 @pytest.fixture(params=["torch", "triton"])
-def path(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Path]:
+def path(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Backend]:
     """Run the test on a device path, whatever the device."""
     with forced(request.param):
         yield request.param

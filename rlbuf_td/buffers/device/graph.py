@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.diagnostics.health import unwrapped
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, repeated
+from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers import MinibatchSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
@@ -79,7 +79,7 @@ class CapturedStep:
         self._ring, self._warmup = int(ring), int(warmup)
         self._graphs: list[_Captured] = []
         self._next = 0
-        self._now = DeviceNumbers(1, "cpu")  # how many time steps have been written
+        self._now = DeviceScalars(1, "cpu")  # how many time steps have been written
         self._baked: _Baked | None = None
 
     @property
@@ -141,7 +141,7 @@ class CapturedStep:
         sampler = buffer._sampler
         sampler.prepare_replay(storage, self._batch_size)
         if self._now.tensor.device != storage.device:
-            self._now = DeviceNumbers(1, storage.device)
+            self._now = DeviceScalars(1, storage.device)
         self._now.set_(0, storage.clock.now)
         baked = self._what_is_baked(storage)
         if self._baked is None or not self._baked.is_still(baked):
@@ -178,7 +178,7 @@ class CapturedStep:
         self._graphs.clear()
         self._next, self._baked = 0, None
         try:
-            with torch.cuda.device(device), repeated():
+            with torch.cuda.device(device), capturing():
                 # torch's own stream for captures is one of the GPU on which the process has captured first.
                 beside = torch.cuda.Stream()
                 self._warm_up(storage, beside)

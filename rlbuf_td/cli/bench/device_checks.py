@@ -30,10 +30,10 @@ from rlbuf_td import (
 )
 from rlbuf_td.buffers.device.graph import CapturedStep
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.dispatch import Path, forced
+from rlbuf_td.kernels.dispatch import Backend, forced
 from rlbuf_td.kernels.episodes import FlagBoundaries
 
-PATHS: tuple[Path, Path] = ("triton", "torch")
+PATHS: tuple[Backend, Backend] = ("triton", "torch")
 
 
 def trees(device: torch.device, rows: int, batch: int) -> None:

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated, lasting
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
+from rlbuf_td.kernels.dispatch import backend_of
 
 WORD = 64
 
@@ -39,7 +39,7 @@ class FlagBoundaries:
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
-        with lasting():
+        with outside_inference_mode():
             self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
             self.over = torch.zeros_like(self.cut)
             self.head = torch.full((1,), -1)
@@ -82,9 +82,9 @@ class FlagBoundaries:
         Returns:
             ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
         """
-        if path_of(cells) == "triton":
+        if backend_of(cells) == "triton":
             return gpu_twin().reach(self, cells, within)
-        if is_repeated():  # rows will have been written by the next time
+        if is_capturing():  # rows will have been written by the next time
             back, ahead = self._scan()
         else:
             back, ahead = self._reach = self._reach or self._scan()
@@ -94,11 +94,11 @@ class FlagBoundaries:
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
     @property
-    def numbers(self) -> DeviceNumbers:
+    def numbers(self) -> DeviceScalars:
         """What kernels that look rows up here read: a law of goals, a discount factor."""
         found = self.__dict__.get("_numbers")
         if found is None:
-            found = self.__dict__["_numbers"] = DeviceNumbers(7, self.cut.device)
+            found = self.__dict__["_numbers"] = DeviceScalars(7, self.cut.device)
         return found
 
     def _scan(self) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class BitBoundaries:
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // WORD))
         self.starts = np.cumsum([0, *sizes])
-        with lasting():
+        with outside_inference_mode():
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
             self.head = torch.full((1,), -1)
 
@@ -201,7 +201,7 @@ _NO_NAMES = np.empty((0, 0), np.int64)
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
-    is_on_cpu = path_of(torch.empty(0, device=device)) == "numba"
+    is_on_cpu = backend_of(torch.empty(0, device=device)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 
 

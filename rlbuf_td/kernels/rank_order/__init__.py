@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rank_order.law import RankLaw
 
 #: Larger errors count as this one.
@@ -96,7 +96,7 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
         magnitude: ``[capacity]`` float32, -1 for rows without.
         stale_updates: of an order that sorts when asked; the others are always exact.
     """
-    path = path_of(magnitude)
+    path = backend_of(magnitude)
     if path != "numba":
         from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, is_repeated, lasting
+from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
 from rlbuf_td.kernels.rank_order import reference as _rank_torch
 from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw
 
@@ -24,8 +24,8 @@ class OnDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        with lasting():
-            self.numbers = DeviceNumbers(4, device)
+        with outside_inference_mode():
+            self.numbers = DeviceScalars(4, device)
             self.head = torch.zeros(HEAD, dtype=torch.float64, device=device)
             self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
             self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
@@ -35,7 +35,7 @@ class OnDevice:
 
     def law(self, law: RankLaw, beta: float) -> tuple[RankLaw, float | Tensor]:
         """Return a law and beta as torch ops are to read them: where captured graphs see them change."""
-        if not is_repeated():
+        if not is_capturing():
             return law, beta
         self.take(law, beta)
         return self._law, self.numbers[BETA]
@@ -96,7 +96,7 @@ class DeviceOrder:
         """Give rows their magnitudes without waiting for the device; return where the largest is kept."""
         state = self.on_device
         largest = state.largest if counts else state.unseen
-        named = state.numbers[NAMED] if is_repeated() else rows
+        named = state.numbers[NAMED] if is_capturing() else rows
         given, refused = _rank_torch.write(self._magnitude, index, td_error, named)
         largest.copy_(torch.maximum(largest, given))
         state.refused.add_(refused)

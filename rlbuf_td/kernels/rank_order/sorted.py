@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import is_repeated
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import is_capturing
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rank_order import LARGEST, as_float32
 from rlbuf_td.kernels.rank_order import reference as _rank_torch
 from rlbuf_td.kernels.rank_order.device import DeviceOrder
@@ -42,7 +42,7 @@ class SortedOrder(DeviceOrder):
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B log B)."""
         largest: float | Tensor
-        if path_of(index) == "numba":
+        if backend_of(index) == "numba":
             if bool(((index < -1) | (index >= rows) | ~td_error.isfinite()).any()):
                 return None
             largest = _rank_torch.write(self._magnitude, index, td_error, rows)[0]
@@ -71,9 +71,9 @@ class SortedOrder(DeviceOrder):
     ) -> tuple[Tensor, Tensor] | None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B) after the sort."""
         self._refresh()
-        if path_of(uniform) == "numba" and not self._count:
+        if backend_of(uniform) == "numba" and not self._count:
             return None
-        if is_repeated():
+        if is_capturing():
             law, beta = self.on_device.law(law, beta)
         ranks, weight = _rank_torch.draw_ranks(law, self._count, uniform, stratified=stratified, beta=beta, norm=norm)
         return self._by_rank[ranks - 1], weight

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 
 _LARGE = 1 << 20  # elements of a block, from where on its pages matter
 
@@ -61,7 +61,7 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         rows: ``[B]`` int64, contiguous, ``0 <= row < N``.
         mask: ``[B]`` bool, contiguous.
     """
-    if path_of(rows) != "numba" or not (is_dense(target) and is_dense(source)) or target.element_size() > 8:
+    if backend_of(rows) != "numba" or not (is_dense(target) and is_dense(source)) or target.element_size() > 8:
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
@@ -90,7 +90,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
         The first row whose value is NaN (nothing has been changed then), -1 if there is none. On CUDA always -1, for
         the host would have to wait: NaN is put like any other value.
     """
-    dtype, rows, is_on_host = target.dtype, target.shape[0], path_of(target) == "numba"
+    dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         size = 4 if dtype is torch.float32 else 8
         return twin().put_values(

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import lasting
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.dispatch import backend_of
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def write_(
 def grow_(table: Table, g: int, most: int) -> None:
     """Give a group room for ``most`` entries, by a copy of those that it has."""
     entries, stack = table.entries[g], table.stacks[g]
-    with lasting():
+    with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
         table.stacks[g] = stack.new_empty(most + 1)
     table.entries[g][: len(entries) - 1] = entries[:-1]
@@ -258,7 +258,7 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
 
 
 def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
-    if path_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
+    if backend_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
     rows, out = table.rows.index_select(0, cells), target.view(torch.uint8)
     for source, to, width in table.runs.tolist():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 
 
 def skip_ring(
@@ -80,7 +80,7 @@ def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_on_cpu(index: Tensor) -> bool:
-    return path_of(index) == "numba"
+    return backend_of(index) == "numba"
 
 
 def _on_cpu(twin: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tensor, int]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.dispatch import backend_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -169,4 +169,4 @@ def _is_for_numba(*tensors: Tensor) -> bool:
     """Return whether the CPU twin runs: all tensors are in RAM, and of a dtype that it takes."""
     if tensors[0].dtype not in (torch.float32, torch.float64):
         return False
-    return all(path_of(x) == "numba" for x in tensors)
+    return all(backend_of(x) == "numba" for x in tensors)

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.kernels.device_scalars import lasting
-from rlbuf_td.kernels.dispatch import path_of
+from rlbuf_td.kernels.device_scalars import outside_inference_mode
+from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.kernels.sum_tree import reference as specification
@@ -155,7 +155,7 @@ def update_(
         The largest magnitude set, -1 if none, or :data:`REFUSED`; on CUDA the largest seen since :func:`clear_`, a
         0-dim tensor that later updates change.
     """
-    path = path_of(tree.weight)
+    path = backend_of(tree.weight)
     if path != "numba":
         return _update_on_device(tree, index, td_error, (alpha, eps, rows), counts, path == "triton")
     numbers = int(rows), float(alpha), float(eps)
@@ -184,7 +184,7 @@ def _update_on_device(
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
     """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
-    path = path_of(tree.weight)
+    path = backend_of(tree.weight)
     if path == "numba":
         return cpu_twin().fill(*arrays(tree), start, count, float(magnitude), float(alpha), float(eps))
     alpha, eps, entry = tree.on_device.take((ALPHA, EPS, ENTRY), (alpha, eps, magnitude))
@@ -199,7 +199,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 
 def rebuild_(tree: SumTree) -> None:
     """Compute everything above the weights anew. O(N)."""
-    path = path_of(tree.weight)
+    path = backend_of(tree.weight)
     if path == "numba":
         cpu_twin().rebuild(*arrays(tree))
     elif path == "triton":
@@ -237,7 +237,7 @@ def draw(
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no weight is positive (not on CUDA, where
         looking would wait for the device).
     """
-    path = path_of(tree.weight)
+    path = backend_of(tree.weight)
     if path != "numba":
         rows, beta = tree.on_device.take((DRAWN, BETA), (rows, beta))
         if path == "triton":
@@ -270,7 +270,7 @@ def _starts(rows: int) -> list[int]:
 
 
 def _memory(size: int, device: torch.device | str) -> torch.Tensor:
-    with lasting():
+    with outside_inference_mode():
         memory = torch.empty(size, dtype=torch.float64, device=device)
     if not memory.is_cuda:
         advise_huge_pages(memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlbuf_td.kernels.device_scalars import DeviceNumbers, lasting
+from rlbuf_td.kernels.device_scalars import DeviceScalars, outside_inference_mode
 from rlbuf_td.kernels.sum_tree.reference import Number
 
 #: The numbers: of the law, the rows that are drawn from and that may be named, the magnitude of new rows.
@@ -25,8 +25,8 @@ class OnDevice:
     """
 
     def __init__(self, rows: int, starts: list[int], device: torch.device) -> None:
-        with lasting():
-            self.numbers = DeviceNumbers(6, device)
+        with outside_inference_mode():
+            self.numbers = DeviceScalars(6, device)
             self.claims = torch.full((rows,), -1, dtype=torch.int32, device=device)
             self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
             self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
