@@ -1,6 +1,6 @@
-"""What a buffer looks like in Jupyter: a fill bar, its parts, and a table of its keys.
+"""HTML of a buffer for Jupyter: a fill bar, a table of its keys, and its parts.
 
-Colours are inherited or translucent, so that it can be read in light and in dark themes.
+Colours are inherited or translucent, to be readable in light and dark themes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.storages.memory_budget import show_bytes
+from rlbuf_td.storages.schema import walk
+
 _FAINT = "rgba(127,127,127,.18)"
 _CODE = "background:none;color:inherit;padding:0;font-size:95%"
 _CELL = (
@@ -22,14 +25,14 @@ _CELL = (
 
 
 def html_of(rb: Any) -> str:
-    """Return a buffer as HTML, without scripts and style sheets."""
+    """Return a buffer as HTML without scripts and style sheets."""
     name = escape(type(rb).__name__)
     if not rb._initialized:
         return f"<div><b>{name}</b> (not initialized)</div>"
     storage = rb._storage
     fields = list(_fields(storage))
     parts: list[tuple[str, Any]] = [("storage", _storage(storage)), ("sampler", rb._sampler), ("writer", rb._writer)]
-    parts += [("transform", each) for each in rb._stages]
+    parts += [("transform", each) for each in getattr(rb._transform, "transforms", ())]
     parts += [("batch size", rb._batch_size)] if rb._batch_size is not None else []
     parts += [("episodes", rb.episode_stats)] if rb.episode_stats is not None else []
     keys = (
@@ -72,13 +75,13 @@ def _words(value: Any) -> str:
 
 
 def _storage(storage: Any) -> str:
-    """Say in a line what a storage is; its ``repr`` would list the keys again."""
+    """Describe a storage in a line, without its keys."""
     words = [f"{storage.ndim} dim{'s' * (storage.ndim > 1)}", str(getattr(storage, "device", "cpu"))]
     if getattr(storage, "row_bytes", 0):
-        words.append(f"{storage.row_bytes} bytes a row, {_bytes(storage.nbytes)} in all")
+        words.append(f"{storage.row_bytes} bytes per row, {show_bytes(storage.nbytes)} in all")
     saved = getattr(storage, "saved_bytes", {})
     if saved:
-        words.append(f"{_bytes(sum(saved.values()))} saved by sharing {', '.join('.'.join(key) for key in saved)}")
+        words.append(f"{show_bytes(sum(saved.values()))} saved by sharing {', '.join(map('.'.join, saved))}")
     if getattr(storage, "scratch_dir", None) is not None:
         words.append(f"mapped file in {storage.scratch_dir}")
     if getattr(storage, "shared", False):
@@ -88,35 +91,15 @@ def _storage(storage: Any) -> str:
     return f"{type(storage).__name__}({', '.join(words)})"
 
 
-def _bytes(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:,.1f} GiB"
-
-
 def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Yield key, dtype, shape and bytes of each leaf of a row; nothing where the storage keeps no columns."""
-    rows = getattr(storage, "_storage", None)
+    """Yield key, dtype, shape and bytes of each leaf of a row; nothing if the storage has no columns."""
+    rows, pooling = getattr(storage, "_storage", None), getattr(storage, "pooling", None)
     if not isinstance(rows, TensorDictBase):
         return
-    if getattr(storage, "pooling", None) is not None:
-        for leaf in sorted(storage.layout.leaves, key=lambda leaf: leaf.key):
-            dtype, size = str(leaf.dtype).removeprefix("torch."), " × ".join(map(str, leaf.shape)) or "scalar"
-            yield (
-                ".".join(leaf.key),
-                dtype,
-                size,
-                f"{leaf.nbytes:,}" + " (shared)" * (leaf.key in storage.pooling.places),
-            )
-        return
-    for key, x in sorted(
-        rows.items(True, True), key=lambda item: item[0] if isinstance(item[0], tuple) else (item[0],)
-    ):
-        if not isinstance(x, torch.Tensor):
-            continue
-        shape = tuple(x.shape[storage.ndim :])
-        words = key if isinstance(key, str) else ".".join(key)
-        dtype = str(x.dtype).removeprefix("torch.")
-        yield words, dtype, " × ".join(map(str, shape)) or "scalar", f"{prod(shape) * x.dtype.itemsize:,}"
+    if pooling is None:
+        found = ((key, x.dtype, x.shape[storage.ndim :]) for key, x in walk(rows) if isinstance(x, torch.Tensor))
+    else:
+        found = ((leaf.key, leaf.dtype, leaf.shape) for leaf in storage.layout.leaves)
+    for key, dtype, shape in sorted(found, key=lambda field: field[0]):
+        size = f"{prod(shape) * dtype.itemsize:,}" + " (shared)" * (pooling is not None and key in pooling.places)
+        yield ".".join(key), str(dtype).removeprefix("torch."), " × ".join(map(str, shape)) or "scalar", size

@@ -1,4 +1,4 @@
-"""Memory planned ahead: what a buffer will take, key by key, and where there is room for it."""
+"""The memory that a buffer will need, key by key, and whether there is room for it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": Proporti
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a buffer takes once it is full, in bytes, and what is free for it now; made by :func:`plan`.
+    """The bytes that a full buffer needs, and what is free now; made by :func:`plan`.
 
     Attributes:
         capacity: rows, rounded up to whole time steps of all lanes.
         leaves: the keys, dtypes and shapes of a row, the largest first.
         row_bytes: bytes of a row, padding included.
         priorities: bytes of the sampler's state.
-        trajectories: bytes of the trajectory index, which is made when a sampler first asks for it.
-        places: where the rows could lie, and what is free there; first the place that was asked for.
-        memory: where priorities and index lie, and what is free there.
-        pooling: what rows share, if anything.
+        trajectories: bytes of the trajectory index, which is made when a sampler first needs it.
+        places: where the rows could be, and what is free there; the requested place first.
+        memory: where priorities and index are, and what is free there.
+        pooling: which keys are deduplicated, if any.
     """
 
     capacity: int
@@ -58,15 +58,14 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Bytes of all rows, padding included, where each row shares what it can."""
+        """Bytes of all rows, padding included, deduplicated as far as possible."""
         if self.pooling is None:
             return self.capacity * self.row_bytes
-        entries = sum(group.nbytes for group in self.pooling.groups)
-        return self.capacity * (self.pooling.own.row_bytes + entries)
+        return self.capacity * (self.pooling.own.row_bytes + sum(group.nbytes for group in self.pooling.groups))
 
     @property
     def saved(self) -> dict[str, int]:
-        """Bytes that rows take less, by key at the root, because they share it; empty if they share nothing."""
+        """Bytes that deduplication saves, by key at the root."""
         if self.pooling is None:
             return {}
         saved = self.pooling.saved_bytes(self.capacity, [self.capacity] * len(self.pooling.groups))
@@ -79,54 +78,55 @@ class MemoryPlan:
 
     @property
     def largest_key(self) -> str:
-        """The key that takes most."""
+        """The key of the most bytes."""
         return self.leaves[0].name
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits into what is free now; a place of unknown size counts as large enough."""
+        """Whether everything fits into what is free now; a place of unknown size is taken as large enough."""
         return self._fits_in(self.places[0])
 
     @property
     def most_rows(self) -> int | None:
-        """About the largest capacity that fits into what is free now; ``None``: not known."""
-        beside = self.priorities + self.trajectories
-        together = self.places[0].place == self.memory.place
-        needs = [(self.places[0], self.total if together else self.rows), (self.memory, 0 if together else beside)]
+        """About the largest capacity that fits into what is free now; ``None`` if unknown."""
+        needs = self._needs(self.places[0])
         limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
         return min(limits, default=None)
 
     @property
     def remedy(self) -> str:
-        """What to do if it does not fit, one way a line; empty if it does."""
+        """What to do if it does not fit, a suggestion per line; empty if it fits."""
         if self.fits:
             return ""
-        ways = [f"take a capacity of at most {self.most_rows:,}"]
         on_gpu = self.memory.place.startswith("cuda")
-        others = [room for room in self.places[1:] if self._fits_in(room)]
-        ways += [f"put the rows elsewhere: {_argument(room, on_gpu)}" for room in others]
+        ways = [f"take a capacity of at most {self.most_rows:,}"]
+        ways += [
+            f"put the rows elsewhere: {_argument(room, on_gpu)}" for room in self.places[1:] if self._fits_in(room)
+        ]
         largest = self.leaves[0]
-        smaller = f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them"
+        ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
-            smaller += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
-        ways.append(smaller)
-        twice = {leaf.key for leaf in self.leaves}
-        if self.pooling is None and any(("next", *leaf.key) in twice and leaf.nbytes >= 16 for leaf in self.leaves):
+            ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
+        keys = {leaf.key for leaf in self.leaves}
+        if self.pooling is None and any(("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves):
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
+    def _needs(self, place: Room) -> list[tuple[Room, int]]:
+        """Return the rooms that the buffer needs, with the bytes in each, if its rows are in ``place``."""
+        if place.place == self.memory.place:
+            return [(place, self.total)]
+        return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
+
     def _fits_in(self, place: Room) -> bool:
-        beside = self.priorities + self.trajectories
-        needed = self.rows + (beside if place.place == self.memory.place else 0)
-        return all(room.free is None or need <= room.free for room, need in ((place, needed), (self.memory, beside)))
+        return all(room.free is None or need <= room.free for room, need in self._needs(place))
 
     def __str__(self) -> str:
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
         width = max(24, *(len(key) for key in self.keys))
         lines.append(f"  {'':<{width}}  {'bytes a row':>12}  {'all rows':>11}")
         for name, nbytes, share in self._table():
-            a_row = nbytes / self.capacity
-            number = f"{a_row:,.0f}" if a_row == int(a_row) else f"{a_row:,.2f}"
+            number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
             lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}")
         lines += ["", f"  largest key: {self.largest_key}", ""]
@@ -161,34 +161,34 @@ def plan(
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
-    """Return what a buffer of so many transitions takes, and whether that fits into what is free.
+    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into what is free.
 
     Nothing is allocated. The bytes are those that :class:`PackedStorage` and the samplers of this package allocate.
 
     Args:
         source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict that holds a transition
             (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written.
-        capacity: in transitions; default: that of the storage.
+        capacity: in transitions; default: the storage's.
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
             else uniform.
-        device: where the rows are to lie, default ``"cpu"``, or where those of the storage do.
+        device: the device of the rows, default: the storage's, else ``"cpu"``.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
         offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
         share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
-            keys that may be shared), which leaves out one observation more for each trajectory.
+            keys that may be shared). One more observation per trajectory is not counted.
         frames: as for :class:`PackedStorage`.
 
     Returns:
-        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``row_bytes``, ``rows``, ``priorities``,
-        ``fits`` ...; ``print`` it.
+        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``rows``, ``priorities``, ``fits`` ...;
+        ``print`` it.
 
     Raises:
         ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.
-        TypeError: the source tells no keys, dtypes and shapes; or the sampler is none.
+        TypeError: the source has no keys, dtypes and shapes; or ``sampler`` is no sampler.
         SchemaError: a key has no fixed size in bytes.
 
-    Cost: O(keys); the system is asked what is free. TorchRL has no such function.
+    Cost: O(keys), and one query of what is free. TorchRL has no such function.
 
     Example:
         >>> from tensordict import TensorDict
@@ -200,7 +200,7 @@ def plan(
         (12352000, 19840, True)
     """
     pooling: Pooling | None = None
-    # Classes are asked: `isinstance` would ask the source itself, and a SerialEnv that has not started never answers.
+    # `isinstance` would read `source.__class__`, at which a SerialEnv that has not started hangs.
     if issubclass(type(source), ReplayBuffer):
         sampler = source._sampler if sampler is None else sampler
         source = source._storage
@@ -238,20 +238,9 @@ def plan(
 
 
 def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cpu") -> int:
-    """Return the bytes that a sampler keeps for so many rows.
+    """Return the bytes of a sampler's state for ``capacity`` rows; ``sampler`` as for :func:`plan`.
 
-    Args:
-        sampler: as for :func:`plan`. A wrapper is asked for what it wraps. TorchRL's ``PrioritizedSampler`` keeps two
-            float32 trees; a sampler without replacement, the order of an epoch; others are taken to keep nothing.
-        capacity: rows.
-        device: where they lie.
-
-    Raises:
-        TypeError: there is no such sampler.
-
-    Example:
-        >>> priority_bytes("rank", 1_000_000), priority_bytes(None, 1_000_000)
-        (26845672, 0)
+    TorchRL's ``PrioritizedSampler`` has two float32 trees, a sampler without replacement the order of an epoch.
     """
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
@@ -268,10 +257,10 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
 
 
 def _time_step(storage: Storage) -> Any:
-    rows = getattr(storage, "_storage", None)
     if getattr(storage, "pooling", None) is not None:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
+    rows = getattr(storage, "_storage", None)
     if rows is None:
         raise TypeError(
             f"the {type(storage).__name__} has not been written yet, so that its rows have no keys: plan with the "
@@ -281,7 +270,7 @@ def _time_step(storage: Storage) -> Any:
 
 
 def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch.device) -> int:
-    """Return the bytes of a trajectory index; none can be made of rows that do not say where a trajectory ends."""
+    """Return the bytes of a trajectory index; 0 if the rows do not say where trajectories end."""
     if not any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves):
         return 0
     with torch.device("meta"):  # shapes without memory
@@ -290,20 +279,20 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
 
 
 def _places(device: torch.device, scratch_dir: Path | None, shared: bool) -> Iterator[Room]:
-    """Yield the place that was asked for, then the others."""
-    asked = room_for(device, scratch_dir=scratch_dir, shared=shared)
-    yield asked
-    if asked.place != "RAM":
+    """Yield the requested place, then the others."""
+    requested = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    yield requested
+    if requested.place != "RAM":
         yield ram()
     for index in range(torch.cuda.device_count()):
-        if asked.place != f"cuda:{index}":
+        if requested.place != f"cuda:{index}":
             yield cuda(torch.device("cuda", index))
     if scratch_dir is None:
         yield disk(Path())
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return what to pass to put the rows there; ``on_gpu``: priorities and index are to lie on a GPU."""
+    """Return the argument that puts the rows there; ``on_gpu``: priorities and index are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:
