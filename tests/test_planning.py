@@ -40,9 +40,9 @@ def taken(tensors: Any) -> int:
 def state_of(sampler: Any) -> int:
     """Return the bytes of the tensors that a sampler really has."""
     if isinstance(sampler, ProportionalSampler):
-        return taken(sampler._tree.tensors().values())
+        return taken(sampler.tree.tensors().values())
     if isinstance(sampler, RankSampler):
-        return taken(sampler._order._tensors.values())  # type: ignore[attr-defined]
+        return taken(sampler.order._tensors.values())  # type: ignore[attr-defined]
     return 0
 
 

@@ -119,9 +119,9 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
 def check_priorities(rb: ReplayBuffer) -> None:
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler._tree, sampler.alpha, sampler.eps)
+        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):
-        order: Any = sampler._order
+        order: Any = sampler.order
         order.check_valid()
     if not isinstance(sampler, UniformSampler):
         assert (sampler.priority(torch.arange(len(rb))) >= 0).all()

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.envs.specs import schema_of, transition_schema
-from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import UniformSampler
-from rlbuf_td.samplers.checks import refuse_errors
+from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError

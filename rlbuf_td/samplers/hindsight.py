@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
 from rlbuf_td.kernels.rows import copy_rows_, put_values_
+from rlbuf_td.samplers.common import uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, shared_like
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.dedup.rows import PooledRows
@@ -153,24 +154,16 @@ class HindsightSampler(SamplerWrapper):
         self._only_finished = bool(value)
         self._law = self._law._replace(only_finished=self._only_finished)
 
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws read it what the host knows."""
-        super().prepare_replay(storage, batch_size)
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
             put_law(boundaries, self._law, len(storage))
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was."""
-        return super().replay_key(), self.reward_fn, self.terminated_fn
+        return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound_to(storage)
-        generator, device = self._rng, bound.device
-        source = device if generator is None else generator.device
-        uniform = torch.rand(drawn.shape[0], dtype=torch.float64, generator=generator, device=source)
-        if source != device:
-            uniform = uniform.to(device)
+        uniform = uniform_numbers(drawn.shape[0], self._rng, bound.device)
         return partial(self._relabel_, bound, len(storage), drawn, uniform)
 
     def _bound_to(self, storage: Storage) -> _Bound:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.samplers.common import EMPTY, OwnSignature, SnapshotState, permutation
 from rlbuf_td.storages.indexing import Index, coordinates, device_of
 
 
-class MinibatchSampler(SamplerWithoutReplacement):
+class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
     """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. Whatever is left of
@@ -107,7 +105,7 @@ class MinibatchSampler(SamplerWithoutReplacement):
         """Draw flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
         rows = len(storage)
         if rows == 0:
-            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+            raise RuntimeError(EMPTY)
         if self.drop_last and rows < batch_size:
             raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
         order, start = self.order(storage), self._position
@@ -133,11 +131,8 @@ class MinibatchSampler(SamplerWithoutReplacement):
         if self._order is not None and self._order.device != device:  # one that was loaded
             self._order = self._order.to(device)
         if self._order is None:
-            if self.shuffle:
-                source = device if self._rng is None else self._rng.device
-                self._order = torch.randperm(rows, generator=self._rng, device=source).to(device)
-            else:
-                self._order = torch.arange(rows, device=device)
+            shuffle = self.shuffle
+            self._order = permutation(rows, self._rng, device) if shuffle else torch.arange(rows, device=device)
         return self._order
 
     def add(self, index: Any) -> None:
@@ -166,13 +161,8 @@ class MinibatchSampler(SamplerWithoutReplacement):
         """End a run through all epochs, finished or given up."""
         self._in_pass = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the place in the epoch."""
-        state = self.snapshot()
-        return state | {"order": None if state["order"] is None else state["order"].clone()}
-
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the order itself rather than a copy."""
+        """Return the settings and the place in the epoch, with the order itself rather than a copy."""
         return {
             "epochs": self._epochs,
             "shuffle": self.shuffle,
@@ -212,18 +202,6 @@ class MinibatchSampler(SamplerWithoutReplacement):
             return state
         place = {"order": None, "position": 0, "epoch": 0, "ran_out": False, "in_pass": False}
         return state | place | {"len_storage": len(rows)}
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
-        save_state(path, type(self).__name__, self.snapshot())
-
-    def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved; nothing is executed.
-
-        Raises:
-            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
-        """
-        self.load_state_dict(load_state(path, type(self).__name__))
 
     def __repr__(self) -> str:
         return (

@@ -130,16 +130,12 @@ class NStepSampler(SamplerWrapper):
             raise ValueError(f"gamma must be between 0 and 1, got {value}")
         self._gamma = float(value)
 
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws read it what the host knows."""
-        super().prepare_replay(storage, batch_size)
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
             put_gamma(boundaries, self._gamma)
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was."""
-        return super().replay_key(), self._n_steps
+        return super().prepare_graph(storage, batch_size), self._n_steps
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         bound = self._bound_to(storage)

@@ -1,39 +1,77 @@
-"""What every prioritized sampler shares: priorities in, checked; rows and importance weights out."""
+"""What the prioritized samplers share: TorchRL's protocol, settings and state around the priorities of rows."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
-from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.checks import as_errors, exponent, refuse_priorities, refuse_settings, refuse_state
-from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.samplers.common import (
+    GraphCapturable,
+    OwnSignature,
+    SnapshotState,
+    as_errors,
+    exponent,
+    refuse_priorities,
+    refuse_settings,
+    refuse_state,
+)
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, lanes_of
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.shared.numbers import SharedNumbers
 
-_ALPHA, _BETA, _LARGEST, _WEIGHED = range(4)
+ALPHA, BETA, LARGEST = range(3)  # the shared settings
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
 
 
-class Prioritized(PrioritizedSampler):
+class _Priorities(Protocol):
+    """The priorities of ``capacity`` rows on one device, and the law by which they are drawn.
+
+    Rows are flat, ``[B]`` int64. A magnitude is ``|td_error|``, -1 for a row without one.
+
+    Attributes:
+        alpha: the exponent by which what is stored is weighted.
+        refused: how many NaN or infinite errors were left out; 0 on the CPU, where the whole batch is refused.
+    """
+
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def refused(self) -> Tensor | int: ...
+    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        """Set priorities (row -1 is skipped; of a repeated row the last one stays), return the largest magnitude.
+
+        On the CPU return ``REFUSED``, with nothing changed, if a row is not in ``[-1, rows)`` or an error not finite;
+        elsewhere a tensor with the largest magnitude of all that ``counts``.
+        """
+
+    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None: ...
+    def magnitude(self, flat: Tensor) -> Tensor: ...  # float64
+    def probability(self, flat: Tensor) -> Tensor: ...  # float64
+    def reweigh(self, alpha: float) -> None: ...
+    def rebuild(self) -> None: ...  # everything from the magnitudes, after a process died while it changed them
+    def clear(self) -> None: ...
+    def share_memory_(self) -> None: ...
+    def tensors(self) -> dict[str, Tensor]: ...  # they determine the state
+    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None: ...  # copy such tensors into this memory
+    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
+        """Copy settings to the device; return where the largest magnitude is, and what a graph cannot see change."""
+
+
+class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
     """Base of the prioritized samplers; abstract.
 
-    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities on to that class only, but builds
-    none of its C++ trees.
+    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but builds
+    none of its C++ trees. TD errors are raw, of either sign: their magnitude counts.
 
-    A subclass keeps the priorities: it implements :meth:`nbytes_for`, :meth:`_allocate`, :meth:`_assign`,
-    :meth:`_fill`, :meth:`_pick`, :meth:`_magnitude`, :meth:`_probability`, :meth:`_tensors` and
-    :meth:`_alpha_changed`. It sees flat rows and magnitudes that have been checked. TD errors come raw, of either
-    sign: their magnitude counts.
+    A subclass draws (:meth:`draw`) and makes the ``_Priorities`` that it draws from (:meth:`_make`).
     """
 
     __signature__ = OwnSignature()
@@ -52,7 +90,7 @@ class Prioritized(PrioritizedSampler):
             raise ValueError(f"max_capacity must be a whole number, at least 1, got {max_capacity}")
         refuse_settings(stratified, weight_norm, reduction)
         self._max_capacity = int(max_capacity)
-        self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0, float(alpha)])
+        self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0])
         self._is_shared = False
         self.stratified = stratified
         self.weight_norm = weight_norm
@@ -64,138 +102,26 @@ class Prioritized(PrioritizedSampler):
             what=f"Priorities of {self._max_capacity:,} rows take",
             remedy="Take a smaller max_capacity, or UniformSampler, which needs none.",
         )
-        self._largest_on_device: torch.Tensor | None = None
-        self._allocate(self._max_capacity)
-
-    # -- what a subclass implements
+        self._largest_on_device: Tensor | None = None
+        self._priorities = self._make(self._max_capacity, self._device)
 
     @classmethod
     @abstractmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of so many rows take."""
+        """Return the bytes that the priorities of ``capacity`` rows take."""
+
+    @classmethod
+    @abstractmethod
+    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
+        """Return the tensors of ``capacity`` rows without priorities."""
 
     @abstractmethod
-    def _allocate(self, capacity: int) -> None:
-        """Make the state for ``capacity`` rows on ``self._device``, none of which has a priority."""
+    def _make(self, capacity: int, device: torch.device) -> _Priorities:
+        """Return ``_Priorities`` of ``capacity`` rows, all without one."""
 
     @abstractmethod
-    def _assign(
-        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
-    ) -> float | torch.Tensor:
-        """Set priorities (-1: skip; the last of a repeated row stays); return the largest magnitude among them.
-
-        On a device path return a tensor that holds the largest of all that counts. On the CPU return ``REFUSED``,
-        having changed nothing, if a row is not in ``[-1, rows)`` or an error not finite.
-        """
-
-    @abstractmethod
-    def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
-        """Give ``count`` rows from ``start`` on one magnitude."""
-
-    @abstractmethod
-    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn ``[B]`` uniform numbers (float64) into ``[B]`` rows of ``rows`` written ones, and float32 weights."""
-
-    @abstractmethod
-    def _magnitude(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the magnitudes of rows, float64, -1 where none was given."""
-
-    @abstractmethod
-    def _probability(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities of rows, float64."""
-
-    @abstractmethod
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors from which all else follows, by name; :meth:`_restore` is given the same back."""
-
-    @abstractmethod
-    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over copies of tensors that :meth:`_tensors` returned."""
-
-    @abstractmethod
-    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Return what :meth:`_tensors` does for ``capacity`` rows without a priority."""
-
-    @property
-    @abstractmethod
-    def _weighed_alpha(self) -> float:
-        """The alpha of what is stored."""
-
-    @abstractmethod
-    def _alpha_changed(self, alpha: float) -> None:
-        """Re-weight what is stored."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Forget all priorities, in place."""
-
-    @abstractmethod
-    def _share(self) -> None:
-        """Move what :meth:`_allocate` made into shared memory."""
-
-    @abstractmethod
-    def _rebuild(self) -> None:
-        """Make everything anew from the magnitudes; a process may have died while it changed them."""
-
-    # -- settings, which all processes see
-
-    @property
-    def alpha(self) -> float:
-        """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
-        return self._numbers[_ALPHA]
-
-    @alpha.setter
-    def alpha(self, value: float) -> None:
-        self._numbers[_ALPHA] = exponent("alpha", value)
-
-    @property
-    def beta(self) -> float:
-        """How far importance weights correct for the sampling law: 1 is fully."""
-        return self._numbers[_BETA]
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._numbers[_BETA] = exponent("beta", value)
-
-    @property
-    def _largest(self) -> Any:
-        """The largest magnitude seen, negative before any; on CUDA a tensor."""
-        return self._numbers[_LARGEST] if self._largest_on_device is None else self._largest_on_device
-
-    @_largest.setter
-    def _largest(self, value: float | torch.Tensor) -> None:
-        if isinstance(value, torch.Tensor):
-            self._largest_on_device = value
-        else:
-            self._largest_on_device, self._numbers[_LARGEST] = None, value
-
-    @property
-    def refused_priorities(self) -> int:
-        """How many NaN or infinite TD errors have been left out; their rows have kept what they had.
-
-        Counted since the sampler was made or a state loaded. On the CPU always 0: there a batch with such an error is
-        refused whole. Waits for the device.
-        """
-        return int(self._refused())
-
-    @abstractmethod
-    def _refused(self) -> torch.Tensor | int:
-        """Return that count."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the priorities live: with the rows."""
-        return self._device
-
-    @property
-    def default_priority(self) -> Any:
-        """The magnitude that a new row enters with: the highest seen so far, 1.0 before any."""
-        largest = self._largest
-        if isinstance(largest, torch.Tensor):
-            return torch.where(largest < 0, 1.0, largest)
-        return 1.0 if largest < 0 else largest
-
-    # -- drawing
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows.
@@ -210,53 +136,63 @@ class Prioritized(PrioritizedSampler):
         flat, info = self.draw(storage, batch_size)
         return coordinates(flat, storage), info
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
-        flat, weight = self._pick(*self._numbers_for(storage, batch_size))
-        return flat, {"priority_weight": weight}
+    # -- settings, which all processes see
 
-    def _numbers_for(self, storage: Storage, batch_size: int) -> tuple[int, torch.Tensor]:
-        """Return how many rows a draw is from, and its random numbers in ``[0, 1)``, ``[B]`` float64.
+    @property
+    def alpha(self) -> float:
+        """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
+        return self._numbers[ALPHA]
 
-        Raises:
-            RuntimeError: the storage is empty.
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._numbers[ALPHA] = exponent("alpha", value)
+
+    @property
+    def beta(self) -> float:
+        """How far importance weights correct for the sampling law: 1 is fully."""
+        return self._numbers[BETA]
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._numbers[BETA] = exponent("beta", value)
+
+    @property
+    def largest_magnitude(self) -> Any:
+        """The largest magnitude seen, negative before any; on CUDA a 0-dim tensor."""
+        return self._numbers[LARGEST] if self._largest_on_device is None else self._largest_on_device
+
+    def _see(self, largest: float | Tensor) -> None:
+        """Set the largest magnitude; a tensor is where a device keeps it, which goes on with what was seen before."""
+        if isinstance(largest, Tensor):
+            before = self.largest_magnitude
+            if largest is not before:
+                is_tensor = isinstance(before, Tensor)
+                largest.copy_(torch.maximum(largest, before) if is_tensor else largest.clamp(min=before))
+            self._largest_on_device = largest
+        else:
+            self._largest_on_device, self._numbers[LARGEST] = None, largest
+
+    @property
+    def default_priority(self) -> Any:
+        """The magnitude that a new row enters with: the highest seen so far, 1.0 before any."""
+        largest = self.largest_magnitude
+        if isinstance(largest, Tensor):
+            return torch.where(largest < 0, 1.0, largest)
+        return 1.0 if largest < 0 else largest
+
+    @property
+    def refused_priorities(self) -> int:
+        """How many NaN or infinite TD errors have been left out; their rows have kept what they had.
+
+        Counted since the sampler was made or a state loaded. On the CPU always 0: there a batch with such an error is
+        refused whole. Waits for the device.
         """
-        rows = len(storage)
-        if rows == 0:
-            raise RuntimeError("cannot sample from an empty buffer: extend it first")
-        self._settle()
-        source = self._device if self._rng is None else self._rng.device
-        uniform = torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source)
-        return rows, uniform if source == self._device else uniform.to(self._device)
+        return int(self._priorities.refused)
 
-    # -- in captured graphs
-
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws and updates read it what the host knows."""
-        self.follow(storage)
-        self._settle()
-        largest = self._put_numbers(len(storage))
-        if largest is not None:
-            self._adopt(largest)
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
-        return self.stratified, self.weight_norm, self.reduction
-
-    @abstractmethod
-    def _put_numbers(self, rows: int) -> torch.Tensor | None:
-        """Put the law and the number of rows into device memory; return where the largest magnitude is kept there."""
-
-    def _adopt(self, largest: torch.Tensor) -> None:
-        """Go on with the largest magnitude that a device path keeps, and with what has been seen before."""
-        before = self._largest
-        if largest is not before:
-            is_on_device = isinstance(before, torch.Tensor)
-            largest.copy_(torch.maximum(largest, before) if is_on_device else largest.clamp(min=before))
-            self._largest = largest
-
-    def forget_order(self) -> None:
-        """Take note that priorities have been changed by a graph."""
+    @property
+    def device(self) -> torch.device:
+        """Where the priorities live: with the rows."""
+        return self._device
 
     # -- priorities
 
@@ -279,59 +215,59 @@ class Prioritized(PrioritizedSampler):
 
         In every case of error all priorities are as they were.
         """
-        if storage is not None:
-            self.follow(storage)
-        self._settle()
-        flat = flat_rows(index, storage, self._device)
+        flat = self._prepared(index, storage)
         td_error = as_errors(priority, flat.numel(), self._device)
         if not flat.numel():
             return
         rows = self._max_capacity if storage is None else len(storage)
-        largest = self._assign(flat, td_error, rows)
-        if isinstance(largest, torch.Tensor):
-            self._adopt(largest)
-        elif largest == REFUSED:
-            refuse_priorities(flat, td_error, rows)
-        elif largest > self._largest:
-            self._largest = largest
+        largest = self._assign(flat, td_error, rows, True)
+        if isinstance(largest, Tensor) or largest > self.largest_magnitude:
+            self._see(largest)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Let rows that have just been written enter at :attr:`default_priority`."""
+        flat = self._prepared(index, storage)
+        entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
+        self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity, False)
+
+    def _prepared(self, index: Any, storage: Storage | None) -> Tensor:
+        """Return the flat rows that are about to change."""
         if storage is not None:
             self.follow(storage)
-        self._settle()
-        flat = flat_rows(index, storage, self._device)
-        entry = self.default_priority
-        if not isinstance(entry, torch.Tensor):
-            entry = torch.full((), entry, dtype=torch.float64, device=self._device)
-        largest = self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity, counts=False)
-        if isinstance(largest, float) and largest == REFUSED:
-            refuse_priorities(flat, entry.expand(flat.shape), self._max_capacity)
+        self._apply_alpha()
+        return flat_rows(index, storage, self._device)
+
+    def _assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        largest = self._priorities.assign(flat, td_error, rows, counts)
+        if type(largest) is float and largest == REFUSED:
+            refuse_priorities(flat, td_error, rows)
+        return largest
 
     def mark_range(self, start: int, count: int, *, storage: Storage) -> None:
         """Let the flat rows ``start, start + 1, ...`` that have just been written enter at :attr:`default_priority`."""
         self.follow(storage)
-        self._settle()
-        self._fill(start, count, self.default_priority)
+        self._apply_alpha()
+        self._priorities.fill(start, count, self.default_priority)
 
-    def priority(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
+    def add(self, index: Any) -> None:
+        """Do nothing: :meth:`mark_range` or :meth:`mark_update` lets new rows in."""
+
+    extend = add
+
+    def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority.
 
         Raises:
             IndexError: a row is out of range (on the CPU).
         """
-        return self._magnitude(self._rows(index, storage))
+        return self._priorities.magnitude(self._rows(index, storage))
 
-    def probability(self, index: Any, *, storage: Storage | None = None) -> torch.Tensor:
-        """Return the probability with which a draw takes each of the rows, ``[B]`` float64.
+    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """Return the probability with which a draw takes each of the rows; arguments and errors as in priority."""
+        self._apply_alpha()
+        return self._priorities.probability(self._rows(index, storage))
 
-        Raises:
-            IndexError: a row is out of range (on the CPU).
-        """
-        self._settle()
-        return self._probability(self._rows(index, storage))
-
-    def _rows(self, index: Any, storage: Storage | None) -> torch.Tensor:
+    def _rows(self, index: Any, storage: Storage | None) -> Tensor:
         flat = flat_rows(index, storage, self._device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
@@ -340,24 +276,18 @@ class Prioritized(PrioritizedSampler):
             )
         return flat
 
-    def add(self, index: Any) -> None:
-        """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the row in."""
-
-    def extend(self, index: Any) -> None:
-        """Do nothing: :meth:`mark_range` or :meth:`mark_update` has let the rows in."""
-
-    def _settle(self) -> None:
-        """Re-weight what is stored if alpha has been set: here, under the buffer's lock, whoever has set it."""
-        alpha = self._numbers[_ALPHA]
-        if alpha != self._weighed_alpha:
-            self._alpha_changed(alpha)
+    def _apply_alpha(self) -> None:
+        """Re-weight what is stored if any process has set alpha; called under the buffer's lock."""
+        alpha = self._numbers[ALPHA]
+        if alpha != self._priorities.alpha:
+            self._priorities.reweigh(alpha)
 
     def follow(self, storage: Storage) -> None:
-        """Live where the rows live, with room for each; a storage of several lanes rounds its capacity up."""
+        """Move to the storage's device, with room for each row; a storage of several lanes rounds its capacity up."""
         device = device_of(storage)
         if device != self._device:
             self._device = device
-            self._restore({name: tensor.to(device) for name, tensor in self._tensors().items()})
+            self._replace_priorities(self._priorities.tensors(), self._priorities.alpha)
         if storage.max_size > self._max_capacity:
             lanes = lanes_of(storage).numel() if storage.ndim > 1 and len(storage) else 1
             if storage.max_size - self._max_capacity >= lanes:
@@ -367,16 +297,29 @@ class Prioritized(PrioritizedSampler):
                 )
             if self._is_shared:
                 raise ValueError(
-                    f"the storage holds {storage.max_size} rows, and the sampler, whose max_capacity is "
-                    f"{self._max_capacity}, cannot grow in shared memory: make it with "
-                    f"max_capacity={storage.max_size}, or write before you share the buffer"
+                    f"a sampler of max_capacity={self._max_capacity} cannot grow in shared memory: make it with "
+                    f"max_capacity={storage.max_size}, which the storage holds, or write before you share the buffer"
                 )
             self._max_capacity = storage.max_size
-            self._allocate(self._max_capacity)
+            self._priorities = self._make(self._max_capacity, self._device)
+
+    def _replace_priorities(self, tensors: dict[str, Tensor], alpha: float) -> None:
+        if not self._is_shared:
+            self._priorities = self._make(self._max_capacity, self._device)
+        self._priorities.restore({name: tensor.to(self._device) for name, tensor in tensors.items()}, alpha)
 
     def _empty(self) -> None:
-        self._largest = -1.0
-        self._clear()
+        self._see(-1.0)
+        self._priorities.clear()
+
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`GraphCapturable`."""
+        self.follow(storage)
+        self._apply_alpha()
+        largest, key = self._priorities.prepare_graph(len(storage), self.beta)
+        if largest is not None:
+            self._see(largest)
+        return self.stratified, self.weight_norm, self.reduction, key
 
     # -- processes
 
@@ -387,29 +330,24 @@ class Prioritized(PrioritizedSampler):
         """
         if not self._is_shared:
             self._is_shared = True
-            self._share()
+            self._priorities.share_memory_()
 
     def repair(self, storage: Storage) -> None:
-        """Put right what a process has left that died while it changed priorities; O(N).
+        """Repair what a process left that died while it changed priorities; O(N).
 
         Rows that have lost theirs enter as new ones do.
         """
-        self._rebuild()
+        self._priorities.rebuild()
         rows = torch.arange(len(storage), device=self._device)
-        absent = rows[self._magnitude(rows) < 0]
+        absent = rows[self._priorities.magnitude(rows) < 0]
         if len(absent):
             self.mark_update(absent, storage=storage)
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on."""
-        state = self.snapshot()
-        return state | {"priorities": {name: tensor.clone() for name, tensor in state["priorities"].items()}}
-
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the tensors themselves rather than copies."""
-        self._settle()
+        self._apply_alpha()
         return {
             "alpha": self.alpha,
             "beta": self.beta,
@@ -417,8 +355,8 @@ class Prioritized(PrioritizedSampler):
             "weight_norm": self.weight_norm,
             "reduction": self.reduction,
             "max_capacity": self._max_capacity,
-            "largest": float(self._largest),
-            "priorities": self._tensors(),
+            "largest": float(self.largest_magnitude),
+            "priorities": self._priorities.tensors(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -444,12 +382,10 @@ class Prioritized(PrioritizedSampler):
         self.alpha, self.beta = alpha, beta
         for name, value in settings.items():
             setattr(self, name, value)
-        self._largest = largest
-        self._restore({name: tensor.to(self._device) for name, tensor in tensors.items()})
+        self._see(largest)
+        self._replace_priorities(tensors, alpha)
 
-    def resized_state(
-        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-    ) -> dict[str, Any]:
+    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.resize.resized_state`."""
         capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
@@ -460,18 +396,6 @@ class Prioritized(PrioritizedSampler):
         for name, tensor in blank.items():
             tensor[: len(rows)] = state["priorities"][name].cpu()[rows]
         return state | {"max_capacity": capacity, "priorities": blank}
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
-        save_state(path, type(self).__name__, self.snapshot())
-
-    def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved; nothing is executed.
-
-        Raises:
-            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
-        """
-        self.load_state_dict(load_state(path, type(self).__name__))
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.sum_tree.device import ALPHA, BETA, DRAWN, EPS, NAMED
-from rlbuf_td.samplers.checks import exponent
-from rlbuf_td.samplers.prioritized import _WEIGHED, Prioritized, Reduction, WeightNorm
+from rlbuf_td.kernels.sum_tree.device import ALPHA as TREE_ALPHA
+from rlbuf_td.kernels.sum_tree.device import BETA as TREE_BETA
+from rlbuf_td.kernels.sum_tree.device import DRAWN, EPS, NAMED
+from rlbuf_td.samplers.common import EMPTY, exponent
+from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.shared.numbers import SharedNumbers
 
 
 class ProportionalSampler(Prioritized):
@@ -33,8 +38,8 @@ class ProportionalSampler(Prioritized):
         max_priority_within_buffer: new rows enter with the highest magnitude now stored, rather than the highest ever
             seen. Finding it is O(N) whenever the highest row has lost its place.
 
-    Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
-    raw: the sampler takes the magnitude. NaN and infinite ones are refused, and nothing changes.
+    New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
+    magnitude. A batch with NaN or infinite ones is refused, and nothing changes.
 
     Raises:
         ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
@@ -61,6 +66,8 @@ class ProportionalSampler(Prioritized):
         tensor([1, 1, 3, 3, 3, 3, 3, 3])
     """
 
+    _priorities: _TreePriorities
+
     def __init__(
         self,
         max_capacity: int,
@@ -73,12 +80,28 @@ class ProportionalSampler(Prioritized):
         reduction: Reduction = "max",
         max_priority_within_buffer: bool = False,
     ) -> None:
-        if not 0.0 <= eps < float("inf"):
-            raise ValueError(f"eps must be a finite number, at least 0, got {eps}")
-        self._eps = float(eps)
+        self._eps = exponent("eps", eps)
         self._max_priority_within_buffer = max_priority_within_buffer
         self._largest_row = 0
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        rows = len(storage)  # no helper functions here: this is the hot path
+        if rows == 0:
+            raise RuntimeError(EMPTY)
+        settings, priorities = self._numbers.values, self._priorities
+        if settings[ALPHA] != priorities.weighed.values[0]:
+            self._apply_alpha()
+        generator, device = self._rng, self._device
+        source = device if generator is None else generator.device
+        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=source)
+        if source != device:
+            uniform = uniform.to(device)
+        drawn = sum_tree.draw(priorities.tree, uniform, self.stratified, rows, settings[BETA], self.weight_norm)
+        if drawn is None:
+            raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
+        return drawn[0], {"priority_weight": drawn[1]}
 
     @property
     def eps(self) -> float:
@@ -90,7 +113,7 @@ class ProportionalSampler(Prioritized):
         """The priorities, for steps that are compiled as one graph: :func:`rlbuf_td.kernels.sum_tree.draw` and
         :func:`~rlbuf_td.kernels.sum_tree.update_` can be traced, a sampler with its locks and checks cannot.
         """
-        return self._tree
+        return self._priorities.tree
 
     @property
     def default_priority(self) -> Any:
@@ -101,16 +124,16 @@ class ProportionalSampler(Prioritized):
 
     def _find_largest(self) -> None:
         """Search the rows for the largest magnitude, unless the row found last time still has it."""
-        magnitude = self._tree.magnitude
+        magnitude = self.tree.magnitude
         if backend_of(magnitude) != "numba":
-            self._largest = magnitude.max()
-        elif float(magnitude[self._largest_row]) != self._largest:
+            self._largest_on_device = magnitude.max()
+        elif float(magnitude[self._largest_row]) != self.largest_magnitude:
             self._largest_row = int(magnitude.argmax())
-            self._largest = float(magnitude[self._largest_row])
+            self._see(float(magnitude[self._largest_row]))
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of so many rows take.
+        """Return the bytes that the priorities of ``capacity`` rows take.
 
         Example:
             >>> ProportionalSampler.nbytes_for(1_000_000)
@@ -119,69 +142,16 @@ class ProportionalSampler(Prioritized):
         claims = 4 * sum_tree.padded(capacity) if torch.device(device).type == "cuda" else 0
         return claims + sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
-    def _allocate(self, capacity: int) -> None:
-        self._tree = sum_tree.SumTree.empty(capacity, self._device)
-
-    def _clear(self) -> None:
-        sum_tree.clear_(self._tree)
-
-    def _share(self) -> None:
-        self._tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self._tree.tensors().items()})
-
-    def _rebuild(self) -> None:
-        sum_tree.reweigh_(self._tree, self._weighed_alpha, self._eps)
-
-    @property
-    def _weighed_alpha(self) -> float:
-        return self._numbers[_WEIGHED]
-
-    def _assign(
-        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
-    ) -> float | torch.Tensor:
-        return sum_tree.update_(self._tree, flat, td_error, rows, self._weighed_alpha, self._eps, counts)
-
-    def _put_numbers(self, rows: int) -> torch.Tensor | None:
-        if backend_of(self._tree.weight) == "numba":
-            return None
-        law = self._weighed_alpha, self._eps, self.beta, rows, rows
-        self._tree.on_device.take((ALPHA, EPS, BETA, DRAWN, NAMED), law)
-        return self._tree.on_device.largest
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: settings, and memory that a loaded state replaces."""
-        return super().replay_key(), self._tree.on_device
-
-    def _refused(self) -> torch.Tensor | int:
-        return self._tree.refused
-
-    def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
-        sum_tree.fill_(self._tree, start, count, magnitude, self._weighed_alpha, self._eps)
-
-    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        picked = sum_tree.draw(self._tree, uniform, self.stratified, rows, self.beta, self.weight_norm)
-        if picked is None:
-            raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
-        return picked
-
-    def _magnitude(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._tree.magnitude[flat]
-
-    def _probability(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._tree.weight[flat] / self._tree.total
-
-    def _alpha_changed(self, alpha: float) -> None:
-        self._numbers[_WEIGHED] = alpha  # first: who dies after it leaves weights that are made anew by this alpha
-        self._rebuild()
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"magnitude": self._tree.magnitude, "weight": self._tree.weight}
-
-    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    @classmethod
+    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
         shape = (sum_tree.padded(capacity),)
         return {
             "magnitude": torch.full(shape, -1.0, dtype=torch.float64, device=device),
             "weight": torch.zeros(shape, dtype=torch.float64, device=device),
         }
+
+    def _make(self, capacity: int, device: torch.device) -> _TreePriorities:
+        return _TreePriorities(sum_tree.SumTree.empty(capacity, device), self.alpha, self._eps)
 
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the tensors themselves rather than copies."""
@@ -189,22 +159,66 @@ class ProportionalSampler(Prioritized):
         return super().snapshot() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: the state is of a sampler of a smaller capacity, or of no such sampler; this one stays as it
-                was.
-        """
+        """Continue from :meth:`state_dict`; raises as that of every prioritized sampler does."""
         eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
-        self._eps, self._numbers[_WEIGHED] = eps, self.alpha
+        self._eps = self._priorities.eps = eps
         within = state_dict.get("max_priority_within_buffer", self._max_priority_within_buffer)
         self._max_priority_within_buffer, self._largest_row = within, 0
 
-    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        if not self._is_shared:
-            self._tree = sum_tree.SumTree.over(**tensors)
-            return
-        for name, mine in self._tensors().items():
+
+class _TreePriorities:
+    """Priorities in a sum tree, drawn in proportion to their weights ``(magnitude + eps) ** alpha``."""
+
+    def __init__(self, tree: sum_tree.SumTree, alpha: float, eps: float) -> None:
+        self.tree, self.eps = tree, eps
+        self.weighed = SharedNumbers("d", [alpha])  # the alpha of the weights, which all processes see
+
+    @property
+    def alpha(self) -> float:
+        return self.weighed[0]
+
+    @property
+    def refused(self) -> Tensor | int:
+        return self.tree.refused
+
+    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        return sum_tree.update_(self.tree, flat, td_error, rows, self.weighed[0], self.eps, counts)
+
+    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        sum_tree.fill_(self.tree, start, count, magnitude, self.weighed[0], self.eps)
+
+    def magnitude(self, flat: Tensor) -> Tensor:
+        return self.tree.magnitude[flat]
+
+    def probability(self, flat: Tensor) -> Tensor:
+        return self.tree.weight[flat] / self.tree.total
+
+    def reweigh(self, alpha: float) -> None:
+        self.weighed[0] = alpha  # first: if the process dies after it, the repair uses the new alpha
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        sum_tree.reweigh_(self.tree, self.weighed[0], self.eps)
+
+    def clear(self) -> None:
+        sum_tree.clear_(self.tree)
+
+    def share_memory_(self) -> None:
+        self.tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self.tree.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"magnitude": self.tree.magnitude, "weight": self.tree.weight}
+
+    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None:
+        self.weighed[0] = alpha
+        for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
-        sum_tree.rebuild_(self._tree)
+        sum_tree.rebuild_(self.tree)
+
+    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
+        if backend_of(self.tree.weight) == "numba":
+            return None, None
+        state = self.tree.on_device
+        state.take((TREE_ALPHA, EPS, TREE_BETA, DRAWN, NAMED), (self.weighed[0], self.eps, beta, rows, rows))
+        return state.largest, state

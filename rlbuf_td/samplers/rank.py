@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
@@ -12,8 +14,11 @@ from rlbuf_td.kernels.rank_order.device import NAMED, DeviceOrder
 from rlbuf_td.kernels.rank_order.law import cumulative, mass, rank_law, ranks_of_mass
 from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.indexing import flat_rows
+
+_NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"
 
 
 @final
@@ -40,8 +45,8 @@ class RankSampler(Prioritized):
         stale_updates: on devices other than the CPU, where the order comes from a sort, sort again only after more
             updates than this; 0 is exact. New rows are ranked at once. On the CPU the order is always exact.
 
-    Rows that have just been written enter with the highest magnitude seen so far, 1.0 before any. TD errors are given
-    raw: the sampler takes the magnitude, as float32. NaN and infinite ones are refused, and nothing changes.
+    New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
+    magnitude, as float32. A batch with NaN or infinite ones is refused, and nothing changes.
 
     Raises:
         ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
@@ -70,6 +75,8 @@ class RankSampler(Prioritized):
         tensor([ 3, 12,  6,  4])
     """
 
+    _priorities: _RankPriorities
+
     def __init__(
         self,
         max_capacity: int,
@@ -86,7 +93,23 @@ class RankSampler(Prioritized):
         self._stale_updates = int(stale_updates)
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
-    # -- the law
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        if not len(storage):
+            raise RuntimeError(EMPTY)
+        self._apply_alpha()
+        uniform = uniform_numbers(batch_size, self._rng, self._device)
+        drawn = self.order.draw(
+            self._priorities.law, uniform, stratified=self.stratified, beta=self.beta, norm=self.weight_norm
+        )
+        if drawn is None:
+            raise RuntimeError(_NO_ROWS)
+        return drawn[0], {"priority_weight": drawn[1]}
+
+    @property
+    def order(self) -> RankOrder:
+        """The rows in the order of their magnitudes."""
+        return self._priorities.order
 
     def rank(self, index: Any, *, storage: Any | None = None) -> torch.Tensor:
         """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
@@ -98,7 +121,7 @@ class RankSampler(Prioritized):
         Raises:
             IndexError: a row is out of range (on the CPU).
         """
-        return self._order.ranks_of(flat_rows(index, storage, self._device))
+        return self.order.ranks_of(flat_rows(index, storage, self._device))
 
     def cumulative(self, n: int) -> torch.Tensor:
         """Return the cumulative weights ``1, 1 + 2^-alpha, ...`` of ranks ``1 .. n``, ``[n]`` float64. O(n).
@@ -128,19 +151,17 @@ class RankSampler(Prioritized):
         """
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
-        rows = self._order.count()
+        rows = self.order.count()
         if not rows:
             raise RuntimeError(_NO_ROWS)
-        edges = torch.arange(k + 1, dtype=torch.float64, device=self._device) * (mass(self._law, rows) / k)
-        first = ranks_of_mass(self._law, edges[:-1], rows)
-        last = ranks_of_mass(self._law, edges[1:].nextafter(edges.new_zeros(())), rows)
+        edges = torch.arange(k + 1, dtype=torch.float64, device=self._device) * (mass(self._priorities.law, rows) / k)
+        first = ranks_of_mass(self._priorities.law, edges[:-1], rows)
+        last = ranks_of_mass(self._priorities.law, edges[1:].nextafter(edges.new_zeros(())), rows)
         return torch.stack([first, last], 1)
-
-    # -- what the base asks for
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of so many rows take, the scratch memory of a sort on CUDA not counted.
+        """Return the bytes that the priorities of ``capacity`` rows take, without the scratch memory of a sort on CUDA.
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)
@@ -148,80 +169,74 @@ class RankSampler(Prioritized):
         """
         return order_bytes(capacity, torch.device(device))
 
-    def _allocate(self, capacity: int) -> None:
-        self._restore(self._blank(capacity, self._device))
-
-    def _blank(self, capacity: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    @classmethod
+    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
         return {"magnitude": torch.full((capacity,), -1.0, device=device)}
 
-    def _assign(
-        self, flat: torch.Tensor, td_error: torch.Tensor, rows: int, counts: bool = True
-    ) -> float | torch.Tensor:
-        largest = self._order.update_(flat, td_error, rows, counts)
-        return REFUSED if largest is None else largest
-
-    def _put_numbers(self, rows: int) -> torch.Tensor | None:
-        if not isinstance(self._order, DeviceOrder):
-            return None
-        self._order.on_device.take(self._law, self.beta)
-        self._order.on_device.numbers.set_(NAMED, rows)
-        return self._order.on_device.largest
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: settings and memory."""
-        return super().replay_key(), self._order
+    def _make(self, capacity: int, device: torch.device) -> _RankPriorities:
+        with outside_inference_mode():
+            order = make_order(self._blank(capacity, device)["magnitude"], self._stale_updates)
+        return _RankPriorities(order, self.alpha)
 
     def forget_order(self) -> None:
-        """Sort again at the next draw, where that is how the order is kept: a graph has changed priorities."""
-        if isinstance(self._order, SortedOrder):
-            self._order.forget_order()
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`: sort again at the next draw."""
+        if isinstance(self.order, SortedOrder):
+            self.order.forget_order()
 
-    def _refused(self) -> torch.Tensor | int:
-        return self._order.refused
 
-    def _fill(self, start: int, count: int, magnitude: float | torch.Tensor) -> None:
-        self._order.fill_(start, count, magnitude)
+class _RankPriorities:
+    """Priorities in the order of their magnitudes, drawn by rank."""
 
-    def _pick(self, rows: int, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn = self._order.draw(self._law, uniform, stratified=self.stratified, beta=self.beta, norm=self.weight_norm)
-        if drawn is None:
-            raise RuntimeError(_NO_ROWS)
-        return drawn
-
-    def _magnitude(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._order.magnitude[flat].to(torch.float64)
-
-    def _probability(self, flat: torch.Tensor) -> torch.Tensor:
-        ranks = self._order.ranks_of(flat)
-        weight = ranks.clamp(min=1).to(torch.float64).pow(-self._law.alpha)
-        return torch.where(ranks > 0, weight / mass(self._law, self._order.count().clamp(min=1)), 0.0)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"magnitude": self._order.magnitude}
-
-    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self._is_shared:
-            self._order.assign_(tensors["magnitude"])
-        else:
-            with outside_inference_mode():
-                self._order: RankOrder = make_order(tensors["magnitude"].clone(), self._stale_updates)
-        self._alpha_changed(self.alpha)
-
-    def _clear(self) -> None:
-        self._order.assign_(torch.full_like(self._order.magnitude, -1.0))
-
-    def _share(self) -> None:
-        self._order.share_memory_()
-
-    def _rebuild(self) -> None:
-        self._order.assign_(self._order.magnitude.clone())
+    def __init__(self, order: RankOrder, alpha: float) -> None:
+        self.order = order
+        self.reweigh(alpha)
 
     @property
-    def _weighed_alpha(self) -> float:
-        return self._law.alpha
+    def alpha(self) -> float:
+        return self.law.alpha
 
-    def _alpha_changed(self, alpha: float) -> None:
-        self._law = rank_law(alpha, self._device)
+    @property
+    def refused(self) -> Tensor | int:
+        return self.order.refused
 
+    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        largest = self.order.update_(flat, td_error, rows, counts)
+        return REFUSED if largest is None else largest
 
-_NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"
+    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        self.order.fill_(start, count, magnitude)
+
+    def magnitude(self, flat: Tensor) -> Tensor:
+        return self.order.magnitude[flat].to(torch.float64)
+
+    def probability(self, flat: Tensor) -> Tensor:
+        ranks = self.order.ranks_of(flat)
+        weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)
+        return torch.where(ranks > 0, weight / mass(self.law, self.order.count().clamp(min=1)), 0.0)
+
+    def reweigh(self, alpha: float) -> None:
+        self.law = rank_law(alpha, self.order.magnitude.device)
+
+    def rebuild(self) -> None:
+        self.order.assign_(self.order.magnitude.clone())
+
+    def clear(self) -> None:
+        self.order.assign_(torch.full_like(self.order.magnitude, -1.0))
+
+    def share_memory_(self) -> None:
+        self.order.share_memory_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"magnitude": self.order.magnitude}
+
+    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None:
+        self.order.assign_(tensors["magnitude"])
+        self.reweigh(alpha)
+
+    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
+        if not isinstance(self.order, DeviceOrder):
+            return None, self.order
+        state = self.order.on_device
+        state.take(self.law, beta)
+        state.numbers.set_(NAMED, rows)
+        return state.largest, self.order

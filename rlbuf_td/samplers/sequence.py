@@ -11,6 +11,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.episodes import Boundaries
+from rlbuf_td.samplers.common import permutation
 from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -174,7 +175,7 @@ class SequenceSampler(SamplerWrapper):
                 break
             others, other_info = draw_from(self.innermost, storage, len(anchors))
             # Stratified draws have a part of the rows for each place, which may not hold a single one that fits.
-            order = self._shuffled(len(anchors), anchors.device)
+            order = permutation(len(anchors), self._rng, anchors.device)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
@@ -186,28 +187,6 @@ class SequenceSampler(SamplerWrapper):
                     "within its trajectory: take shorter windows, or boundary='pad'"
                 )
         return anchors, info, back, ahead
-
-    # -- in captured graphs
-
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws read it what the host knows.
-
-        Raises:
-            ValueError: ``batch_size`` is no multiple of the rows of a window.
-        """
-        super().prepare_replay(storage, self._windows_of(batch_size))
-        # What has been written by ways of which the index was not told is read here, outside of the graph.
-        TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was."""
-        own = self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
-        return super().replay_key(), own
-
-    def _shuffled(self, count: int, device: torch.device) -> torch.Tensor:
-        generator = self._rng
-        source = device if generator is None else generator.device
-        return torch.randperm(count, generator=generator, device=source).to(device)
 
     def _windows(
         self, storage: Storage, anchors: torch.Tensor, back: torch.Tensor, ahead: torch.Tensor
@@ -242,6 +221,17 @@ class SequenceSampler(SamplerWrapper):
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from (self.init_key, self._beside("truncated"), self._beside("done"))
+
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`.
+
+        Raises:
+            ValueError: ``batch_size`` is not a multiple of a window.
+        """
+        inner = super().prepare_graph(storage, self._windows_of(batch_size))
+        # The index reads rows that it was not told of here, outside of the graph.
+        TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
+        return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
     # -- priorities
 

@@ -11,11 +11,11 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, OwnSignature, uniform_numbers
 from rlbuf_td.storages.indexing import Index, coordinates, device_of
 
 
-class UniformSampler(Sampler):
+class UniformSampler(GraphCapturable, Sampler):
     """Draw every row that has been written with equal probability.
 
     Args:
@@ -43,7 +43,7 @@ class UniformSampler(Sampler):
 
     def __init__(self, *, unique: bool = False) -> None:
         self.unique = unique
-        self._live: DeviceScalars | None = None  # the rows that captured draws take from
+        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, where recorded draws read it
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows.
@@ -62,43 +62,37 @@ class UniformSampler(Sampler):
         """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
         rows = len(storage)
         if rows == 0:
-            raise RuntimeError("cannot sample from an empty buffer: extend it first")
-        device = device_of(storage)
-        live = self._live[0] if self._live is not None and is_capturing() else rows
+            raise RuntimeError(EMPTY)
+        device, generator = device_of(storage), self._rng
+        live = self._rows_in_graph[0] if self._rows_in_graph is not None and is_capturing() else None
         if self.unique:
             self._refuse_more_than(rows, batch_size)
-            return self._distinct(live, batch_size, device), {}
-        if isinstance(live, torch.Tensor):
-            return (self._uniform(batch_size, device) * live).long(), {}
-        source = self._source(device)
-        flat = torch.randint(live, (batch_size,), generator=self._rng, device=source)
+            return self._distinct(rows if live is None else live, batch_size, device), {}
+        if live is not None:
+            return (uniform_numbers(batch_size, generator, device) * live).long(), {}
+        source = device if generator is None else generator.device
+        flat = torch.randint(rows, (batch_size,), generator=generator, device=source)
         return (flat if source == device else flat.to(device)), {}
-
-    def _source(self, device: torch.device) -> torch.device:
-        return device if self._rng is None else self._rng.device
 
     def _refuse_more_than(self, rows: int, batch_size: int) -> None:
         if batch_size > rows:
             raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: take a smaller batch or unique=False")
 
-    def _uniform(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        source = self._source(device)
-        return torch.rand(batch_size, dtype=torch.float64, generator=self._rng, device=source).to(device)
-
     def _distinct(self, rows: int | torch.Tensor, batch_size: int, device: torch.device) -> torch.Tensor:
-        drawn = torch.empty(0, dtype=torch.int64, device=device)
-        if isinstance(rows, torch.Tensor) or backend_of(drawn) != "numba" or self._source(device) != device:
-            return distinct_rows(self._uniform(batch_size, device), rows)
+        generator, drawn = self._rng, torch.empty(0, dtype=torch.int64, device=device)
+        is_on_host = backend_of(drawn) == "numba" and (generator is None or generator.device == device)
+        if isinstance(rows, torch.Tensor) or not is_on_host:
+            return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
         if 8 * batch_size > rows:
-            return torch.randperm(rows, generator=self._rng)[:batch_size]
-        # Rejection: of an endless sequence of draws the first mentions are an ordered sample without replacement.
+            return torch.randperm(rows, generator=generator)[:batch_size]
+        # Rejection: the first occurrences in an endless sequence of draws are an ordered sample without replacement.
         while drawn.shape[0] < batch_size:
-            more = torch.randint(rows, (batch_size,), generator=self._rng)
-            drawn = first_mentions(torch.cat((drawn, more)))
+            more = torch.randint(rows, (batch_size,), generator=generator)
+            drawn = without_repetitions(torch.cat((drawn, more)))
         return drawn[:batch_size]
 
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws of ``batch_size`` rows read it what the host knows.
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`.
 
         Raises:
             ValueError: ``unique`` and fewer rows than ``batch_size``.
@@ -106,16 +100,10 @@ class UniformSampler(Sampler):
         rows, device = len(storage), device_of(storage)
         if self.unique:
             self._refuse_more_than(rows, batch_size)
-        if self._live is None or self._live.tensor.device != device:
-            self._live = DeviceScalars(1, device)
-        self._live.set_(0, rows)
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was: the setting, and where they read how many rows there are."""
-        return self.unique, self._live
-
-    def forget_order(self) -> None:
-        """Do nothing: a replay changes nothing here."""
+        if self._rows_in_graph is None or self._rows_in_graph.tensor.device != device:
+            self._rows_in_graph = DeviceScalars(1, device)
+        self._rows_in_graph.set_(0, rows)
+        return self.unique, self._rows_in_graph
 
     def _empty(self) -> None:
         pass
@@ -144,11 +132,11 @@ class UniformSampler(Sampler):
         return f"{type(self).__name__}(unique={self.unique})"
 
 
-def first_mentions(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` (1-D) without the repetitions, in order.
+def without_repetitions(values: torch.Tensor) -> torch.Tensor:
+    """Return the first occurrence of each of ``values`` (1-D), in order.
 
     Example:
-        >>> first_mentions(torch.tensor([3, 1, 3, 2, 1]))
+        >>> without_repetitions(torch.tensor([3, 1, 3, 2, 1]))
         tensor([3, 1, 2])
     """
     ordered, order = torch.sort(values, stable=True)

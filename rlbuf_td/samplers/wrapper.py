@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.resize import resized_state
-from rlbuf_td.samplers.signature import OwnSignature
+from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
@@ -25,7 +25,7 @@ A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the b
 """
 
 
-class SamplerWrapper(PrioritizedSampler):
+class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     """Base of the samplers that wrap another one; abstract.
 
     The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
@@ -101,18 +101,14 @@ class SamplerWrapper(PrioritizedSampler):
         """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
-    # -- in captured graphs
+    # -- CUDA graphs
 
-    def prepare_replay(self, storage: Storage, batch_size: int) -> None:
-        """Put where captured draws of ``batch_size`` rows read it what the host knows."""
-        self.sampler.prepare_replay(storage, batch_size)
-
-    def replay_key(self) -> Any:
-        """Return what captured draws go on with as it was."""
-        return id(self.sampler), self.sampler.replay_key()
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
+        return id(self.sampler), self.sampler.prepare_graph(storage, batch_size)
 
     def forget_order(self) -> None:
-        """Take note that a graph has changed priorities."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         self.innermost.forget_order()
 
     # -- what goes to the wrapped sampler

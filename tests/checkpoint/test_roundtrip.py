@@ -103,8 +103,8 @@ def test_the_tree_of_sums_is_rebuilt_to_the_last_bit(sampler, tmp_path):
     rb.dumps(tmp_path)
     again = make(sampler, steps=700)
     again.loads(tmp_path)
-    for name, tensor in rb.sampler._tree.tensors().items():
-        assert torch.equal(tensor, again.sampler._tree.tensors()[name]), name
+    for name, tensor in rb.sampler.tree.tensors().items():
+        assert torch.equal(tensor, again.sampler.tree.tensors()[name]), name
 
 
 def test_an_index_of_rows_that_were_written_out_of_order_comes_back(tmp_path):

@@ -202,9 +202,9 @@ def _check_priorities(rb: ReplayBuffer) -> None:
     """Raise AssertionError unless the priorities are consistent, and every row has one."""
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler._tree, sampler.alpha, sampler.eps)
+        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
     else:
-        sampler._order.check_valid()
+        sampler.order.check_valid()
     if not bool((sampler.priority(torch.arange(len(rb))) >= 0).all()):
         raise AssertionError("a row has no priority")
 

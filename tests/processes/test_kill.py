@@ -101,9 +101,9 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
         assert torch.equal(mine, right)
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler._tree, sampler.alpha, sampler.eps)
+        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
     if isinstance(sampler, RankSampler):
-        order: Any = sampler._order
+        order: Any = sampler.order
         order.check_valid()
     if not isinstance(sampler, UniformSampler):
         assert (sampler.priority(cells) > 0).all()
@@ -241,7 +241,7 @@ def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch,
     killed(work)
     assert (rb.chronological() == expected).all()
     assert rb.write_count == 30
-    sum_tree.check(rb.sampler._tree, rb.sampler.alpha, rb.sampler.eps)
+    sum_tree.check(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
     rb.load_state_dict(other.state_dict())
     assert (rb.chronological() == other.chronological()).all()
     assert (rb.sample()["x"] >= 500).all()

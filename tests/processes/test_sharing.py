@@ -104,9 +104,9 @@ def test_priorities_and_settings_are_everybodys(sampler):
 
     elsewhere(draw)
     if sampler is ProportionalSampler:
-        sum_tree.check(rb.sampler._tree, 1.0, rb.sampler.eps)
+        sum_tree.check(rb.sampler.tree, 1.0, rb.sampler.eps)
     else:
-        rb.sampler._order.check_valid()
+        rb.sampler.order.check_valid()
 
 
 def test_updates_of_rows_that_another_process_has_replaced_are_left_out():

@@ -66,31 +66,6 @@ def test_an_empty_buffer_is_refused_as_on_the_cpu(path, gpu, cls, written):
         rb.sample()
 
 
-class Larger(PackedStorage):
-    """Changes what it gathers."""
-
-    def gather(self, flat):
-        batch = super().gather(flat)
-        batch["x"] += 100
-        return batch
-
-
-class First(ProportionalSampler):
-    """Picks rows in its own way."""
-
-    def _pick(self, rows, uniform):
-        return torch.zeros_like(uniform, dtype=torch.int64), torch.ones_like(uniform)
-
-
-def test_subclasses_that_change_what_the_direct_way_is_made_of_are_asked(path, gpu):
-    rb = ReplayBuffer(storage=Larger(20, device=gpu), sampler=ProportionalSampler(20), batch_size=8)
-    rb.extend(data(20).to(gpu))
-    batch = rb.sample()
-    assert torch.equal(batch["x"], batch["index"] + 100)
-    rb = buffer(First(20), gpu)
-    assert rb.sample()["x"].tolist() == [0] * 64
-
-
 class Descending(ProportionalSampler):
     """Changes what the direct way would not ask."""
 

@@ -48,7 +48,7 @@ def draws(rb: ReplayBuffer, batch: int, batches: int) -> torch.Tensor:
 
 
 def check(rb: ReplayBuffer) -> None:
-    sum_tree.check(rb.sampler._tree, rb.sampler.alpha, rb.sampler.eps)
+    sum_tree.check(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.5])
@@ -231,10 +231,10 @@ def test_a_bad_setting_is_refused(settings, message):
 )
 def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message):
     rb = buffer(20, 10)
-    before = {name: tensor.clone() for name, tensor in rb.sampler._tensors().items()}
+    before = {name: tensor.clone() for name, tensor in rb.sampler.snapshot()["priorities"].items()}
     with pytest.raises(error, match=message):
         rb.sampler.update_priority(index, td_error, storage=rb.storage)
-    for name, tensor in rb.sampler._tensors().items():
+    for name, tensor in rb.sampler.snapshot()["priorities"].items():
         assert torch.equal(tensor, before[name])
     assert rb.sampler.default_priority == 1.0
 
@@ -349,7 +349,7 @@ def test_a_copied_sampler_draws_the_same_and_is_independent(copied):
     assert torch.equal(expected, drawn)
     assert torch.equal(info["priority_weight"], twin_info["priority_weight"])
     twin.update_priority(torch.tensor([0]), torch.tensor([100.0]))
-    sum_tree.check(twin._tree, 0.6, 1e-6)
+    sum_tree.check(twin.tree, 0.6, 1e-6)
     assert rb.sampler.priority([0]).item() == 1.0
 
 
@@ -365,7 +365,7 @@ def test_state_is_complete_through_state_dict_and_files(tmp_path):
         assert other.default_priority == 9.0
         torch.testing.assert_close(other.priority(torch.arange(10)), rb.sampler.priority(torch.arange(10)))
         other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
-        sum_tree.check(other._tree, 0.6, 1e-6)
+        sum_tree.check(other.tree, 0.6, 1e-6)
         assert other.eps == rb.sampler.eps
     with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())

@@ -11,7 +11,7 @@ from scipy import stats
 from tensordict import TensorDict
 
 from rlbuf_td import RankSampler
-from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.kernels.rank_order.law import rank_law
 from tests.samplers.test_rank import buffer, law_of, sampler_of
 
 #: Every statistical test below fails a right sampler with this probability (but seeds are fixed), over DRAWS draws. One
@@ -25,11 +25,19 @@ CELLS = 48
 # -- what draws and weights add up to, by brute force over all uniform numbers
 
 
-def drawn_by_grid(sampler: Prioritized, n: int, k: int, points: int) -> tuple[torch.Tensor, torch.Tensor]:
+def picked(sampler: RankSampler, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and weights that the sampler draws by given uniform numbers."""
+    law = rank_law(sampler.alpha, torch.device("cpu"))
+    drawn = sampler.order.draw(law, uniform, stratified=sampler.stratified, beta=sampler.beta, norm=sampler.weight_norm)
+    assert drawn is not None
+    return drawn
+
+
+def drawn_by_grid(sampler: RankSampler, n: int, k: int, points: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and weights of ``points`` batches of ``k``: each segment at the same ``points`` places, evenly spread."""
     rows, weights = [], []
     for u in (torch.arange(points, dtype=torch.float64) + 0.5) / points:
-        row, weight = sampler._pick(n, u.expand(k).contiguous())
+        row, weight = picked(sampler, u.expand(k).contiguous())
         rows.append(row)
         weights.append(weight)
     return torch.stack(rows), torch.stack(weights)
@@ -119,7 +127,7 @@ def observed_cells(sampler: RankSampler, alpha: float, n: int, k: int, seed: int
     cell_of_rank, rank_of_row = cells_of(alpha, n), sampler.rank(torch.arange(n)).numpy()
     batches = DRAWS // k
     uniform = torch.rand(batches, k, dtype=torch.float64, generator=generator)
-    rows = torch.stack([sampler._pick(n, u)[0] for u in uniform]).numpy()
+    rows = torch.stack([picked(sampler, u)[0] for u in uniform]).numpy()
     ranks = np.sort(rank_of_row[rows], axis=1)  # by segment, if each row is from another one
     return np.stack([np.bincount(cell_of_rank[ranks[:, j] - 1], minlength=CELLS) for j in range(k)])
 

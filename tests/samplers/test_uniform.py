@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, UniformSampler
 from rlbuf_td.kernels.dispatch import forced
-from rlbuf_td.samplers.uniform import first_mentions
+from rlbuf_td.samplers.uniform import without_repetitions
 from tests.statistics import assert_follows, power
 
 
@@ -68,8 +68,8 @@ def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed
 
 
 @given(st.lists(st.integers(0, 9)))
-def test_first_mentions_keeps_the_order(values):
-    assert first_mentions(torch.tensor(values, dtype=torch.int64)).tolist() == list(dict.fromkeys(values))
+def test_without_repetitions_keeps_the_order(values):
+    assert without_repetitions(torch.tensor(values, dtype=torch.int64)).tolist() == list(dict.fromkeys(values))
 
 
 def test_with_two_dims_the_index_is_a_tuple_over_all_cells():

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.diagnostics.health import unwrapped
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers import MinibatchSampler
+from rlbuf_td.samplers.common import GraphCapturable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -114,7 +115,7 @@ class CapturedStep:
                 "cannot capture a MinibatchSampler: the host counts its epochs, and ends them with a shorter batch; "
                 "take UniformSampler(unique=True), or sample outside of a graph"
             )
-        if not buffer._is_direct or not hasattr(sampler, "prepare_replay"):
+        if not buffer._is_direct or not isinstance(sampler, GraphCapturable):
             raise TypeError(
                 f"cannot capture a buffer with {type(buffer._storage).__name__} and {type(sampler).__name__}: "
                 "it takes PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, "
@@ -139,11 +140,11 @@ class CapturedStep:
     def _replayed(self, storage: PackedStorage) -> Any:
         buffer = self._buffer
         sampler = buffer._sampler
-        sampler.prepare_replay(storage, self._batch_size)
+        key = sampler.prepare_graph(storage, self._batch_size)
         if self._now.tensor.device != storage.device:
             self._now = DeviceScalars(1, storage.device)
         self._now.set_(0, storage.clock.now)
-        baked = self._what_is_baked(storage)
+        baked = self._what_is_baked(storage, key)
         if self._baked is None or not self._baked.is_still(baked):
             self._capture(storage)
             self._baked = baked
@@ -154,12 +155,12 @@ class CapturedStep:
         sampler.forget_order()
         return captured.output
 
-    def _what_is_baked(self, storage: PackedStorage) -> _Baked:
+    def _what_is_baked(self, storage: PackedStorage, key: Any) -> _Baked:
         buffer = self._buffer
         sampler, replays = buffer._sampler, buffer._replays
         counts = None if replays is None else replays.counts()
         read = storage._storage, *storage._all_rows().sources(), self._now, counts
-        return _Baked((sampler, sampler._rng, *read, *buffer._stages), (sampler.replay_key(),))
+        return _Baked((sampler, sampler._rng, *read, *buffer._stages), (key,))
 
     def _capture(self, storage: PackedStorage) -> None:
         """Record one graph for each output of the ring, each with memory of its own.

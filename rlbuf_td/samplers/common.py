@@ -1,0 +1,184 @@
+"""What samplers share: constructor signatures, random numbers, CUDA graphs, and checks of settings and TD errors."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.storages.indexing import moved
+
+EMPTY = "cannot sample from an empty buffer: extend it first"
+
+
+class OwnSignature:
+    """A class attribute ``__signature__`` that shows the signature of the class's ``__init__``.
+
+    TorchRL's metaclasses call their classes with ``(*args, **kwargs)``, which is all that ``inspect`` would show.
+
+    Example:
+        >>> class Part:
+        ...     __signature__ = OwnSignature()
+        ...     def __init__(self, size: int = 3): ...
+        >>> str(Part.__signature__)
+        "(size: 'int' = 3)"
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _, *others = signature.parameters.values()
+        return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
+
+
+class GraphCapturable(ABC):
+    """A sampler whose draws can be recorded in a CUDA graph, which :meth:`ReplayBuffer.capture` does.
+
+    A graph repeats its launches with the arguments that they had when it was recorded. A draw inside of
+    :func:`~rlbuf_td.kernels.device_scalars.capturing` therefore reads what the host may change (the number of rows,
+    beta ...) from device memory.
+    """
+
+    @abstractmethod
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
+
+        Called before each replay, under the buffer's lock.
+
+        Returns:
+            What a graph cannot see change. If it differs from the last value, the graph is recorded again.
+        """
+
+    def forget_order(self) -> None:  # noqa: B027
+        """Drop what the host derived from priorities: a graph has changed them. Does nothing by default."""
+
+
+class SnapshotState(ABC):
+    """``state_dict``, ``dumps`` and ``loads`` of a part with a ``snapshot`` and a ``load_state_dict``."""
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that behaviour depends on."""
+        return _copied(self.snapshot())
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
+        save_state(path, type(self).__name__, self.snapshot())
+
+    def loads(self, path: str | Path) -> None:
+        """Continue from what :meth:`dumps` saved; nothing is executed.
+
+        Raises:
+            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
+        """
+        self.load_state_dict(load_state(path, type(self).__name__))
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
+    source = device if generator is None else generator.device
+    numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
+    return numbers if source == device else numbers.to(device)
+
+
+def permutation(count: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+    """Draw a random order of ``0 .. count - 1`` on the generator's device, and return it on ``device``."""
+    source = device if generator is None else generator.device
+    return torch.randperm(count, generator=generator, device=source).to(device)
+
+
+def exponent(name: str, value: float) -> float:
+    """Return a setting as a float.
+
+    Raises:
+        ValueError: it is negative, NaN or infinite.
+    """
+    number = float(value)
+    if not 0.0 <= number < float("inf"):
+        raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
+    return number
+
+
+def refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
+    """Raise a ValueError that names the first setting of a prioritized sampler that is not one of its values."""
+    if not isinstance(stratified, bool):
+        raise ValueError(f"stratified must be True or False, got {stratified!r}")
+    if weight_norm not in ("buffer", "batch", None):
+        raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
+    if reduction not in ("max", "min", "mean", "median"):
+        raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
+
+
+def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
+    """Return TD errors in any form as ``[rows]`` float32 or float64, contiguous, on ``device``.
+
+    Raises:
+        ValueError: their number is neither 1 nor ``rows``.
+        TypeError: they are complex.
+    """
+    td_error = priority if type(priority) is torch.Tensor else torch.as_tensor(priority)
+    if td_error.is_complex():
+        raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
+    if td_error.requires_grad:
+        td_error = td_error.detach()
+    td_error = moved(td_error, device)
+    if td_error.dtype is not torch.float32 and td_error.dtype is not torch.float64:
+        td_error = td_error.to(torch.float32 if td_error.is_floating_point() else torch.float64)
+    if td_error.numel() == 1 != rows:
+        return td_error.expand(rows).contiguous()
+    if td_error.numel() != rows:
+        raise ValueError(
+            f"{td_error.numel()} priorities (shape {tuple(td_error.shape)}) for {rows} rows: "
+            "give one a row, or one for all"
+        )
+    return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
+
+
+def refuse_errors(td_error: torch.Tensor) -> None:
+    """Raise a ValueError if a TD error is NaN or infinite; it says how many and where."""
+    finite = td_error.isfinite()
+    if not finite.all():
+        where = (~finite).nonzero().squeeze(1)
+        shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
+        raise ValueError(
+            f"{where.numel()} of {td_error.numel()} TD errors are NaN or infinite (positions {shown}): "
+            "nothing has been changed. Look for a diverging loss."
+        )
+
+
+def refuse_priorities(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> NoReturn:
+    """Say which TD error (ValueError) or which row (IndexError) of a refused batch is bad."""
+    refuse_errors(td_error)
+    low, high = int(flat.min()), int(flat.max())
+    bad = high if high >= rows else low
+    raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")
+
+
+def refuse_state(tensors: Any, blank: dict[str, torch.Tensor]) -> None:
+    """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
+    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
+        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
+    for name, expected in blank.items():
+        tensor = tensors[name]
+        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is the least and the largest
+            raise ValueError(f"the saved {name} holds NaN or infinite values")
