@@ -1,4 +1,4 @@
-"""What a running Gymnasium environment does, as transitions in a buffer."""
+"""Record the transitions of a running Gymnasium environment in a buffer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.buffers.rollout import RolloutBuffer
-from rlbuf_td.envs.infos import Key, fill_, fill_info_, fill_infos_, flatten, look_up, missing_info, part_of, to_array
+from rlbuf_td.envs.infos import Key, fill_, fill_info_, fill_infos_, look_up, missing_info, part_of, to_array
 from rlbuf_td.envs.lane_queues import Staging
-from rlbuf_td.envs.specs import ACTION, schema_of, tensors_of
+from rlbuf_td.envs.specs import ACTION, leaves_of, schema_of, tensors_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.writers import RolloutWriter
 
 _REWARD, _DONE = ("next", "reward"), ("next", "done")
 _GIVEN = _REWARD, ("next", "terminated"), ("next", "truncated")
@@ -27,43 +27,41 @@ _FAR_AHEAD = 1_024
 
 
 class GymnasiumRecorder:
-    """Step a Gymnasium environment through this, and its transitions are in the buffer.
+    """Step a Gymnasium environment through this object to store its transitions in a buffer.
 
-    ``reset`` and ``step`` return exactly what the environment's do. What is stored is right in every autoreset mode:
+    ``reset`` and ``step`` return exactly what the environment's return. The rows are right in every autoreset mode:
 
-    - ``("next", ...)`` is the true next observation, at the end of an episode too: same-step autoreset gives it as
-      ``final_obs``;
-    - the step by which next-step autoreset begins a new episode is none: nothing is stored for that lane;
+    - ``("next", ...)`` is the true next observation, at the end of an episode too (``final_obs`` of same-step
+      autoreset);
+    - the step with which next-step autoreset begins a new episode is no transition and is not stored;
     - ``terminated`` and ``truncated`` are kept apart, and ``done`` is either;
-    - ``("collector", "traj_ids")`` numbers the episodes, so that one that is broken off by ``reset`` does not run into
-      the next.
+    - ``("collector", "traj_ids")`` numbers the episodes, so that one that ``reset`` breaks off does not run into the
+      next.
 
-    **Where a transition goes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as
-    soon as every lane has its transition: at once, except in next-step mode, where a lane that began a new episode is a
-    step behind the others and their newest transitions wait (see :attr:`pending`). Time then differs between lanes,
-    but in each of them row ``t + 1`` follows row ``t``, on which sequences, n-step returns and hindsight rely. Lanes
-    whose episodes are of one kind stay within a few dozen steps; where one ends much more often, the others wait ever
-    longer (a warning says so): take same-step mode or a flat buffer then. A flat buffer ``[T]`` takes the
-    transitions of one environment at once, and those of several in stretches: a lane's when its episode ends, or when
-    ``stretch`` of them wait; :meth:`flush` writes the rest.
+    **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as soon as every lane
+    has its transition: at once, except in next-step mode, where a lane that began a new episode is a step behind, and
+    the newest transitions of the others wait (:attr:`pending`). Row ``t + 1`` still follows row ``t`` in each lane, as
+    sequences, n-step returns and hindsight need. If episodes of one lane end much more often, the others wait ever
+    longer, and a warning says so: use same-step mode or a flat buffer then. A flat buffer ``[T]`` takes the transitions
+    of one environment at once, and those of several in stretches of one lane: when its episode ends, or when
+    ``stretch`` transitions wait. :meth:`flush` writes the rest.
 
     Args:
-        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for instance by ``from_env(env, ...)``.
+        buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
-        infos: what to store of the infos, under ``"next"``: names (``("episode", "r")`` for one within another), which
-            must then be in every step's infos; or a dict of names with the value to store where there is none.
-        trajectory_key: where the episodes' numbers go; ``None``: nowhere, and an episode cannot be broken off.
+        infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one), which every step must
+            have; or a dict from names to the value to store where it is missing.
+        trajectory_key: the key of the episodes' numbers; ``None``: none, and no episode can be broken off.
         stretch: see above.
-        autoreset_mode: of a vector environment: default what its metadata say, next-step if they say nothing. A single
-            environment is next-step under Gymnasium's ``Autoreset`` wrapper, else disabled.
+        autoreset_mode: of a vector environment; default: from its metadata, else next-step. A single environment is
+            next-step under Gymnasium's ``Autoreset`` wrapper, else disabled.
 
     Raises:
-        TypeError: ``buffer`` or ``env`` is something else.
+        TypeError: ``buffer`` or ``env`` is of another type.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
 
-    Cost: one copy of a step's rows, some 50 us for 16 environments (``python -m rlbuf_td bench --only record``). With
-    the buffer's ``stats`` or transforms, as :meth:`ReplayBuffer.add`. TorchRL has no recorder: its collectors step
-    TorchRL's environments.
+    Cost: about 50 us per step of 16 environments (``python -m rlbuf_td bench --only record``). TorchRL has no recorder:
+    its collectors step TorchRL's environments.
 
     Example:
         >>> import gymnasium
@@ -79,7 +77,7 @@ class GymnasiumRecorder:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: TensorDictReplayBuffer,
         env: Any,
         *,
         infos: Sequence[str | Key] | Mapping[Any, Any] = (),
@@ -87,7 +85,7 @@ class GymnasiumRecorder:
         stretch: int = 1_000,
         autoreset_mode: Any = None,
     ) -> None:
-        if not isinstance(buffer, ReplayBuffer):
+        if not isinstance(buffer, TensorDictReplayBuffer) or not hasattr(buffer, "from_env"):  # TorchRL's lack it
             raise TypeError(f"buffer must be a ReplayBuffer or RolloutBuffer, got a {type(buffer).__name__}")
         if stretch < 1:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
@@ -100,18 +98,19 @@ class GymnasiumRecorder:
         self._single = not schema.ndim
         self._lanes = 1 if self._single else schema.shape[0]
         self._flat = buffer.storage.ndim == 1
-        if self._flat and not self._single and isinstance(buffer, RolloutBuffer):
+        if self._flat and not self._single and isinstance(buffer.writer, RolloutWriter):
             raise ValueError(f"a rollout of {self._lanes} environments needs lanes: RolloutBuffer(T, {self._lanes})")
         self._mode = _mode_of(env, autoreset_mode, self._single)
         self._obs_paths, self._action_paths = _paths(env, schema, self._single)
         self._next_paths = [(("next", *key), path) for key, path in self._obs_paths]
-        self._infos = {_path(name): infos[name] if isinstance(infos, Mapping) else None for name in infos}
+        defaults = infos if isinstance(infos, Mapping) else dict.fromkeys(infos)
+        self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in defaults.items()}
         self._trajectory_key = trajectory_key
         self._schema = self._fitted(schema.unsqueeze(0) if self._single else schema)
         self._staging: Staging | None = None  # from the first step on
         self._obs: Any = None
-        self._ended = np.zeros(self._lanes, bool)  # whose episode has ended, and has not begun anew
-        self._fresh = np.ones(self._lanes, bool)  # who has taken no step of the episode
+        self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
+        self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._next_trajectory = self._first_free_trajectory()
         self._known_layout: Any = None  # of the buffer's rows, when it was last compared with what is recorded
@@ -119,7 +118,7 @@ class GymnasiumRecorder:
         self._warned = False
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Return the schema, ``[E]``, of what is recorded, as the buffer's rows have it, reserved if need be.
+        """Return the schema ``[E]`` with the trajectory key and the reward dtype of the buffer; reserve rows for it.
 
         Raises:
             SchemaError: the rows have other lanes, lack a key, or hold it with another dtype or shape.
@@ -155,20 +154,19 @@ class GymnasiumRecorder:
         if self._trajectory_key is None or not len(self.buffer):
             return 0
         storage = self.buffer.storage
-        if isinstance(storage, PackedStorage):  # no slice: of keys that rows share it would be a copy
-            is_stored = storage.layout is not None and storage.layout.has(self._trajectory_key)
-            stored = storage.get(self._trajectory_key) if is_stored else None
-        else:
-            stored = storage[:].get(self._trajectory_key, None)
+        layout = getattr(storage, "layout", None)
+        if layout is not None and layout.has(self._trajectory_key):
+            return int(storage.get(self._trajectory_key).max()) + 1  # without a copy of deduplicated keys
+        stored = storage[:].get(self._trajectory_key, None)
         return 0 if stored is None else int(stored.max()) + 1
 
     # -- running
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes, as the environment's ``reset`` does; ``options={"reset_mask": ...}``: in some lanes only.
+        """Reset the environment, in some lanes only with ``options={"reset_mask": ...}``, and return what it returns.
 
         Raises:
-            RuntimeError: this breaks an episode off, and there is no trajectory key to tell.
+            RuntimeError: this breaks off an episode, and without a trajectory key the rows would not show it.
         """
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
@@ -185,16 +183,16 @@ class GymnasiumRecorder:
         return self._obs, info
 
     def step(self, action: Any, **extras: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take a step, store its transitions, and return what the environment's ``step`` does.
+        """Take a step, store its transitions, and return what the environment's ``step`` returns.
 
         Args:
-            action: for the environment.
-            **extras: more entries for the transitions, the same ones in every step: a policy's outputs, for instance
-                ``state_value`` of shape ``[E, 1]``, as arrays, tensors, or nested dicts of them.
+            action: the action.
+            **extras: more entries for the transitions, the same in every step, such as a policy's ``state_value`` of
+                shape ``[E, 1]``: arrays, tensors, or nested dicts of them.
 
         Raises:
-            RuntimeError: there has been no reset, or (with autoreset disabled) an episode has ended and was not reset.
-            SchemaError: an entry has another dtype or shape than its space says, or than in the first step.
+            RuntimeError: there was no reset, or (with autoreset disabled) an episode has ended and was not reset.
+            SchemaError: an entry has another dtype or shape than its space, or than in the first step.
         """
         if self._obs is None:
             raise RuntimeError("call the recorder's reset() before its first step()")
@@ -221,22 +219,22 @@ class GymnasiumRecorder:
             self._begin(done)
         elif lanes is None:
             self._ended[:] = done
-        else:  # by this step, these lanes have begun anew
+        else:  # this step has reset the lanes that had ended
             begun, self._ended = self._ended, done & lanes
             self._begin(begun)
         return result
 
     @property
     def pending(self) -> int:
-        """Transitions that are not in the buffer yet."""
+        """The number of transitions that are not in the buffer yet."""
         return 0 if self._staging is None else self._staging.pending
 
     def flush(self) -> None:
-        """Write everything that waits for a flat buffer; into ``[T, E]``, complete time steps are written at once."""
+        """Write all waiting transitions into a flat buffer; in ``[T, E]``, incomplete time steps stay pending."""
         self._write_stretches(np.ones(self._lanes, bool))
 
     def _begin(self, lanes: np.ndarray) -> None:
-        """Begin a trajectory in each of some lanes."""
+        """Begin a new trajectory in each lane of a mask."""
         count = np.count_nonzero(lanes)
         if not count:
             return
@@ -249,13 +247,11 @@ class GymnasiumRecorder:
     # -- the rows of the step
 
     def _stage(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> Staging:
-        """Return staging for the schema and what the first step brings beside it."""
-        more = {key: torch.as_tensor(to_array(value)) for key, value in flatten(extras)}
+        """Return the rows to fill: those of the schema, and of the first step's extras and infos."""
+        more = {key: torch.as_tensor(to_array(value)) for key, value in leaves_of(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
-        for path, default in self._infos.items():
-            key = ("next", *path)
-            more[key] = self._info_example(path, default, info)
+        more |= {("next", *path): self._info_example(path, value, info) for path, value in self._infos.items()}
         schema = self._schema.copy()
         for key, value in more.items():
             if schema.get(key, None) is not None or key == ("next",):
@@ -265,7 +261,7 @@ class GymnasiumRecorder:
             schema.set(key, value)
         staging = Staging(schema)
         self._columns = {key: x[0, ...] for key, x in staging.columns.items()} if self._single else staging.columns
-        self._extra_keys = tuple(key for key, _ in flatten(extras))
+        self._extra_keys = {key for key, _ in leaves_of(extras)}
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
         self._terminated, self._truncated, self._done = (staging.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
         self._single_now = staging.now[0]
@@ -274,7 +270,7 @@ class GymnasiumRecorder:
         return staging
 
     def _info_example(self, path: Key, default: Any, info: Mapping[str, Any]) -> torch.Tensor:
-        """Return a value of an info for every lane, which says what its dtype and shape are."""
+        """Return an example of an info for every lane, which sets its dtype and shape."""
         if default is not None:
             value = tensors_of(default, *path)
         else:
@@ -293,8 +289,8 @@ class GymnasiumRecorder:
         for key, path in self._action_paths:
             fill_(columns[key], part_of(action, path), key)
         if extras or self._extra_keys:
-            given = dict(flatten(extras))
-            if given.keys() != set(self._extra_keys):
+            given = dict(leaves_of(extras))
+            if given.keys() != self._extra_keys:
                 raise SchemaError(
                     f"this step came with the extras {sorted(map(show_key, given))}, "
                     f"the first one with {sorted(map(show_key, self._extra_keys))}: every step must bring the same"
@@ -303,7 +299,7 @@ class GymnasiumRecorder:
                 fill_(columns[key], value, key)
 
     def _fill_after(self, result: Any, lanes: np.ndarray | None) -> np.ndarray:
-        """Fill in what the environment gave; return whose episode has ended, ``[E]``."""
+        """Copy the results of a step into the rows; return the lanes whose episode has ended, ``[E]``."""
         obs, reward, terminated, truncated, info = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)
@@ -323,7 +319,7 @@ class GymnasiumRecorder:
         return done
 
     def _fill_final(self, info: Mapping[str, Any], done: np.ndarray) -> None:
-        """Put the last observation of an episode where the first one of the next stands."""
+        """Replace the first observation of a new episode by the last one of the episode that has ended."""
         final = info.get("final_obs")
         if final is None:
             raise RuntimeError(
@@ -339,7 +335,7 @@ class GymnasiumRecorder:
     # -- writing them
 
     def _store(self, staging: Staging, lanes: np.ndarray | None, done: np.ndarray) -> None:
-        """Write the rows of this step, or let them wait: of all lanes, or of those of a mask."""
+        """Write or queue the rows of this step; ``lanes``: a mask, or ``None`` for all."""
         if self._single and self._flat:
             if lanes is None:
                 self._write(self._single_now, staging.now_packed[0])
@@ -380,10 +376,6 @@ class GymnasiumRecorder:
             buffer.add(step.clone() if len(buffer._stages) else step)  # a transform may change it
 
 
-def _path(name: str | Key) -> Key:
-    return (name,) if isinstance(name, str) else tuple(name)
-
-
 def _mode_of(env: Any, given: Any, single: bool) -> str:
     """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
     if single:
@@ -400,7 +392,7 @@ def _mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def _paths(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return for observation and action the keys of their parts, each with the way to it in what Gymnasium gives."""
+    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in (*_GIVEN, _DONE)]

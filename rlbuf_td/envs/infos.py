@@ -1,8 +1,8 @@
-"""What a Gymnasium step gave, looked up and put into columns of rows; pure functions over arrays."""
+"""Copying the values of a Gymnasium step into columns of rows: pure functions over arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ Key = tuple[str, ...]
 
 
 def part_of(value: Any, path: Key) -> Any:
-    """Return what lies at ``path`` in nested dicts and tuples."""
+    """Return the value at ``path`` in nested dicts and tuples."""
     for part in path:
         value = value[int(part)] if isinstance(value, tuple) else value[part]
     return value
@@ -25,21 +25,8 @@ def to_array(value: Any) -> np.ndarray:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def flatten(value: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Yield the leaves of nested dicts with their keys."""
-    for key, part in value.items():
-        if isinstance(part, Mapping):
-            yield from flatten(part, (*path, key))
-        else:
-            yield (*path, key), part
-
-
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Put a value into a column of its shape, cast within its kind (float64 to float32, say).
-
-    Raises:
-        SchemaError: the value has another shape, or another kind of dtype.
-    """
+    """Copy a value into a column of its shape and kind of dtype (float64 into float32, for example)."""
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
@@ -49,9 +36,9 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
 
 
 def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
-    """Return an info and the mask of the lanes that have it, ``(None, False)`` where there is none.
+    """Return an info and the mask of the lanes that have it; ``(None, False)`` if it is missing.
 
-    In a vector environment's infos, the mask of ``x`` is ``_x``, beside it; without masks all lanes have it.
+    In a vector environment's infos, ``_x`` is the mask of ``x``; without a mask all lanes have it.
     """
     present: Any = True
     value: Any = info
@@ -66,11 +53,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def fill_info_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any]) -> None:
-    """Put an info of a single environment into its column.
-
-    Raises:
-        SchemaError: there is neither a value nor a default; or it does not fit the column.
-    """
+    """Copy an info of a single environment, or its default, into its column."""
     value, _ = look_up(info, path)
     value = default if value is None else value
     if value is None:
@@ -86,15 +69,15 @@ def fill_infos_(
     ended: np.ndarray | None,
     lanes: np.ndarray | None,
 ) -> None:
-    """Put an info of a vector environment into its column, ``[E, ...]``.
+    """Copy an info of a vector environment into its column, ``[E, ...]``.
 
     Args:
-        column: where it goes.
-        path: its name.
-        default: for lanes without a value.
+        column: the column.
+        path: the info's name.
+        default: the value of lanes that lack it.
         info: the infos of all lanes.
-        ended: lanes that the environment has reset within this step: what they had before is in ``final_info``.
-        lanes: of which lanes the value matters; ``None`` for all.
+        ended: lanes that were reset within this step, whose values are in ``final_info``.
+        lanes: lanes to copy; ``None`` for all.
 
     Raises:
         SchemaError: a lane has neither a value nor a default; or the values do not fit the column.
@@ -121,7 +104,7 @@ def fill_infos_(
 
 
 def missing_info(path: Key) -> SchemaError:
-    """Return the error for a step whose infos lack a name."""
+    """Return the error for a missing info."""
     return SchemaError(
         f"the infos of a step have no {show_key(path)}: give the value to store then, infos={{{show_key(path)}: 0.0}}"
     )

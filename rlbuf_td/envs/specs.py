@@ -1,7 +1,7 @@
-"""From Gymnasium spaces, TorchRL specs and environments to a schema: the keys, dtypes and shapes of one transition.
+"""Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of one transition.
 
 A schema is a TensorDict on the ``"meta"`` device, which holds no memory. Its batch size is ``[]``, or ``[E]`` for ``E``
-environments. Gymnasium is never imported here: who passes one of its objects has done so.
+environments. Gymnasium is not imported here: a caller who passes one of its objects has imported it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torchrl.data import Composite, TensorSpec
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
 OBSERVATION, ACTION = "observation", "action"
-# What a transition has beside the observation: at its root, and under "next".
-_TAKEN = {ACTION, "next", "index", "collector"}, {"reward", "done", "terminated", "truncated"}
+# The keys of a transition besides the observation, at its root and under "next".
+_TAKEN = {ACTION, "next", "index", "collector", "reward", "done", "terminated", "truncated"}
 _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
 
 
 def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
-    """Return the schema of what an environment, a space or a spec describes.
+    """Return the schema of an environment, a space or a spec.
 
     Args:
         source: one of
 
-            - a TorchRL environment: a transition with all that its specs name, of the environment's batch size;
+            - a TorchRL environment: a transition with the keys of its specs and the environment's batch size;
             - a Gymnasium environment, single (``[]``) or vectorised (``[E]``): see :func:`transition_schema`;
             - a Gymnasium space or a TorchRL spec of observations: the observation alone, ``[]``;
             - a TensorDict: an example of a transition.
-        extras: more entries, such as a policy's outputs: a TensorDict or (nested) dict of examples, with the same
-            leading dims. An entry that is there already is replaced.
+        extras: more entries, such as a policy's outputs: a TensorDict or (nested) dict of examples with the same
+            leading dims. They replace entries of the same key.
 
     Returns:
-        a TensorDict of meta tensors. Gymnasium's ``Discrete`` is an index ``[]``, ``MultiDiscrete``, ``MultiBinary``
-        and ``Box`` have their own shapes, all their own dtypes; ``Dict`` is nested, and so is ``Tuple``, with keys
-        ``"0"``, ``"1"`` ... A Dict observation has its keys at the root, any other is ``"observation"``.
+        a TensorDict of meta tensors. Gymnasium's ``Discrete`` is an index ``[]``; ``MultiDiscrete``, ``MultiBinary``
+        and ``Box`` keep their shapes and dtypes; ``Dict`` is nested, and so is ``Tuple``, with keys ``"0"``, ``"1"``
+        ... A Dict observation has its keys at the root, any other observation has the key ``"observation"``.
 
     Raises:
         SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
-        TypeError: the source is nothing of the above.
+        TypeError: the source is of another type.
 
-    Cost: O(keys). An environment is not reset or stepped.
+    Cost: O(keys). Environments are not reset or stepped.
 
     Example:
         >>> from torchrl.data import Bounded, Composite, Unbounded
@@ -69,26 +69,26 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
             f"cannot tell keys, dtypes and shapes from a {type(source).__name__}: pass a TorchRL or Gymnasium "
             "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
         )
-    return schema if extras is None else with_extras(schema, extras)
+    return with_extras(schema, extras)
 
 
 def transition_schema(
     observation_space: Any, action_space: Any, num_envs: int | None = None, *, extras: Any = None
 ) -> TensorDict:
-    """Return the schema of a transition between observations of one space, by actions of another.
+    """Return the schema of a transition from the spaces of observations and actions.
 
-    It holds the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
-    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as TorchRL has them.
+    It has the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
+    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL.
 
     Args:
-        observation_space: of one environment: a Gymnasium space or a TorchRL spec.
-        action_space: of one environment: a Gymnasium space or a TorchRL spec.
+        observation_space: a Gymnasium space or a TorchRL spec, of one environment.
+        action_space: a Gymnasium space or a TorchRL spec, of one environment.
         num_envs: E, for a schema of batch size ``[E]``; ``None`` for ``[]``.
         extras: see :func:`schema_of`.
 
     Raises:
         SchemaError: see :func:`schema_of`; or an observation has a key that a transition needs for itself.
-        TypeError: a space is none.
+        TypeError: an argument is no space.
 
     Example:
         >>> from torchrl.data import Categorical, Unbounded
@@ -112,20 +112,17 @@ def transition_schema(
     after = observation | {"reward": reward, "done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
     action = _value(action_space, lanes, (ACTION,))
     is_composite = isinstance(action_space, Composite)  # as an environment's full_action_spec: it names its keys
-    entries = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
-    schema = TensorDict(entries, lanes)
-    return schema if extras is None else with_extras(schema, extras)
+    root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
+    return with_extras(TensorDict(root, lanes), extras)
 
 
 def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
-    """Return a schema with more entries; see ``extras`` of :func:`schema_of`.
-
-    Raises:
-        SchemaError: an entry lacks the schema's leading dims, or is not made of numbers.
-    """
+    """Return a schema with more entries, if any; see ``extras`` of :func:`schema_of`."""
+    if extras is None:
+        return schema
     result = schema.copy()
     more = extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")
-    for key, value in _leaves(more):
+    for key, value in leaves_of(more):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
             raise SchemaError(
@@ -137,14 +134,9 @@ def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
 
 
 def refuse_taken(keys: Any) -> None:
-    """Refuse observations with a key that is needed for something else.
-
-    Raises:
-        SchemaError: names the key.
-    """
-    root, after = _TAKEN
+    """Raise a :class:`SchemaError` if an observation has a key that a transition needs for itself."""
     for key in keys:
-        if key in root or key in after:
+        if key in _TAKEN:
             raise SchemaError(
                 f"the observation has a key {key!r}, which a transition needs for itself: rename it with a wrapper"
             )
@@ -154,11 +146,7 @@ def refuse_taken(keys: Any) -> None:
 
 
 def entries(value: Any) -> dict[str, Any] | None:
-    """Return the named parts of a Dict or Tuple value, or ``None`` for one that has no parts.
-
-    Raises:
-        SchemaError: a key is not a string.
-    """
+    """Return the named parts of a dict or tuple, ``None`` for other values."""
     if isinstance(value, Mapping | TensorDictBase):
         for key in value.keys():
             if not isinstance(key, str):
@@ -170,11 +158,7 @@ def entries(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
-    """Return nested dicts and tuples of arrays and numbers as nested dicts of tensors; arrays share their memory.
-
-    Raises:
-        SchemaError: names the entry that is not made of numbers.
-    """
+    """Return nested dicts and tuples of arrays and numbers as nested dicts of tensors; arrays share their memory."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -184,7 +168,7 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
         return torch.tensor(value)
     array = np.asarray(value)
     if not array.flags.writeable or min(array.strides, default=0) < 0 or not array.dtype.isnative:
-        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # what torch cannot share
+        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # torch cannot share such memory
     try:
         return torch.from_numpy(array)
     except TypeError as error:
@@ -193,6 +177,15 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
             f"{where} is a {type(value).__name__} of dtype {array.dtype}, which no tensor can hold: "
             "give numbers, arrays of them, or dicts and tuples of these"
         ) from error
+
+
+def leaves_of(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of nested dicts or TensorDicts with their keys."""
+    for key, value in data.items():
+        if isinstance(value, Mapping | TensorDictBase):
+            yield from leaves_of(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 # -- spaces
@@ -204,21 +197,17 @@ def _is_space(source: Any) -> bool:
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
-    """Return the entries of an observation: those of a Dict, or one of the usual name."""
+    """Return the entries of an observation: those of a Dict, or one named ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
-    named = isinstance(value, TensorDictBase) and not _is_tuple(space)
-    observation = dict(value.items()) if named else {OBSERVATION: value}
+    is_tuple = not isinstance(space, TensorSpec) and isinstance(space, sys.modules["gymnasium"].spaces.Tuple)
+    is_dict = isinstance(value, TensorDictBase) and not is_tuple
+    observation = dict(value.items()) if is_dict else {OBSERVATION: value}
     refuse_taken(observation)
     return observation
 
 
-def _is_tuple(space: Any) -> bool:
-    gymnasium = sys.modules.get("gymnasium")
-    return gymnasium is not None and isinstance(space, gymnasium.spaces.Tuple)
-
-
 def _value(space: Any, lanes: tuple[int, ...], path: tuple[str, ...]) -> Any:
-    """Return what a value of the space is: a meta tensor, or a TensorDict of them."""
+    """Return a value of the space as a meta tensor, or a TensorDict of them."""
     if isinstance(space, TensorSpec):
         value = space.zero().to("meta")
         if isinstance(value, TensorDictBase):
@@ -241,11 +230,3 @@ def _without_memory(data: TensorDictBase) -> TensorDict:
     for key, value in walk(data):
         refuse_unpackable(key, value)
     return data.apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), device=torch.device("meta"))
-
-
-def _leaves(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    for key, value in data.items():
-        if isinstance(value, dict | TensorDictBase):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value

@@ -1,4 +1,4 @@
-"""Transitions of a plain Gymnasium loop, as TensorDicts."""
+"""Transitions of a plain Gymnasium loop as TensorDicts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from rlbuf_td.storages.schema import SchemaError, show_key
 def make_transition(
     obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: Any
 ) -> TensorDict:
-    """Return what one step of a Gymnasium environment gave, as a TensorDict with TorchRL's keys.
+    """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
-    Observations, actions and extras are arrays, numbers or tensors, or dicts and tuples of these, nested at will (a
-    tuple's keys are ``"0"``, ``"1"`` ...). They keep their dtypes and share the arrays' memory. The entries of a dict
-    observation are at the root, any other observation is ``"observation"``.
+    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these (a tuple's keys
+    are ``"0"``, ``"1"`` ...). They keep their dtypes and share the arrays' memory. A dict observation has its entries
+    at the root, any other observation has the key ``"observation"``.
 
     Args:
-        obs: what the action was chosen by.
-        action: what was done.
-        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. NumPy's and Python's
-            numbers become float32, as TorchRL's rewards are; a tensor of floats keeps its dtype.
-        next_obs: the true next observation: at an autoreset with ``final_obs``, that one, and not the one that the
-            next episode begins with.
+        obs: the observation before the step.
+        action: the action.
+        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. Numbers of NumPy and
+            Python become float32, TorchRL's dtype for rewards; a tensor of floats keeps its dtype.
+        next_obs: the true next observation; at an autoreset ``final_obs``, not the first one of the next episode.
         terminated: bool, a flag or ``[E]``. Its shape is the batch size of the result.
-        truncated: bool, of the same shape.
+        truncated: bool, same shape.
         **extras: more entries for the root, such as a policy's outputs; those of a dict ``next`` go under ``"next"``.
 
     Returns:
@@ -36,10 +35,10 @@ def make_transition(
         ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
 
     Raises:
-        SchemaError: names an entry that is not made of numbers, or has no dim of size E in front, or takes the name
-            of another.
+        SchemaError: names an entry that is not made of numbers, or does not start with the dim E, or has the key of
+            another entry.
 
-    Cost: O(entries), some 20 us; nothing is copied but flags and rewards.
+    Cost: O(entries), about 20 us; only flags and rewards are copied.
 
     Example:
         >>> import numpy as np
@@ -54,8 +53,8 @@ def make_transition(
         raise SchemaError(
             f"'truncated' has shape {tuple(flags['truncated'].shape)}, expected that of 'terminated', {tuple(lanes)}"
         )
-    root = observation_of(obs) | {"action": tensors_of(action, "action")}
-    after = observation_of(next_obs, "next") | {"reward": _reward(reward, lanes)}
+    root = _observation(obs) | {"action": tensors_of(action, "action")}
+    after = _observation(next_obs, "next") | {"reward": _reward(reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
     after["done"] = after["terminated"] | after["truncated"]
     more = tensors_of(extras, "extras")
@@ -69,12 +68,8 @@ def make_transition(
     return _batch(root | {"next": after}, lanes)
 
 
-def observation_of(obs: Any, *path: str) -> dict[str, Any]:
-    """Return an observation as entries of tensors: those of a dict, or one of the usual name.
-
-    Raises:
-        SchemaError: an entry is not made of numbers, or has a name that a transition needs for itself.
-    """
+def _observation(obs: Any, *path: str) -> dict[str, Any]:
+    """Return an observation as entries of tensors: those of a dict, or one named ``"observation"``."""
     if entries(obs) is None or isinstance(obs, tuple):
         return {OBSERVATION: tensors_of(obs, *path, OBSERVATION)}
     refuse_taken(obs)
@@ -99,7 +94,7 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Return nested dicts of tensors as a TensorDict, once each is known to have the dims in front."""
+    """Return nested dicts of tensors as a TensorDict; refuse tensors that do not start with ``lanes``."""
     checked: dict[str, Any] = {}
     for key, value in parts.items():
         if isinstance(value, dict):
