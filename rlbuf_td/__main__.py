@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 
@@ -14,37 +13,32 @@ OPERATIONS = (
 )
 
 
-DEFAULTS = {  # environment and sampler of the demos
-    "dqn": ("CartPole-v1", "proportional"),
-    "ppo": ("CartPole-v1", None),
-    "sac-her": ("FetchReach-v4", "uniform"),
-    "drqn": ("CartPole-v1", "uniform"),
-}
-EXTRAS = {"sac-her": "demo-robotics"}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train an agent from replay or rollouts, and draw how it learned")
+    _add_demo(commands.add_parser("demo", help="train an agent from replay or rollouts, and draw how it learned"))
+    _add_bench(commands.add_parser("bench", help="time this package against others"))
+    _add_plan(commands.add_parser("plan", help="tell what a buffer will take, and where there is room for it"))
+    doctor = commands.add_parser("doctor", help="look for faults in a saved buffer")
+    doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
+    doctor.add_argument("--env", default=None, help="a Gymnasium environment: are observations within its bounds?")
+    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="findings to leave out")
+    return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--algo", default="dqn", choices=("dqn", "ppo"), help="dqn: prioritized replay; ppo: rollouts")
+    demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment; dqn: with discrete actions")
     demo.add_argument(
-        "--algo",
-        default="dqn",
-        choices=tuple(DEFAULTS),
-        help="dqn: prioritized replay; ppo: rollouts; sac-her: sparse rewards, with and without hindsight; "
-        "drqn: sequences, with and without memory",
-    )
-    demo.add_argument(
-        "--env", default=None, help="a Gymnasium environment; sac-her: with goals; dqn: with discrete actions"
-    )
-    demo.add_argument(
-        "--sampler", default=None, choices=("uniform", "proportional", "rank"), help="of dqn, sac-her and drqn"
+        "--sampler", default="proportional", choices=("uniform", "proportional", "rank"), help="of dqn's replay"
     )
     demo.add_argument("--steps", type=int, default=None, help="environment steps at most")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
     demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
-    bench = commands.add_parser("bench", help="time this package against others")
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--device", default="cpu", help="cuda: check and time what runs on the GPU, nothing else")
     bench.add_argument(
         "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7], help="capacities, full; 1e7 takes 18 GB"
@@ -58,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--picture", type=Path, default=None, metavar="FILE", help="draw the ratios, too: a .png or .svg"
     )
-    plan = commands.add_parser("plan", help="tell what a buffer will take, and where there is room for it")
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
     plan.add_argument("--capacity", type=float, required=True, help="transitions")
     plan.add_argument("--num-envs", type=int, default=0, help="lanes, for rows [T, E]; 0: rows [T]")
@@ -67,39 +63,52 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--scratch-dir", type=Path, default=None, help="a folder, for rows in a memory-mapped file")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
     plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
-    doctor = commands.add_parser("doctor", help="look for faults in a saved buffer")
-    doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
-    doctor.add_argument("--env", default=None, help="a Gymnasium environment: are observations within its bounds?")
-    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="findings to leave out")
-    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rlbuf_td.cli.demos import dqn, ppo
+
+    return (ppo if options.algo == "ppo" else dqn).main(options)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if options.device != "cpu":
+        from rlbuf_td.cli.bench import device
+
+        return device.main(options)
+    if options.picture is not None:  # name a missing matplotlib before the work, not after it
+        import matplotlib.figure  # noqa: F401
+    from rlbuf_td.cli.bench import compare
+
+    return compare.main(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from rlbuf_td.diagnostics import memory_plan
+
+    return memory_plan.main(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rlbuf_td.diagnostics import doctor
+
+    return doctor.main(options)
+
+
+COMMANDS = {"demo": _demo, "bench": _bench, "plan": _plan, "doctor": _doctor}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    module, extra = {
-        "demo": ("", "demo"),
-        "bench": ("rlbuf_td.cli.bench.compare", "bench"),
-        "plan": ("rlbuf_td.diagnostics.memory_plan", "demo"),
-        "doctor": ("rlbuf_td.diagnostics.doctor", "demo"),
-    }[options.command]
-    if options.command == "bench" and options.device != "cpu":
-        module = "rlbuf_td.cli.bench.device"
-    if options.command == "demo":
-        env, sampler = DEFAULTS[options.algo]
-        options.env, options.sampler = options.env or env, options.sampler or sampler
-        module, extra = f"rlbuf_td.cli.demos.{options.algo.replace('-', '_')}", EXTRAS.get(options.algo, extra)
+    options = _parser().parse_args(argv)
     try:
-        if getattr(options, "env", None):
-            importlib.import_module("gymnasium")
-        if getattr(options, "picture", None):  # ask for matplotlib before the work, not behind it
-            importlib.import_module("rlbuf_td.cli.bench.picture")
-        command = importlib.import_module(module).main
+        return COMMANDS[options.command](options)
     except ModuleNotFoundError as error:
+        if str(error.name).startswith("rlbuf_td"):
+            raise
+        extra = "bench" if options.command == "bench" else "demo"
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
         return 1
-    return command(options)
 
 
 if __name__ == "__main__":

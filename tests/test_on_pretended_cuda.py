@@ -24,8 +24,6 @@ PARTS: dict[str, tuple[list[str], int]] = {
         + [f"--ignore=tests/{folder}" for folder in ("storages", "capture", "checkpoint")],
         40,
     ),
-    # The law of captured draws takes long in the interpreter, and tests/capture asks for it, too.
-    "checks of bench --device": (["tests/test_bench_device.py", "-k", "every_check and not captured-steps"], 10),
 }
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from tests.pretended_cuda import pretended_cuda
+from tests.waiting import waiting_is_an_error
 
 triton = pytest.importorskip("triton")
 tl = triton.language

@@ -19,9 +19,9 @@ from torchrl.data.replay_buffers import (
 from torchrl.envs.transforms import DoubleToFloat
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
-from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels.rows import staleness
 from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
+from tests.waiting import waiting_is_an_error
 
 CAPACITY = 30
 ERROR = 1000.0  # larger than what any row enters with

@@ -50,7 +50,7 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics have one name.
 
-    Cost: O(rows) a write, about 8 us for a step of 16 environments (``pytest tests/benchmarks/bench_stats.py``). From
+    Cost: O(rows) a write, about 8 us for a step of 16 environments (``python tests/benchmarks/stats.py``). From
     CUDA the numbers are copied to the host without waiting for them, and counted as they arrive. The process that
     writes counts: in a buffer that a collector's worker extends, the worker's copy.
 

@@ -70,7 +70,7 @@ class PackedStorage(SavedStorage):
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. With
     ``offload``, what is read or written of rows crosses the bus, and nothing else. Rows that share observations take as
-    much longer to read and write as :mod:`rlbuf_td.cli.bench.memory` says on your machine.
+    much longer to read and write as ``tests/benchmarks/memory.py`` says on your machine.
 
     Differs from TorchRL's ``LazyTensorStorage``: a missing key is an error rather than uninitialised memory, an unknown
     key is an error rather than dropped, and only TensorDicts of tensors are taken.

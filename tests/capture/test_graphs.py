@@ -18,10 +18,10 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from tests.capture.rows import buffer, counted, data
 from tests.graphs import graphs_by
 from tests.statistics import assert_follows
+from tests.waiting import waiting_is_an_error
 
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels.rank_order import LARGEST, as_float32, make_order
 from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.sorted import SortedOrder
 from tests.kernels.orders import VALUES, NaiveOrder, empty
+from tests.waiting import waiting_is_an_error
 
 
 class LockstepWithSorting(RuleBasedStateMachine):

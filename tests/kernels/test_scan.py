@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlbuf_td.cli.bench.device_checks import waiting_is_an_error
 from rlbuf_td.kernels import scan
+from tests.waiting import waiting_is_an_error
 
 SHAPES = [
     (1, 1, 1),

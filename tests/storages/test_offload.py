@@ -382,7 +382,7 @@ def test_rows_are_planned_in_the_ram_and_priorities_on_the_gpu(driver: Driver, m
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnADevice:
-    """What only a device can show; ``bench --device cuda`` compares batches, writes and dumps."""
+    """What only a device can show."""
 
     @pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
     def test_rows_take_ram_and_none_of_the_device(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Interleaved timing, and the table of it."""
+"""``python -m rlbuf_td bench``: time every operation against other libraries in turns, and print a table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import gc
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -18,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict
 
-from rlbuf_td.cli.bench import leaves, recorder, rollouts
-from rlbuf_td.cli.bench.contenders import Ours, TorchRL, available, image_rows, small_rows
+from rlbuf_td.cli.bench import cases
+from rlbuf_td.cli.bench.contenders import Ours, TorchRL, image_rows, small_rows
+from rlbuf_td.cli.bench.others import available
+from rlbuf_td.cli.bench.timing import Timing, interleave, one_thread
 
 REPLAY = {
     "uniform": "sample, uniform",
@@ -32,58 +31,8 @@ REPLAY = {
     "add": "add one",
 }
 
-OPERATIONS = REPLAY | leaves.OPERATIONS | recorder.OPERATIONS | rollouts.OPERATIONS
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds a call of every contender, block by block; the blocks took turns."""
-
-    operation: str
-    rows: int
-    kind: str
-    blocks: dict[str, list[float]]
-
-    def median(self, name: str) -> float:
-        """Return the median of the blocks."""
-        return statistics.median(self.blocks[name])
-
-    def ratio(self, name: str) -> float:
-        """Return how many times as long ``name`` takes as this package: the median over the rounds."""
-        return statistics.median(
-            theirs / ours for theirs, ours in zip(self.blocks[name], self.blocks[Ours.name], strict=True)
-        )
-
-
-def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Time calls in turns: ``rounds`` blocks each, every block about ``seconds`` long; microseconds a call."""
-    sizes = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        for _ in range(5):
-            call()
-        sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
-    blocks: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(sizes[name]):
-                call()
-            blocks[name].append((time.perf_counter() - start) / sizes[name] * 1e6)
-    return blocks
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread, and then as many as before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+OPERATIONS = REPLAY | cases.OPERATIONS
+LEAVES = {"leaves-12", "leaves-3"}
 
 
 def run(
@@ -116,38 +65,29 @@ def _available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_rollouts(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
-    """Time the on-policy operations, one thread; yield each result as it is there."""
+def run_others(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+    """Time what is not replay, one thread; yield each result as it is there."""
     with one_thread():
-        for operation, rows, kind, calls in rollouts.cases(operations, batch):
-            yield Timing(operation, rows, kind, interleave(calls, rounds, seconds))
-
-
-def run_leaves(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
-    """Time a Dict of many leaves and one of few against each other, in turns; yield both results."""
-    if not set(leaves.OPERATIONS) & set(operations):
-        return
-    with one_thread():
-        calls = leaves.calls(batch)
-        together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
-        blocks = interleave(together, rounds, seconds)
-        for operation in calls:
-            yield Timing(operation, leaves.ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]})
-
-
-def run_recorder(rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
-    """Time the recording of Gymnasium steps, one thread."""
-    if set(recorder.OPERATIONS) & set(operations):
-        with one_thread():
-            yield Timing("record", recorder.ROWS, "small", interleave(recorder.calls(), rounds, seconds))
+        if LEAVES & set(operations):  # many leaves and few take turns, too: their ratio is of interest
+            calls = cases.leaves(batch)
+            together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
+            blocks = interleave(together, rounds, seconds)
+            for operation in calls:
+                yield Timing(
+                    operation, cases.LEAF_ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]}
+                )
+        if "record" in operations:
+            yield Timing("record", cases.RECORDED_ROWS, "small", interleave(cases.record(), rounds, seconds))
+        for operation, rows, kind, both in cases.on_policy(operations, batch):
+            yield Timing(operation, rows, kind, interleave(both, rounds, seconds))
 
 
 def leaves_note(timings: Sequence[Timing]) -> str:
     """Return how many times as much 12 leaves cost as 3, for each side."""
-    found = {timing.operation: timing.blocks for timing in timings if timing.operation in leaves.OPERATIONS}
+    found = {timing.operation: timing.blocks for timing in timings if timing.operation in LEAVES}
     if not found:
         return ""
-    many, few = (found[operation] for operation in leaves.OPERATIONS)
+    many, few = found["leaves-12"], found["leaves-3"]
     ratios = (
         f"{name} {statistics.median(a / b for a, b in zip(many[name], few[name], strict=True)):.2f}x" for name in many
     )
@@ -183,9 +123,7 @@ def main(options: argparse.Namespace) -> int:
         capacities = [int(n) for n in options.rows]
         for timing in chain(
             run(capacities, int(options.images), options.batch, options.rounds, operations),
-            run_leaves(options.batch, options.rounds, operations),
-            run_recorder(options.rounds, operations),
-            run_rollouts(options.batch, options.rounds, operations),
+            run_others(options.batch, options.rounds, operations),
         ):
             timings.append(timing)
             status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")

@@ -7,11 +7,9 @@ contender leaves out.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
@@ -21,6 +19,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td.cli.bench.timing import OURS
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
@@ -134,7 +133,7 @@ class _TorchRLStyle(Contender):
 class Ours(_TorchRLStyle):
     """The buffers of this package."""
 
-    name = "rlbuf_td"
+    name = OURS
 
     def build(self) -> None:
         self.plain = ReplayBuffer(storage=PackedStorage(self.rows), batch_size=self.batch)
@@ -181,111 +180,3 @@ class Mixed(_TorchRLStyle):
         self.plain = TensorDictReplayBuffer(batch_size=self.batch, **parts)
         parts = {"storage": PackedStorage(self.rows), "sampler": ProportionalSampler(self.rows), "writer": RingWriter()}
         self.prioritized = TensorDictReplayBuffer(batch_size=self.batch, **parts)
-
-
-class StableBaselines3(Contender):
-    """Stable-Baselines3: uniform replay."""
-
-    name = "SB3"
-
-    def build(self) -> None:
-        from gymnasium.spaces import Box
-        from stable_baselines3.common.buffers import ReplayBuffer as Buffer
-
-        shape, dtype = self.new_rows["observation"].shape[1:], self.new_rows["observation"].numpy().dtype
-        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
-        observation = Box(low, high, shape, dtype.type)
-        action = Box(-1.0, 1.0, self.new_rows["action"].shape[1:], np.float32)
-        self.buffer = Buffer(self.rows, observation, action, device="cpu")
-        self.row = arrays_of(self.new_row)
-
-    def fill(self, data: TensorDict) -> None:
-        # As ``add`` would, but without its loop over single transitions.
-        columns, start = arrays_of(data), self.buffer.pos
-        stop = start + len(data)
-        self.buffer.observations[start:stop, 0] = columns["observation"]
-        self.buffer.next_observations[start:stop, 0] = columns["next_observation"]
-        self.buffer.actions[start:stop, 0] = columns["action"]
-        self.buffer.rewards[start:stop] = columns["reward"]
-        self.buffer.dones[start:stop] = columns["done"]
-        self.buffer.pos, self.buffer.full = stop % self.rows, stop == self.rows
-
-    def uniform(self) -> Any:
-        return self.buffer.sample(self.batch)
-
-    def add(self) -> None:
-        row = self.row
-        self.buffer.add(
-            row["observation"], row["next_observation"], row["action"], row["reward"][0], row["done"][0], [{}]
-        )
-
-
-class Cpprb(Contender):
-    """cpprb: uniform and proportional replay in C++."""
-
-    name = "cpprb"
-
-    def build(self) -> None:
-        import cpprb
-
-        fields = {
-            name: {"shape": column.shape[1:], "dtype": column.dtype}
-            for name, column in arrays_of(self.new_rows).items()
-        }
-        self.plain = cpprb.ReplayBuffer(self.rows, fields)
-        self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
-        self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
-        self.td_error = np.random.default_rng(0).random(self.batch)
-
-    def fill(self, data: TensorDict) -> None:
-        columns = arrays_of(data)
-        self.plain.add(**columns)
-        self.prioritized.add(**columns)
-
-    def prioritize(self, td_error: torch.Tensor) -> None:
-        self.prioritized.update_priorities(np.arange(self.rows), td_error.numpy())
-        self.sampled = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
-
-    def uniform(self) -> Any:
-        return self.plain.sample(self.batch)
-
-    def proportional(self) -> Any:
-        return self.prioritized.sample(self.batch, BETA)
-
-    def update(self) -> None:
-        self.prioritized.update_priorities(self.next_sampled(), self.td_error)
-
-    def cycle(self) -> None:
-        batch = self.prioritized.sample(self.batch, BETA)
-        self.prioritized.update_priorities(batch["indexes"], self.td_error)
-
-    def extend(self) -> None:
-        self.plain.add(**self.batch_columns)
-
-    def add(self) -> None:
-        self.plain.add(**self.row)
-
-
-def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
-    """Return the columns by the names that other libraries have for them."""
-    return {
-        "observation": data["observation"].numpy(),
-        "action": data["action"].numpy(),
-        "next_observation": data["next", "observation"].numpy(),
-        "reward": data["next", "reward"].numpy(),
-        "done": data["next", "done"].numpy(),
-    }
-
-
-def available() -> list[type[Contender]]:
-    """Return the contenders whose library is installed, ours first, TorchRL second."""
-    found: list[type[Contender]] = [Ours, TorchRL, Mixed]
-    if importlib.util.find_spec("stable_baselines3"):
-        found.append(StableBaselines3)
-    if importlib.util.find_spec("cpprb"):
-        found.append(Cpprb)
-    if importlib.util.find_spec("flashbax"):
-        from rlbuf_td.cli.bench.flashbax import Flashbax
-
-        found.append(Flashbax)
-    return found

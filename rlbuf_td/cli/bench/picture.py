@@ -11,8 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from rlbuf_td.cli.bench.compare import Timing
-from rlbuf_td.cli.bench.contenders import Ours
+from rlbuf_td.cli.bench.timing import OURS, Timing
 
 # Told apart by form, and in grey.
 _LOOKS: dict[str, dict[str, Any]] = {
@@ -25,7 +24,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "cpprb": {"marker": "s", "color": "#2a6f97", "label": "cpprb"},
     "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
 }
-_WORDS = {
+WORDS = {
     **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
     **{"cycle": "sample and update", "rank": "sample, by rank *", "rank_update": "update, by rank *"},
     **{"extend": "extend by a batch", "add": "add one", "record": "record a step", "ppo": "PPO's data step"},
@@ -97,10 +96,10 @@ def _draw_group(axes: Axes, timings: Sequence[Timing]) -> None:
         axes.plot([1, max(ratios.values(), default=1)], [line, line], color="0.8", linewidth=0.7, zorder=0)
         for name, ratio in ratios.items():
             axes.plot([ratio], [line], **_look(name))
-        own = timing.median(Ours.name)
+        own = timing.median(OURS)
         time = f"{own:,.0f} µs" if own < 1e3 else f"{own / 1e3:,.1f} ms"
         axes.text(1.02, line, time, transform=axes.get_yaxis_transform(), fontsize=_SIZE, va="center_baseline")
-    words = [_WORDS[timing.operation].format(timing.kind.replace(" ", "")) for timing in timings]
+    words = [WORDS[timing.operation].format(timing.kind.replace(" ", "")) for timing in timings]
     axes.set_yticks(range(len(words)), words)
     axes.set_ylim(len(words) - 0.4, -0.6)
     axes.set_xscale("log")

@@ -1,71 +1,96 @@
-"""How a device is timed, and the table that times are printed in.
-
-Wall times are those of many calls with one synchronisation at the end; device times come from CUDA events around many
-launches.
-"""
+"""How calls are timed: in turns on the CPU, by events on a CUDA device."""
 
 from __future__ import annotations
 
+import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+OURS = "rlbuf_td"  # every ratio is a multiple of this package's time
+
 
 @dataclass(frozen=True)
-class Measured:
-    """One line of the table.
+class Timing:
+    """Microseconds per call for each contender, block by block; the blocks took turns."""
 
-    Attributes:
-        what: was done.
-        value: a number, in ``unit``.
-        unit: of the number.
-        goal: what it is to be, ``None`` where nothing is asked.
-        at_least: whether more is better.
-    """
+    operation: str
+    rows: int
+    kind: str
+    blocks: dict[str, list[float]]
 
-    what: str
-    value: float
-    unit: str
-    goal: float | None = None
-    at_least: bool = False
+    def median(self, name: str) -> float:
+        """Return the median over the blocks."""
+        return statistics.median(self.blocks[name])
 
-    @property
-    def verdict(self) -> str:
-        """Whether the goal is met."""
-        if self.goal is None:
-            return ""
-        return "yes" if (self.value >= self.goal if self.at_least else self.value <= self.goal) else "NO"
+    def ratio(self, name: str) -> float:
+        """Return the time of ``name`` as a multiple of this package's: the median over the rounds."""
+        return statistics.median(
+            theirs / ours for theirs, ours in zip(self.blocks[name], self.blocks[OURS], strict=True)
+        )
 
 
-def wall(call: Callable[[], object], seconds: float, wait: Callable[[], None] | None = None, rounds: int = 5) -> float:
-    """Return microseconds a call: the median of blocks of about ``seconds``, the device being waited for after each."""
-    wait = torch.cuda.synchronize if wait is None else wait
+def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Return microseconds per call of calls that take turns: ``rounds`` blocks each, about ``seconds`` long."""
+    sizes = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        for _ in range(5):
+            call()
+        sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(sizes[name]):
+                call()
+            blocks[name].append((time.perf_counter() - start) / sizes[name] * 1e6)
+    return blocks
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread inside the ``with`` block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
+    """Return microseconds per call: the median of blocks of about ``seconds`` that end with a synchronization."""
     for _ in range(3):
         call()
-    wait()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(5):
         call()
-    wait()
+    torch.cuda.synchronize()
     count, blocks = max(5, int(seconds / ((time.perf_counter() - start) / 5))), []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(count):
             call()
-        wait()
+        torch.cuda.synchronize()
         blocks.append((time.perf_counter() - start) / count * 1e6)
-    return sorted(blocks)[len(blocks) // 2]
+    return statistics.median(blocks)
 
 
-def on_device(call: Callable[[], object], count: int = 100) -> float:
-    """Return microseconds of the device a call: ``count`` calls as one graph, so that no launch is waited for."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+def on_device(call: Callable[[], object], count: int = 20) -> float:
+    """Return the device's microseconds per call: ``count`` calls as one CUDA graph, so that launches cost nothing."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         call()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -77,24 +102,3 @@ def on_device(call: Callable[[], object], count: int = 100) -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e3 / count
-
-
-def launches(call: Callable[[], object]) -> int:
-    """Return how many kernels (and copies on the device) a call launches."""
-    call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-
-def table(measured: list[Measured], title: str) -> str:
-    """Return the results as a Markdown table."""
-    lines = [title, "", "| | measured | goal | met |", "|---|---|---|---|"]
-    for line in measured:
-        bound = "" if line.goal is None else f"{'>=' if line.at_least else '<='} {line.goal:g} {line.unit}".rstrip()
-        value = f"{line.value:.1f} {line.unit}".rstrip()
-        lines.append(f"| {line.what} | {value} | {bound} | {line.verdict} |")
-    return "\n".join(lines)

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torchrl.collectors import Collector
 from torchrl.envs import Compose, EnvBase, GymEnv, RewardScaling, RewardSum, SerialEnv, TransformedEnv
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
-from tqdm import tqdm
 
 from rlbuf_td import RolloutBuffer
-from rlbuf_td.cli.demos.report import Run, Stopwatch
+from rlbuf_td.cli.demos.report import Run, prepare, tell
 
 LANES = 8
 
@@ -69,25 +69,28 @@ def make_agent(env: EnvBase, device: torch.device) -> tuple[ProbabilisticActor, 
     return actor, ValueOperator(network(1), in_keys=["observation"])
 
 
-def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
-    """Train on a Gymnasium environment, eight at a time, for at most ``steps`` steps."""
-    settings = SETTINGS.get(env_name, Settings())
-    frames = LANES * settings.rollout_steps
-    steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts
-    torch.manual_seed(seed)
-    transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
-    env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
-    env.set_seed(seed)
-    actor, critic = make_agent(env, device)
-    collector = Collector(
-        env,
-        TensorDictSequential(actor, critic),  # the value is stored with each step, and not computed again
-        frames_per_batch=frames,
-        total_frames=steps,
-        policy_device=device,
-        auto_register_policy_transforms=False,
-    )
-    rollout = RolloutBuffer(
+class Learner:
+    """TorchRL's PPO: a loss and its optimizer."""
+
+    def __init__(self, actor: ProbabilisticActor, critic: ValueOperator, rollouts: int) -> None:
+        self.loss_module = ClipPPOLoss(
+            actor, critic, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2"
+        )
+        self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=1e-3, eps=1e-5)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=rollouts)
+
+    def learn(self, batch: TensorDictBase) -> None:
+        """Take a step of the optimizer."""
+        losses = self.loss_module(batch)
+        self.optimizer.zero_grad()
+        (losses["loss_objective"] + losses["loss_critic"]).backward()
+        torch.nn.utils.clip_grad_norm_(self.loss_module.parameters(), 0.5)
+        self.optimizer.step()
+
+
+def make_rollout(settings: Settings, critic: ValueOperator, device: torch.device) -> RolloutBuffer:
+    """Return a buffer for one rollout of all environments."""
+    return RolloutBuffer(
         settings.rollout_steps,
         LANES,
         batch_size=256,
@@ -98,48 +101,47 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
         normalize_advantage="minibatch",
         device=device,
     )
-    loss_module = ClipPPOLoss(
-        actor, critic, clip_epsilon=0.2, entropy_bonus=False, critic_coeff=0.5, loss_critic_type="l2"
+
+
+def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
+    """Train on a Gymnasium environment, eight at a time, for at most ``steps`` steps."""
+    settings = SETTINGS.get(env_name, Settings())
+    frames = LANES * settings.rollout_steps
+    steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts
+    torch.manual_seed(seed)
+    transforms = Compose(RewardSum(), RewardScaling(loc=0.0, scale=settings.reward_scale))
+    env = TransformedEnv(SerialEnv(LANES, partial(make_env, env_name)), transforms)
+    env.set_seed(seed)
+    actor, critic = make_agent(env, device)
+    rollout, learner = make_rollout(settings, critic, device), Learner(actor, critic, steps // frames)
+    collector = Collector(
+        env,
+        TensorDictSequential(actor, critic),  # the value is stored with each step, and not computed again
+        frames_per_batch=frames,
+        total_frames=steps,
+        policy_device=device,
+        auto_register_policy_transforms=False,
     )
-    optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, eps=1e-5)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps // frames)
 
-    run, clock, seen = Run(partial(make_env, env_name), out, seed, settings.solved), Stopwatch(), 0
-    bar = tqdm(total=steps, unit=" steps")
+    run = Run(partial(make_env, env_name), out, seed, steps, settings.solved)
     for number, data in enumerate(collector, start=1):
-        seen += data.numel()
-        with clock("buffer"):
+        with run.in_buffer():
             rollout.extend(data)
-        for batch in clock.each("buffer", rollout):
-            losses = loss_module(batch)
-            optimizer.zero_grad()
-            (losses["loss_objective"] + losses["loss_critic"]).backward()
-            torch.nn.utils.clip_grad_norm_(loss_module.parameters(), 0.5)
-            optimizer.step()
-        schedule.step()
-
-        ended = data["next", "done"].squeeze(-1)
-        run.episodes += [(seen, float(total)) for total in data["next", "episode_reward"][ended]]
-        bar.update(data.numel())
-        explained = f"{rollout.explained_variance:.2f}"
-        share = f"{clock.share('buffer'):.1%}"
-        bar.set_postfix({"return": f"{run.recent():.0f}", "explained variance": explained, "in buffer": share})
-        if number % 10 == 0 and seen > steps // 4 and run.is_solved_by(actor, seen):
+        for batch in run.batches(rollout):
+            learner.learn(batch)
+        learner.schedule.step()
+        run.count(data, **{"explained variance": f"{rollout.explained_variance:.2f}"})
+        if number % 10 == 0 and run.steps > steps // 4 and run.is_solved_by(actor):
             break
-    bar.close()
     collector.shutdown()
-    run.finish(actor, seen, f"PPO on {env_name}")
+    run.finish(actor, f"PPO on {env_name}")
     return run
 
 
 def main(options: argparse.Namespace) -> int:
     """Train as the command line says, and tell how it went (``python -m rlbuf_td demo --algo ppo``)."""
-    out = options.out or Path("runs") / f"ppo-{options.env}-seed{options.seed}"
-    out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # the networks are small: more threads only wait for each other
+    out = prepare(options, f"ppo-{options.env}")
     run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
-    print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
-    print(f"learning curve: {out / 'learning_curve.png'}, policy: {out / 'policy.pt'}")
     other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"
-    print(f"next: python -m rlbuf_td demo --algo ppo --env {other}")
+    tell(run, f"python -m rlbuf_td demo --algo ppo --env {other}")
     return 0

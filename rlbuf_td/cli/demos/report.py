@@ -1,14 +1,13 @@
-"""What the demos share beside learning: a stopwatch, an evaluation, a picture."""
+"""What the demos share beside learning: progress, evaluation, a picture of the learning curve."""
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,133 +16,104 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from tqdm import tqdm
 
 T = TypeVar("T")
 
 
-class Stopwatch:
-    """Add up the time spent in named parts of a run.
+class Run:
+    """A training run: its progress bar, its scores, and the best policy so far.
 
-    Example:
-        >>> clock = Stopwatch()
-        >>> with clock("sleep"):
-        ...     time.sleep(0.01)
-        >>> 0.0 < clock.share("sleep") <= 1.0
-        True
+    Args:
+        make_env: makes an environment to evaluate in.
+        out: folder of the policy and the picture.
+        seed: of the evaluations.
+        steps: environment steps at most, for the bar.
+        threshold: mean return from which on the environment counts as solved.
     """
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.spent: dict[str, float] = defaultdict(float)
+    def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
+        self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
+        self.steps = 0
+        self.final = float("nan")  # mean return of the best policy, over episodes that did not choose it
+        self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
+        self.evaluations: list[tuple[int, float]] = []
+        self._bar, self._start, self._in_buffer = tqdm(total=steps, unit=" steps"), time.perf_counter(), 0.0
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        """Count the time inside the ``with`` block as ``part``."""
+    def in_buffer(self) -> Iterator[None]:
+        """Count the time inside the ``with`` block as spent in the buffer."""
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.spent[part] += time.perf_counter() - begin
+            self._in_buffer += time.perf_counter() - begin
 
-    def each(self, part: str, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``items``, and count the time that they take to come as ``part``."""
-        iterator, end = iter(items), object()
+    def batches(self, items: Iterable[T]) -> Iterator[T]:
+        """Iterate over ``items``, and count the time until each arrives as spent in the buffer."""
+        iterator = iter(items)
         while True:
-            with self(part):
-                item = next(iterator, end)
-            if item is end:
-                return
-            yield cast("T", item)
+            with self.in_buffer():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.start
+    def count(self, data: TensorDictBase, **shown: str) -> None:
+        """Count collected steps and the episodes that ended among them, and show both."""
+        self.steps += data.numel()
+        ended = data["next", "done"].squeeze(-1)
+        self.episodes += [(self.steps, float(total)) for total in data["next", "episode_reward"][ended]]
+        last = [total for _, total in self.episodes[-20:]] or [float("nan")]
+        share = self._in_buffer / (time.perf_counter() - self._start)
+        self._bar.update(data.numel())
+        self._bar.set_postfix({"return": f"{sum(last) / len(last):.0f}", **shown, "in buffer": f"{share:.1%}"})
 
-    def share(self, part: str) -> float:
-        """Return the share of all time since the start that was spent in ``part``, 0 to 1."""
-        return self.spent[part] / self.elapsed
-
-
-def total_reward(episode: TensorDictBase) -> float:
-    """Return the return of an episode, undiscounted."""
-    return float(episode["next", "reward"].sum())
-
-
-@torch.no_grad()
-def evaluate(
-    env: EnvBase,
-    policy: TensorDictModuleBase,
-    episodes: int,
-    max_steps: int = 10_000,
-    score: Callable[[TensorDictBase], float] = total_reward,
-) -> list[float]:
-    """Return the scores, by default the returns, of whole episodes of the policy without exploration."""
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        return [score(env.rollout(max_steps, policy, auto_cast_to_device=True)) for _ in range(episodes)]
-
-
-@dataclass
-class Run:
-    """What a training run has shown so far."""
-
-    make_env: Callable[[], EnvBase]
-    out: Path
-    seed: int
-    threshold: float  # the mean score from which on the environment counts as solved
-    score: Callable[[TensorDictBase], float] = total_reward  # of an episode
-    best: float = float("-inf")
-    final: float = float("nan")  # the best policy on episodes that did not choose it
-    episodes: list[tuple[int, float]] = field(default_factory=list)  # (environment steps, score)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-
+    @torch.no_grad()
     def evaluate(self, policy: TensorDictModuleBase, seed: int, episodes: int = 10) -> float:
-        """Return the mean score of the policy over some episodes without exploration."""
+        """Return the mean return of the policy over whole episodes without exploration."""
         env = self.make_env()
         env.set_seed(seed)
-        scores = evaluate(env, policy, episodes, score=self.score)
-        return sum(scores) / len(scores)
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            rollouts = [env.rollout(10_000, policy, auto_cast_to_device=True) for _ in range(episodes)]
+        return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
 
-    def is_solved_by(self, policy: TensorDictModuleBase, step: int) -> bool:
+    def is_solved_by(self, policy: TensorDictModuleBase) -> bool:
         """Evaluate the policy, save it if none was better, and return whether it has passed twice."""
         mean = self.evaluate(policy, seed=1_000 + self.seed)
-        self.evaluations.append((step, mean))
-        if mean >= self.best:
-            self.best = mean
+        if mean >= max((score for _, score in self.evaluations), default=mean):
             torch.save(policy.state_dict(), self.out / "policy.pt")
+        self.evaluations.append((self.steps, mean))
         return mean >= self.threshold and self.evaluate(policy, seed=5_000 + self.seed) >= self.threshold
 
-    def test(self, policy: TensorDictModuleBase, step: int, episodes: int = 10) -> None:
-        """Evaluate the best policy on new episodes."""
-        if not self.evaluations:
-            self.is_solved_by(policy, step)
-        policy.load_state_dict(torch.load(self.out / "policy.pt", weights_only=True))
-        self.final = self.evaluate(policy, seed=10_000 + self.seed, episodes=episodes)
-
-    def finish(self, policy: TensorDictModuleBase, step: int, title: str) -> None:
+    def finish(self, policy: TensorDictModuleBase, title: str) -> None:
         """Evaluate the best policy on new episodes, and draw the learning curve."""
-        self.test(policy, step)
+        self._bar.close()
+        if not self.evaluations:
+            self.is_solved_by(policy)
+        policy.load_state_dict(torch.load(self.out / "policy.pt", weights_only=True))
+        self.final = self.evaluate(policy, seed=10_000 + self.seed)
         save_learning_curve(self.out / "learning_curve.png", title, self.episodes, self.evaluations)
 
-    def recent(self) -> float:
-        """Return the mean score of the last 20 training episodes."""
-        last = [value for _, value in self.episodes[-20:]]
-        return sum(last) / len(last) if last else float("nan")
+
+def tell(run: Run, following: str) -> None:
+    """Print how a run went, where its results are, and what to try next."""
+    print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
+    print(f"learning curve: {run.out / 'learning_curve.png'}, policy: {run.out / 'policy.pt'}")
+    print(f"next: {following}")
 
 
-def train_each(out: Path, arms: Mapping[str, Callable[[Path], Run]], tell: str) -> dict[str, Run]:
-    """Train several agents, each in a folder of its own in ``out``, and tell how the best policy of each does."""
-    runs = {}
-    for label, train in arms.items():
-        folder, clock = out / label.replace(" ", "-"), Stopwatch()
-        folder.mkdir(parents=True, exist_ok=True)
-        runs[label] = train(folder)
-        print(f"{label}: {tell.format(runs[label].final)} ({clock.elapsed:.0f} s)")
-    return runs
+def prepare(options: argparse.Namespace, name: str) -> Path:
+    """Make the folder of a run and return it; let torch use one thread, as more would wait for each other."""
+    out = options.out or Path("runs") / f"{name}-seed{options.seed}"
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    return out
 
 
 def running_mean(episodes: Sequence[tuple[int, float]], window: int = 20) -> list[tuple[int, float]]:
-    """Return ``(step, mean of the last so many values)`` for each ``(step, value)``.
+    """Return ``(step, mean of the last `window` values)`` for each ``(step, value)``.
 
     Example:
         >>> running_mean([(10, 1.0), (20, 3.0), (30, 5.0)], window=2)
@@ -157,40 +127,15 @@ def save_learning_curve(
     path: Path, title: str, episodes: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
 ) -> None:
     """Draw the return of every training episode, their running mean over 20, and the evaluations."""
-    with picture(path, title, "return") as axes:
-        if episodes:
-            axes.plot(*zip(*episodes, strict=True), ".", markersize=3, color="0.75", label="training episode")
-            means = running_mean(episodes)
-            axes.plot(*zip(*means, strict=True), color="C0", linewidth=2, label="mean of the last 20")
-        if evaluations:
-            axes.plot(
-                *zip(*evaluations, strict=True), "s", markersize=6, color="C1", label="evaluation, no exploration"
-            )
-
-
-def save_comparison(path: Path, title: str, score: str, runs: Mapping[str, Run]) -> None:
-    """Draw the evaluations of several runs and, thinner, the running means of their training episodes."""
-    looks = (("C0", "-", "s"), ("C1", "--", "o"), ("C2", ":", "^"))  # told apart in grey, too
-    with picture(path, title, score) as axes:
-        for (label, run), (color, line, marker) in zip(runs.items(), looks, strict=False):
-            if run.episodes:
-                means = running_mean(run.episodes)
-                axes.plot(*zip(*means, strict=True), line, color=color, alpha=0.5, linewidth=1)
-            steps, scores = zip(*run.evaluations, strict=True)
-            axes.plot(steps, scores, line, marker=marker, color=color, linewidth=2, markersize=5, label=label)
-        axes.plot([], [], color="0.5", linewidth=1, label="thin: mean of the last 20\nepisodes of training")
-
-
-@contextmanager
-def picture(path: Path, title: str, score: str) -> Iterator[Any]:
-    """Save what is drawn on the axes inside the ``with`` block: a score over environment steps."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    yield axes
-    axes.set(title=title, xlabel="environment steps", ylabel=score)
+    if episodes:
+        axes.plot(*zip(*episodes, strict=True), ".", markersize=3, color="0.75", label="training episode")
+        axes.plot(*zip(*running_mean(episodes), strict=True), color="C0", linewidth=2, label="mean of the last 20")
+    axes.plot(*zip(*evaluations, strict=True), "s", markersize=6, color="C1", label="evaluation, no exploration")
+    axes.set(title=title, xlabel="environment steps", ylabel="return")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Time what needs trajectories: ``python -m rlbuf_td.cli.bench.trajectories``.
+"""Time what needs trajectories: ``python tests/benchmarks/trajectories.py``.
 
 Hindsight, n-step and sequence samples against plain ones, TorchRL's ``HERReplayBuffer`` and ``SliceSampler`` and
 Stable-Baselines3's ``HerReplayBuffer``, all with a reward function that costs nothing; writing with a trajectory index
@@ -27,8 +27,8 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
-from rlbuf_td.cli.bench.compare import interleave, one_thread
 from rlbuf_td.cli.bench.contenders import small_rows
+from rlbuf_td.cli.bench.timing import interleave, one_thread
 
 BATCH, EPISODE, CHUNK = 256, 200, 10_000
 SEQUENCES, LENGTH = 32, 80
@@ -171,7 +171,7 @@ CASES: dict[str, Callable[[int], Calls]] = {
 
 def main(argv: list[str] | None = None) -> None:
     """Print the median time of each call, and in brackets how many times as long as the case's first it takes."""
-    parser = argparse.ArgumentParser(prog="python -m rlbuf_td.cli.bench.trajectories", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=float, default=1e6)
     parser.add_argument("--rows-of-cycle", type=float, default=1e5, help="of writing one, then sampling")
     parser.add_argument("--rounds", type=int, default=40, help="interleaved blocks of 10 ms each")

@@ -1,4 +1,4 @@
-"""Observations once: what rows that share them save, and what that costs (``python -m rlbuf_td.cli.bench.memory``).
+"""Observations once: what rows that share them save, and what that costs (``python tests/benchmarks/memory.py``).
 
 Each figure is a ratio of medians against a plain :class:`PackedStorage`, of calls that take turns; cold reads are
 against TorchRL's ``LazyMemmapStorage``, with the pages of all files dropped from memory before each batch.
@@ -21,8 +21,8 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.cli.bench.compare import one_thread
 from rlbuf_td.cli.bench.contenders import small_rows
+from rlbuf_td.cli.bench.timing import one_thread
 
 BATCH, CHUNK = 256, 20_000
 _DONTNEED = 4  # of madvise: give up this process's pages
@@ -88,13 +88,13 @@ def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], r
     return result
 
 
-def drop(folder: Path, tensors: Sequence[torch.Tensor]) -> None:
-    """Drop files from memory, and from the maps of this process."""
-    libc, page = ctypes.CDLL(None, use_errno=True), os.sysconf("SC_PAGE_SIZE")
-    for tensor in tensors:
-        start = -(-tensor.data_ptr() // page) * page
-        length = (tensor.data_ptr() + tensor.nbytes - start) // page * page
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
+def drop(folder: Path) -> None:
+    """Drop a folder's files from memory, and from the maps of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line:
+            start, stop = (int(address, 16) for address in line.split()[0].split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(_DONTNEED))
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDWR)
@@ -119,9 +119,7 @@ def cold_reads(rows: int, rounds: int) -> dict[str, float]:
         for _ in range(rounds + 1):
             index = torch.randint(rows, (BATCH,))
             for kind, storage in kinds.items():
-                own = getattr(storage, "_rows", None)
-                whole = getattr(own, "memory", getattr(own, "matrix", None))
-                drop(Path(name) / kind, [*storage._storage.values(True, True)] if whole is None else [whole])
+                drop(Path(name) / kind)
                 start_time = time.perf_counter()
                 storage.get(index)
                 taken[kind].append(time.perf_counter() - start_time)
@@ -158,7 +156,7 @@ def _print_all(
                 f"  {name:<12} {rows:>9,} rows: " + ", ".join(f"{what} {x:.2f}x" for what, x in found.items()),
                 flush=True,
             )
-    if on_disk and hasattr(os, "posix_fadvise"):
+    if on_disk and Path("/proc/self/maps").exists():
         found = cold_reads(on_disk, max(5, rounds // 20))
         print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
         print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))

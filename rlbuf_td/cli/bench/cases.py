@@ -1,0 +1,181 @@
+"""What is timed beside replay: Dicts of many leaves, the recording of Gymnasium steps, and on-policy work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.objectives.value import GAE
+from torchrl.objectives.value.functional import generalized_advantage_estimate, vec_generalized_advantage_estimate
+
+from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuffer, functional
+
+Calls = dict[str, Callable[[], object]]
+
+LEAF_ROWS = 100_000
+LANES, RECORDED_ROWS = 16, 16_000  # soon full, so that no page is new
+GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
+SHAPES = ((8, 2048), (4096, 32), (1, 128))
+
+OPERATIONS = {
+    "leaves-12": "sample a Dict of 12 leaves [+]",
+    "leaves-3": "sample the same bytes in 3 leaves [+]",
+    "record": f"record a step of {LANES} environments [#]",
+    "gae": "GAE, TorchRL's default (loop)",
+    "gae-vectorized": "GAE, TorchRL's vectorized form",
+    "ppo": f"PPO data step: extend, GAE, {EPOCHS} epochs",
+}
+
+
+def dict_rows(count: int, parts: int) -> TensorDict:
+    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes in all."""
+    camera = torch.randint(256, (count, 48), dtype=torch.uint8)
+    joints, counts = torch.randn(count, 40), torch.randint(9, (count, 16))
+
+    def split(x: torch.Tensor) -> TensorDict:
+        return TensorDict({f"part{i}": part for i, part in enumerate(x.chunk(parts, -1))}, [count])
+
+    return TensorDict({"camera": split(camera), "body": {"joints": split(joints), "counts": split(counts)}}, [count])
+
+
+def leaves(batch: int) -> dict[str, Calls]:
+    """Return for each number of leaves a sample of each side."""
+    result: dict[str, Calls] = {}
+    for operation, parts in (("leaves-12", 4), ("leaves-3", 1)):
+        ours = ReplayBuffer(storage=PackedStorage(LEAF_ROWS), batch_size=batch)
+        theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(LEAF_ROWS), batch_size=batch)
+        data = dict_rows(LEAF_ROWS, parts)
+        for buffer in (ours, theirs):
+            buffer.extend(data)
+        result[operation] = {"rlbuf_td": ours.sample, "TorchRL": theirs.sample}
+    return result
+
+
+class Replayed(VectorEnv):
+    """Environments of HalfCheetah's shape in next-step mode, whose steps were made before."""
+
+    def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
+        self.num_envs, self.metadata = LANES, {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.single_observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (17,), np.float32)
+        self.single_action_space = gymnasium.spaces.Box(-1, 1, (6,), np.float32)
+        generator, terminated = np.random.default_rng(0), np.zeros(LANES, bool)
+        self.observation, never = generator.random((LANES, 17), np.float32), np.zeros(LANES, bool)
+        results: list[Any] = []
+        for _ in range(steps):
+            terminated = (generator.random(LANES) < ends) & ~terminated
+            results.append((self.observation, generator.random(LANES), terminated, never, {}))
+        self.results: Iterator[Any] = cycle(results)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        """Return the first observations."""
+        return self.observation, {}
+
+    def step(self, actions: Any) -> Any:
+        """Return the next step."""
+        return next(self.results)
+
+
+def record() -> Calls:
+    """Return a recorded step of each side; TorchRL's is put together by hand, in flat rows, reset steps and all."""
+    env, action = Replayed(), np.zeros((LANES, 6), np.float32)
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
+    recorder.reset()
+    theirs, obs = TensorDictReplayBuffer(storage=LazyTensorStorage(RECORDED_ROWS)), torch.from_numpy(env.observation)
+
+    def by_hand() -> None:
+        following, reward, terminated, truncated, _ = env.step(action)
+        ends = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        after = {name: torch.from_numpy(flag).view(LANES, 1) for name, flag in ends.items()}
+        after["observation"] = torch.from_numpy(following)
+        after["reward"] = torch.from_numpy(reward).float().view(LANES, 1)
+        step = {"observation": obs, "action": torch.from_numpy(action), "next": after}
+        theirs.extend(TensorDict(step, [LANES]))
+
+    for _ in range(RECORDED_ROWS // LANES):
+        recorder.step(action)
+        by_hand()
+    return {"rlbuf_td": lambda: recorder.step(action), "TorchRL": by_hand}
+
+
+def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
+    """Return a rollout like HalfCheetah's, ``[E, T]``, with all values; half of its ends are truncations."""
+    shape = (lanes, steps)
+    done = torch.rand(*shape, 1) < p
+    terminated = done & (torch.rand(*shape, 1) < 0.5)
+    following = {
+        "observation": torch.randn(*shape, 17),
+        "state_value": torch.randn(*shape, 1),
+        "reward": torch.randn(*shape, 1),
+        "done": done,
+        "terminated": terminated,
+        "truncated": done & ~terminated,
+    }
+    present = {
+        "observation": torch.randn(*shape, 17),
+        "action": torch.randn(*shape, 6),
+        "action_log_prob": torch.randn(*shape),
+        "state_value": torch.randn(*shape, 1),
+    }
+    return TensorDict(present | {"next": following}, shape)
+
+
+def gae(lanes: int, steps: int) -> dict[str, Calls]:
+    """Return for each of TorchRL's forms of GAE a call of each side, on the same tensors."""
+    data = rollout_of(lanes, steps)
+    after = data["next"]
+    values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
+
+    def ours() -> object:
+        return functional.generalized_advantage_estimate(GAMMA, LMBDA, *values)
+
+    return {
+        "gae": {"rlbuf_td": ours, "TorchRL": lambda: generalized_advantage_estimate(GAMMA, LMBDA, *values)},
+        "gae-vectorized": {
+            "rlbuf_td": ours,
+            "TorchRL": lambda: vec_generalized_advantage_estimate(GAMMA, LMBDA, *values),
+        },
+    }
+
+
+def ppo(lanes: int, steps: int, batch: int) -> Calls:
+    """Return one data step of each side, with the same values given: nothing is learned, no network is asked."""
+    data = rollout_of(lanes, steps)
+    ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
+    advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(lanes * steps), sampler=SamplerWithoutReplacement(), batch_size=batch
+    )
+
+    def our_step() -> None:
+        ours.extend(data.copy())
+        for _ in ours:
+            pass
+
+    def their_step() -> None:
+        rows = data.copy()
+        with torch.no_grad():
+            advantages(rows)
+        theirs.extend(rows.reshape(-1))
+        for _ in range(EPOCHS):
+            for _ in theirs:
+                pass
+
+    return {"rlbuf_td": our_step, "TorchRL": their_step}
+
+
+def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
+    """Yield every on-policy case: the operation, its rows, their shape in words, and a call for each side."""
+    for lanes, steps in SHAPES:
+        for operation, calls in gae(lanes, steps).items():
+            if operation in operations:
+                yield operation, lanes * steps, f"[{lanes}, {steps}]", calls
+    if "ppo" in operations:
+        lanes, steps = SHAPES[0]
+        yield "ppo", lanes * steps, f"[{lanes}, {steps}]", ppo(lanes, steps, batch)

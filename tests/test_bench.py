@@ -1,0 +1,115 @@
+"""``python -m rlbuf_td bench``, run as a user runs it, only shorter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rlbuf_td import ProportionalSampler
+from rlbuf_td.__main__ import OPERATIONS, main
+from rlbuf_td.cli.bench import compare, device
+from rlbuf_td.cli.bench.contenders import Ours, TorchRL
+from rlbuf_td.cli.bench.others import available
+from rlbuf_td.cli.bench.picture import WORDS, draw
+from rlbuf_td.cli.bench.timing import Timing
+
+SIZES = ("--rows", "1000", "--images", "64", "--batch", "32", "--rounds", "2")
+
+
+def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
+    monkeypatch.setenv("COLUMNS", "160")
+    picture = tmp_path / "new" / "bench.png"
+    assert main(["bench", *SIZES, "--picture", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for words in ("1,000 small", "64 image", "100,000 Dict", "12 leaves cost as much as 3"):
+        assert words in printed
+    assert printed.count("x)") > len(OPERATIONS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_every_library_that_is_installed_is_timed():
+    command = [sys.executable, "-m", "rlbuf_td", "bench", "--rows", "500", "--images", "0", "--rounds", "2", "--only"]
+    done = subprocess.run(
+        [*command, "uniform", "proportional", "update", "extend", "add"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = [contender.name for contender in available()]
+    assert [name in done.stdout for name in names] == [True] * len(names)
+    assert "Flashbax" in names
+    assert done.stdout.count("x)") >= 5 * 2 + 10
+
+
+def timing(operation: str, rows: int, kind: str, **blocks: float):
+    return Timing(operation, rows, kind, {"rlbuf_td": [10.0], **{name: [time] for name, time in blocks.items()}})
+
+
+def test_the_picture_has_a_line_per_operation_at_the_largest_size_and_a_mark_per_library():
+    timings = [
+        timing("uniform", 100, "small", TorchRL=20.0),
+        timing("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
+        timing("add", 1_000, "small", TorchRL=90.0),
+        timing("record", 16_000, "small", TorchRL=40.0),
+        timing("gae", 128, "[1, 128]", TorchRL=1_000.0),
+    ]
+    small, others = draw(timings, 256).axes
+    assert [label.get_text() for label in small.get_yticklabels()] == ["sample, uniform", "add one"]
+    assert [label.get_text() for label in others.get_yticklabels()] == ["record a step", "GAE [1,128], loop"]
+    points = [np.asarray(line.get_xdata()).tolist() for line in small.lines]
+    assert sorted(x[0] for x in points if len(x) == 1) == [0.5, 2.0, 3.0, 7.0, 9.0]
+    assert small.get_xlim() == others.get_xlim()
+    assert small.get_xlim()[1] > 100.0
+    with pytest.raises(ValueError, match="no operation has been timed"):
+        draw([], 256)
+
+
+def test_the_command_line_and_the_picture_name_the_operations_that_are_timed():
+    assert tuple(compare.OPERATIONS) == OPERATIONS
+    assert set(WORDS) == set(OPERATIONS)
+
+
+def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "_available", lambda: 0)
+    assert list(compare.run([1_000], 0, 8, 2, ["uniform"])) == []
+    assert "left out: 1,000 small rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", device.CHECKS)
+def test_the_checks_of_a_device_pass(name):
+    device.check(device.CHECKS[name](), torch.device("cpu"))
+
+
+def test_a_check_of_a_device_that_fails_is_reported_and_the_next_one_runs(monkeypatch, capsys):
+    monkeypatch.setattr(ProportionalSampler, "probability", lambda sampler, index: torch.full((500,), 1 / 500))
+    broken = lambda: device.check(ProportionalSampler(500, stratified=False), torch.device("cpu"))  # noqa: E731
+    assert device.attempt("draws", broken)
+    assert not device.attempt("nothing", lambda: None)
+    printed = capsys.readouterr().out
+    assert "draws: FAILED: AssertionError: ProportionalSampler does not follow its law" in printed
+    assert "nothing: ok" in printed
+
+
+@pytest.mark.parametrize("timed", device.TIMINGS)
+def test_what_is_timed_on_a_device_runs(timed, monkeypatch):
+    for name in ("wall", "on_device"):
+        monkeypatch.setattr(device, name, lambda call, *_: call() is None or 2.0)
+    found = [(what, value) for what, value, _ in timed(torch.device("cpu"), 600, 0.0)]
+    assert len(dict(found)) == len(found) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_benchmark_says_so(capsys):
+    assert main(["bench", "--device", "cuda"]) == 1
+    assert "has no CUDA device" in capsys.readouterr().err
+    assert main(["bench", "--device", "mps"]) == 1
+    assert "not mps" in capsys.readouterr().err
