@@ -183,7 +183,7 @@ def learn(device: torch.device, backend: str) -> tuple[list[float], Learner, set
     for _ in range(40):
         learner.extend(25)
         storage = learner.rb.storage
-        loss, index = step(learner.sampler.tree, storage._rows.flat, storage._rows.layout, learner.rows)
+        loss, index = step(learner.sampler.tree, storage.rows.flat, storage.rows.layout, learner.rows)
         assert int(index.max()) < len(learner.rb)
         optimizer.zero_grad()
         loss.backward()

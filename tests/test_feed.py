@@ -102,7 +102,7 @@ def test_shared_observations_come_whole(device):
     seen = torch.randn(301, 17)
     rb = ReplayBuffer(storage=PackedStorage(500, share_next=True), sampler=ProportionalSampler(500), batch_size=64)
     rb.extend(TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [300]))
-    assert rb.storage.pooling is not None
+    assert rb.storage.dedup is not None
     batch = rb.feed(device).sample().cpu()
     assert torch.equal(batch["observation"], seen[batch["index"]])
     assert torch.equal(batch["next", "observation"], seen[batch["index"] + 1])

@@ -157,7 +157,7 @@ def snapshot(rb: ReplayBuffer) -> tuple[Any, ...]:
     return (
         *(len(storage), writer._cursor, rb.write_count, storage.is_reserved, storage._last_cursor_index_value.value),
         str(state["layout"]),
-        storage._rows.matrix.view(torch.uint8).numpy().tobytes(),
+        storage.rows.matrix.view(torch.uint8).numpy().tobytes(),
         state["rows"].view(torch.uint8).numpy().tobytes(),
         bytes(torch.as_tensor(priorities).numpy().tobytes()),
     )

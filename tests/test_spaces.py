@@ -138,7 +138,7 @@ def torchrl_env(kind: str) -> EnvBase:
 def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with_policy):
     env = torchrl_env(kind)
     rb = ReplayBuffer.from_env(env, 200, batch_size=4)
-    keys = set(leaves(rb.storage._rows.view()))
+    keys = set(leaves(rb.storage.rows.view()))
     actions = env.full_action_spec["action"]
     policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
     if how == "rollout":
@@ -191,7 +191,7 @@ def test_a_rollout_buffer_is_made_for_an_environment_too(kind):
 def test_ten_million_rows_touch_only_what_is_written():
     def begun(capacity: int) -> ReplayBuffer:
         rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=16), capacity)
-        rb.extend(torch.zeros_like(rb.storage._rows.view()[:100], device="cpu").transpose(0, 1))
+        rb.extend(torch.zeros_like(rb.storage.rows.view()[:100], device="cpu").transpose(0, 1))
         return rb
 
     begun(10_000)  # what is imported and compiled first takes memory, too

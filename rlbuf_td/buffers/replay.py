@@ -370,7 +370,7 @@ class ReplayBuffer(
         return (
             type(storage) is PackedStorage
             and not storage.is_reserved
-            and storage.pooling is None
+            and storage.dedup is None
             and type(writer) is RingWriter
             and writer._generation is None
             and not self._writes_generally

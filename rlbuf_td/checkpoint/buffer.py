@@ -83,7 +83,7 @@ class _Load:
             parts.refuse_other_storage(storage, saved)
         # A dump from before the first write holds no rows; one of a reserved storage holds keys, which matter only
         # to a storage that has none.
-        elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage._rows is not None):
+        elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)
             self._resize(self.rows)

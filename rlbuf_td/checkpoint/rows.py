@@ -13,9 +13,9 @@ from rlbuf_td.checkpoint.resize import fit
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.layout import saved_dedup
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.state import copy_rows, refuse_foreign, rows_of_state, saved_pooling
+from rlbuf_td.storages.state import refuse_foreign, rows_of_state
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
@@ -54,14 +54,14 @@ class SavedRows:
                 f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
             )
         self.layout, self.lanes = storage.admit_state(state | {"_len": 0, "full": False}, lead[1:])
-        self.pooling = saved_pooling(self.layout, state)
+        self.dedup = saved_dedup(self.layout, state)
         self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
-        row_bytes = self.layout.row_bytes if self.pooling is None else self.pooling.own.row_bytes
+        row_bytes = self.layout.row_bytes if self.dedup is None else self.dedup.stored.row_bytes
         if self.matrix.shape[-1] * dtype.itemsize != row_bytes:
             raise CheckpointError("the layout of the rows does not fit their size")
-        self.capacity = storage._steps(self.lanes) if storage._rows is None else storage._rows.steps
+        self.capacity = storage.steps_for(self.lanes) if storage.rows is None else storage.rows.steps
         self.fit = fit(steps, self.capacity, lead[0], cursor)
-        self.is_fresh = storage._rows is None or storage._rows.layout != self.layout  # whether rows must be allocated
+        self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
         # New memory can be thrown away if a file is damaged: its files are checked while they are read.
@@ -88,11 +88,11 @@ class SavedRows:
             return None
         storage = self.storage
         if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for both
-            storage._release()
+            storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # of the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-        pooling = self.pooling if keep_shared else storage.pooling_like(self.layout, self.pooling)
-        rows = storage._make_rows(self.layout, self.lanes, None, pooling)
+        dedup = self.dedup if keep_shared else storage.dedup_for(self.layout, self.dedup)
+        rows = storage.make_rows(self.layout, self.lanes, None, dedup)
         if storage.scratch_dir is None:
             take_pages(rows.first(self.fit.steps).matrix)
         try:
@@ -107,13 +107,13 @@ class SavedRows:
         """Let the storage hold the saved rows: those of :meth:`allocated`, or its own, which are overwritten."""
         storage = self.storage
         if allocated is not None:
-            storage._adopt(allocated)
-        elif storage._rows is not None:
-            storage._about_to_write(storage._rows, 0, storage._rows.steps)
-            self._read_into(storage._rows, report)
+            storage.adopt(allocated)
+        elif storage.rows is not None:
+            storage.about_to_write(storage.rows, 0, storage.rows.steps)
+            self._read_into(storage.rows, report)
 
     def _read_into(self, rows: Rows, report: Report) -> None:
-        if self.pooling is not None or isinstance(rows, PooledRows):
+        if self.dedup is not None or rows.dedup is not None:
             return self._read_shared(rows, report)
         data, at, step = flat_bytes(rows.matrix), 0, rows.nbytes // rows.steps
         for first, count in self.fit.ranges:
@@ -123,14 +123,14 @@ class SavedRows:
     def _read_shared(self, rows: Rows, report: Report) -> None:
         """Read rows if they, or those of the storage, hold repeated observations once."""
         matrix = self.reader.read_stored(self.matrix, report)
-        if self.pooling is not None:
-            refuse_foreign(self.pooling, matrix, self.entries)
+        if self.dedup is not None:
+            refuse_foreign(self.dedup, matrix, self.entries)
         used = [stored.shape[0] for stored in self.entries]
-        if isinstance(rows, PooledRows) and self.fit.is_same and rows.takes(self.pooling, used):
+        if self.fit.is_same and rows.takes(self.dedup, used):
             for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report)
             rows.matrix[: len(matrix)].copy_(matrix)
             rows.take_in(used)
         else:
             entries = [self.reader.read_stored(stored, report) for stored in self.entries]
-            copy_rows(rows_of_state(self.layout, matrix, self.pooling, entries), rows, self.fit.ranges)
+            rows.copy_steps_(rows_of_state(self.layout, matrix, self.dedup, entries), self.fit.ranges)

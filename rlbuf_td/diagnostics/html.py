@@ -93,13 +93,13 @@ def _storage(storage: Any) -> str:
 
 def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
     """Yield key, dtype, shape and bytes of each leaf of a row; nothing if the storage has no columns."""
-    rows, pooling = getattr(storage, "_storage", None), getattr(storage, "pooling", None)
+    rows, deduplicated = getattr(storage, "_storage", None), getattr(storage, "deduplicated", {})
     if not isinstance(rows, TensorDictBase):
         return
-    if pooling is None:
+    if not deduplicated:
         found = ((key, x.dtype, x.shape[storage.ndim :]) for key, x in walk(rows) if isinstance(x, torch.Tensor))
     else:
         found = ((leaf.key, leaf.dtype, leaf.shape) for leaf in storage.layout.leaves)
     for key, dtype, shape in sorted(found, key=lambda field: field[0]):
-        size = f"{prod(shape) * dtype.itemsize:,}" + " (shared)" * (pooling is not None and key in pooling.places)
+        size = f"{prod(shape) * dtype.itemsize:,}" + " (shared)" * (key in deduplicated)
         yield ".".join(key), str(dtype).removeprefix("torch."), " × ".join(map(str, shape)) or "scalar", size

@@ -18,7 +18,8 @@ from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.kernels.episodes import make_boundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.storages.dedup.pooling import Pooling, Sharing, choose
+from rlbuf_td.storages.dedup.layout import DedupLayout
+from rlbuf_td.storages.dedup.options import DedupOptions, choose_groups
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes
 from rlbuf_td.storages.pinned import refuse_offload
@@ -39,7 +40,7 @@ class MemoryPlan:
         trajectories: bytes of the trajectory index, which is made when a sampler first needs it.
         places: where the rows could be, and what is free there; the requested place first.
         memory: where priorities and index are, and what is free there.
-        pooling: which keys are deduplicated, if any.
+        dedup: which keys are deduplicated, if any.
     """
 
     capacity: int
@@ -49,7 +50,7 @@ class MemoryPlan:
     trajectories: int
     places: tuple[Room, ...]
     memory: Room
-    pooling: Pooling | None = None
+    dedup: DedupLayout | None = None
 
     @property
     def keys(self) -> dict[str, int]:
@@ -59,16 +60,16 @@ class MemoryPlan:
     @property
     def rows(self) -> int:
         """Bytes of all rows, padding included, deduplicated as far as possible."""
-        if self.pooling is None:
+        if self.dedup is None:
             return self.capacity * self.row_bytes
-        return self.capacity * (self.pooling.own.row_bytes + sum(group.nbytes for group in self.pooling.groups))
+        return self.capacity * (self.dedup.stored.row_bytes + sum(group.nbytes for group in self.dedup.groups))
 
     @property
     def saved(self) -> dict[str, int]:
         """Bytes that deduplication saves, by key at the root."""
-        if self.pooling is None:
+        if self.dedup is None:
             return {}
-        saved = self.pooling.saved_bytes(self.capacity, [self.capacity] * len(self.pooling.groups))
+        saved = self.dedup.saved_bytes(self.capacity, [self.capacity] * len(self.dedup.groups))
         return {show_key(key): nbytes for key, nbytes in saved.items()}
 
     @property
@@ -108,7 +109,7 @@ class MemoryPlan:
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
             ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
         keys = {leaf.key for leaf in self.leaves}
-        if self.pooling is None and any(("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves):
+        if self.dedup is None and any(("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves):
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
@@ -199,7 +200,7 @@ def plan(
         >>> needed.rows, needed.priorities, needed.fits
         (12352000, 19840, True)
     """
-    pooling: Pooling | None = None
+    dedup: DedupLayout | None = None
     # `isinstance` would read `source.__class__`, at which a SerialEnv that has not started hangs.
     if issubclass(type(source), ReplayBuffer):
         sampler = source._sampler if sampler is None else sampler
@@ -210,7 +211,7 @@ def plan(
         offload = offload or getattr(source, "offload", False)
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
-        pooling = getattr(source, "pooling", None)
+        dedup = getattr(source, "dedup", None)
         source = _time_step(source)
     if capacity is None or capacity < 1:
         raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
@@ -219,12 +220,12 @@ def plan(
     lanes = prod(schema.batch_size)
     steps = -(-int(capacity) // lanes)
     layout = RowLayout(schema, schema.ndim)
-    if pooling is None or share_next or frames:
-        pooled = choose(Sharing.of(share_next, frames), layout)
-        pooling = Pooling(layout, pooled) if pooled else None
+    if dedup is None or share_next or frames:
+        chosen = choose_groups(DedupOptions.of(share_next, frames), layout)
+        dedup = DedupLayout(layout, chosen) if chosen else None
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
-        refuse_offload(device, scratch_dir=folder, shared=shared, sharing=pooling is not None)
+        refuse_offload(device, scratch_dir=folder, shared=shared, sharing=dedup is not None)
     return MemoryPlan(
         capacity=steps * lanes,
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
@@ -233,7 +234,7 @@ def plan(
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
         places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
         memory=room_for(device),
-        pooling=pooling,
+        dedup=dedup,
     )
 
 
@@ -257,7 +258,7 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
 
 
 def _time_step(storage: Storage) -> Any:
-    if getattr(storage, "pooling", None) is not None:
+    if getattr(storage, "dedup", None) is not None:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
     rows = getattr(storage, "_storage", None)

@@ -18,8 +18,8 @@ from rlbuf_td.kernels.rows import copy_rows_, put_values_
 from rlbuf_td.samplers.common import uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, shared_like
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
@@ -36,7 +36,7 @@ class _Bound:
     trajectories: TrajectoryIndex
     outcomes: Outcomes
     device: torch.device
-    shared: PooledRows | None  # the rows, if they share the outcomes: then these are no column
+    shared: Rows | None  # the rows, if they share the outcomes: then these are no column
     outcome_key: tuple[str, ...]
     goal_keys: list[tuple[str, ...]]
     base: int  # address of all rows, if they are rows of bytes on the CPU, else 0
@@ -238,13 +238,11 @@ class HindsightSampler(SamplerWrapper):
                     f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
-        rows = storage._rows if isinstance(storage, PackedStorage) else None
-        shared, base = rows if isinstance(rows, PooledRows) else None, 0
-        if rows is not None and shared is None and isinstance(boundaries, BitBoundaries):
-            base = rows.matrix.data_ptr()
+        rows = storage.rows if isinstance(storage, PackedStorage) else None
+        base = rows.whole_rows_address if rows is not None and isinstance(boundaries, BitBoundaries) else 0
         offsets = [goal.data_ptr() - base for goal in goals.values()]
         found = storage._storage, trajectories, Outcomes.of(outcomes), device_of(storage)
-        shared = shared if outcomes.is_meta else None
+        shared = rows if outcomes.is_meta else None
         return _Bound(*found, shared, outcome_key, list(goals), base, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:

@@ -14,11 +14,9 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.kernels.rows import copy_rows_
-from rlbuf_td.kernels.rows.pool import assemble_
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
@@ -36,7 +34,6 @@ class _Bound:
     cells: int
     parts: Parts | None  # of a row of bytes, on the CPU
     address: int  # of the rows
-    pooled: PooledRows | None  # the rows, if they share what they hold
 
 
 class NStepSampler(SamplerWrapper):
@@ -159,18 +156,17 @@ class NStepSampler(SamplerWrapper):
         """Make n-step transitions of a batch that nobody has revised, or of blank memory."""
         boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
         if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
-            given = flat, self._n_steps, self._gamma, reward.ndim
-            if bound.pooled is not None:  # of the rows as they are stored, which name what comes next
-                block = torch.empty((len(flat), bound.parts.row_bytes), dtype=torch.uint8)
-                steps = n_step_(boundaries, bound.address, block.data_ptr(), bound.parts, *given, len(storage))
-                start = reward.data_ptr() - bound.pooled.pooling.offsets[self.reward_key]
-                assemble_(bound.pooled.table, block, start)
-            else:
-                live, start = len(storage) if is_blank else 0, reward.data_ptr() - bound.parts.reward
-                steps = n_step_(boundaries, bound.address, start, bound.parts, *given, live)
+            rows, parts, given = storage.all_rows(), bound.parts, (flat, self._n_steps, self._gamma, reward.ndim)
+
+            def copy(target: int, is_blank: bool) -> torch.Tensor:
+                live = len(storage) if is_blank else 0
+                return n_step_(boundaries, bound.address, target, parts, *given, live)
+
+            start = reward.data_ptr() - rows.layout.offsets[self.reward_key]
+            steps = rows.assemble(copy, start, len(flat), is_blank)
         else:
-            is_shared = isinstance(getattr(storage, "_rows", None), PooledRows)
-            if revise is None and isinstance(boundaries, FlagBoundaries) and not is_shared:
+            has_columns = not getattr(storage, "deduplicated", None)
+            if revise is None and isinstance(boundaries, FlagBoundaries) and has_columns:
                 steps = self._by_walk_(storage, boundaries, batch, flat)
             elif revise is None:
                 steps = self._by_columns_(storage, bound, batch, flat)
@@ -253,13 +249,12 @@ class NStepSampler(SamplerWrapper):
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
         columns = storage._storage
         lanes = columns.batch_size[1 : storage.ndim].numel()
-        rows = storage._rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
+        rows = storage.rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         parts, address = None, 0
-        pooled = rows if isinstance(rows, PooledRows) else None
-        if rows is not None and reward.dtype in _REWARDS and (pooled is None or pooled.table.is_compiled):
+        if rows is not None and reward.dtype in _REWARDS and rows.can_assemble:
             parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
         cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
-        return _Bound(columns, trajectories, ends, lanes, cells, parts, address, pooled)
+        return _Bound(columns, trajectories, ends, lanes, cells, parts, address)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -293,14 +288,9 @@ def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
             reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
         elif width:
             (taken if key[0] == "next" else kept).append((start, width))
-    row_bytes = rows.layout.row_bytes
-    if isinstance(rows, PooledRows):
-        row_bytes = rows.pooling.own.row_bytes
-        for group in rows.pooling.groups:
-            width = 4 * group.pieces
-            kept.append((group.ids, width))
-            taken += [(group.ids + width, width)] * (group.sides - 1)
-    return Parts.of(reward, row_bytes, _joined(taken), _joined(kept))
+    for start, width, is_next in rows.id_ranges():
+        (taken if is_next else kept).append((start, width))
+    return Parts.of(reward, rows.stored_layout.row_bytes, _joined(taken), _joined(kept))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

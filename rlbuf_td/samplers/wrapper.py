@@ -14,7 +14,6 @@ from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.resize import resized_state
 from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.dedup.rows import PooledRows
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -253,11 +252,10 @@ def column_of(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
 
 def shared_like(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
     """Return a tensor without memory that is like a column which rows share, ``[T * E, ...]``; None for others."""
-    rows = storage._rows if isinstance(storage, PackedStorage) else None
-    if not isinstance(rows, PooledRows) or key not in rows.pooling.places:
+    leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
+    if leaf is None:
         return None
-    leaf = rows.pooling.leaves[key]
-    return torch.empty((rows.cells, *leaf.shape), dtype=leaf.dtype, device="meta")
+    return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:

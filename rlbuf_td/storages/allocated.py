@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
@@ -12,12 +13,12 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages.allocate import ROWS_FILE, FileRoom, allocate_bytes, allocate_sparse, map_bytes
-from rlbuf_td.storages.dedup.pooling import Pooling, Sharing, choose
-from rlbuf_td.storages.dedup.rows import PooledRows, grows
-from rlbuf_td.storages.dedup.sections import Sections
+from rlbuf_td.storages.dedup.layout import DedupLayout, Sections
+from rlbuf_td.storages.dedup.options import DedupOptions, choose_groups
+from rlbuf_td.storages.dedup.rows import DedupRows, grows
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.rows import OffloadedRows, PlainRows, Rows
+from rlbuf_td.storages.schema import Leaf, SchemaError
 from rlbuf_td.storages.shared.rows import SharedRows
 from rlbuf_td.storages.write_clock import WriteClock
 
@@ -31,11 +32,11 @@ class AllocatedStorage(LazyTensorStorage):
     offload: bool
     clock: WriteClock
     lock: Any  # what every buffer over this storage takes
-    _rows: Rows | None  # from the first write on
+    rows: Rows | None  # from the first write on
     _live: Rows | None  # those that have been written, as of the last look
-    _is_reserved: bool
-    _sharing: SharedRows | None
-    _asked: Sharing  # what rows are to share
+    is_reserved: bool  # whether the rows are those of a schema, to which the first write may add keys
+    shared_rows: SharedRows | None
+    _asked: DedupOptions  # what rows are to share
 
     # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
 
@@ -64,43 +65,42 @@ class AllocatedStorage(LazyTensorStorage):
     @property
     def layout(self) -> RowLayout | None:
         """What a row holds; ``None`` before the first write."""
-        return None if self._rows is None else self._rows.layout
+        return None if self.rows is None else self.rows.layout
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a whole row, padding included, as batches hold it; 0 before the first write."""
-        return 0 if self._rows is None else self._rows.layout.row_bytes
+        return 0 if self.rows is None else self.rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, with what they share so far; 0 before the first write."""
-        return 0 if self._rows is None else self._rows.nbytes
+        return 0 if self.rows is None else self.rows.nbytes
 
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
         """Bytes that the rows written take less, by key at the root, because they share observations or frames."""
-        rows = self._written() if self._rows is not None else None
-        return rows.saved_bytes() if isinstance(rows, PooledRows) else {}
+        return {} if self.rows is None else self.written_rows().saved_bytes()
 
     @property
-    def pooling(self) -> Pooling | None:
+    def dedup(self) -> DedupLayout | None:
         """What rows share; None if that is nothing, and before the first write."""
-        return self._rows.pooling if isinstance(self._rows, PooledRows) else None
+        return None if self.rows is None else self.rows.dedup
+
+    @property
+    def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
+        """The leaves that are stored once, by key; empty if none is, and before the first write."""
+        return {} if self.rows is None else self.rows.deduplicated
 
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
         layout = RowLayout(data, self.ndim - 1)
-        self._allocate(layout, data.batch_size[: self.ndim - 1], data.device, self._pooling_of(layout))
+        self._allocate(layout, data.batch_size[: self.ndim - 1], data.device, self.dedup_of(layout))
 
     @property
     def lanes(self) -> torch.Size:
         """The dims after time; empty before there are rows."""
-        return torch.Size([]) if self._rows is None else self._rows.lanes
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether the rows are those of a schema, to which the first write may add keys."""
-        return self._is_reserved
+        return torch.Size([]) if self.rows is None else self.rows.lanes
 
     def reserve(self, schema: TensorDictBase) -> None:
         """Allocate, before the first write, for transitions that hold at least the keys of a schema.
@@ -115,7 +115,7 @@ class AllocatedStorage(LazyTensorStorage):
             RuntimeError: the rows are there already.
             SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
         """
-        if self._rows is not None:
+        if self.rows is not None:
             raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
         if schema.batch_dims < self.ndim - 1:
             raise SchemaError(
@@ -124,91 +124,92 @@ class AllocatedStorage(LazyTensorStorage):
             )
         device = None if schema.device is None or schema.device.type == "meta" else schema.device
         layout = RowLayout(schema, self.ndim - 1)
-        self._allocate(layout, schema.batch_size[: self.ndim - 1], device, self._pooling_of(layout))
-        self._is_reserved = True
+        self._allocate(layout, schema.batch_size[: self.ndim - 1], device, self.dedup_of(layout))
+        self.is_reserved = True
 
     def _allocate(
-        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, pooling: Pooling | None = None
+        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None = None
     ) -> Rows:
-        return self._adopt(self._make_rows(layout, lanes, device, pooling))
+        return self.adopt(self.make_rows(layout, lanes, device, dedup))
 
-    def _pooling_of(self, layout: RowLayout, data: TensorDictBase | None = None) -> Pooling | None:
+    def dedup_of(self, layout: RowLayout, data: TensorDictBase | None = None) -> DedupLayout | None:
         """Return what rows of this layout share: what was asked for, or None if that is nothing."""
-        pooled = choose(self._asked, layout, data) if self._asked else ()
-        return Pooling(layout, pooled) if pooled else None
+        chosen = choose_groups(self.dedup_options, layout, data) if self.dedup_options else ()
+        return DedupLayout(layout, chosen) if chosen else None
 
-    def _make_rows(
-        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, pooling: Pooling | None = None
+    def make_rows(
+        self, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None = None
     ) -> Rows:
-        """Return rows of this capacity, which the storage does not use before :meth:`_adopt`."""
+        """Return rows of this capacity, which the storage does not use before :meth:`adopt`."""
         if self.device != "auto":
             device = self.device
         elif device is None:
             device = torch.device("cpu")
-        shape = torch.Size([self._steps(lanes), *lanes])
-        nbytes = self._bytes_of(layout, shape, pooling)
+        shape = torch.Size([self.steps_for(lanes), *lanes])
+        nbytes = self._bytes_of(layout, shape, dedup)
         about: Any = {
             "scratch_dir": self.scratch_dir,
-            "quiet": self._is_reserved,
-            "what": f"{prod(shape):,} rows of {(pooling.own if pooling else layout).row_bytes:,} bytes take",
+            "quiet": self.is_reserved,
+            "what": f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take",
             "remedy": self._remedy(layout),
         }
         with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
-            if self._sharing is not None and self.scratch_dir is None:
-                memory = self._sharing.memory(nbytes)
-            elif pooling is not None:
-                sections = Sections.of(pooling, prod(shape))
+            if self.shared_rows is not None and self.scratch_dir is None:
+                memory = self.shared_rows.memory(nbytes)
+            elif dedup is not None:
+                sections = Sections.of(dedup, prod(shape))
                 about["what"] += " with what they share"
                 if grows(torch.device(device)):
                     memory = allocate_bytes(sections.fixed, torch.device(device), **about).zero_()
                 else:
-                    memory = allocate_sparse(nbytes, sections.likely(pooling, prod(shape)), sections.fixed, **about)
+                    memory = allocate_sparse(nbytes, sections.likely(dedup, prod(shape)), sections.fixed, **about)
             else:
                 about |= {"shared": self.shared, "offload": self.offload}
                 memory = allocate_bytes(nbytes, torch.device(device), **about)
-            return self._rows_in(memory, layout, shape, pooling)
+            return self._rows_in(memory, layout, shape, dedup)
 
-    def _bytes_of(self, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> int:
+    def _bytes_of(self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> int:
         """Return how many bytes of memory rows need."""
-        return shape.numel() * layout.row_bytes if pooling is None else Sections.of(pooling, shape.numel()).total
+        return shape.numel() * layout.row_bytes if dedup is None else Sections.of(dedup, shape.numel()).total
 
-    def _rows_in(self, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> Rows:
+    def _rows_in(self, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
         """Return the rows that lie in memory of :meth:`_bytes_of` bytes."""
-        if pooling is None:
-            plain = Rows(layout, memory.view(*shape, layout.row_bytes))
+        if dedup is None:
+            kind = OffloadedRows if self.offload else PlainRows
+            plain = kind(layout, memory.view(*shape, layout.row_bytes))
             plain.is_mapped = self.scratch_dir is not None
             return plain
         room = None if self.scratch_dir is None else FileRoom(self.scratch_dir, len(memory))
-        rows = PooledRows(pooling, memory, shape, make_room=room)
-        rows.is_deferred = self._sharing is not None
+        rows = DedupRows(dedup, memory, shape, make_room=room)
+        rows.is_deferred = self.shared_rows is not None
         return rows
 
-    def _map(self, layout: RowLayout, shape: torch.Size, pooling: Pooling | None) -> Rows:
+    def _map(self, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
         """Return the rows in the file in ``scratch_dir``."""
         if self.scratch_dir is None:
             raise ValueError("a PackedStorage without scratch_dir has no file")
-        memory = map_bytes(self.scratch_dir, self._bytes_of(layout, shape, pooling))
-        return self._rows_in(memory, layout, shape, pooling)
+        memory = map_bytes(self.scratch_dir, self._bytes_of(layout, shape, dedup))
+        return self._rows_in(memory, layout, shape, dedup)
 
-    def _adopt(self, rows: Rows) -> Rows:
+    def adopt(self, rows: Rows) -> Rows:
         """Make ``rows`` the rows of this storage, and TorchRL's ``_storage`` a TensorDict of views of them."""
-        self._rows, self._live = rows, None
+        self.rows, self._live = rows, None
         self.device = rows.matrix.device
         self._storage = rows.view()
         self.max_size = rows.cells
         self.__dict__["_total_shape_value"] = rows.shape
         self.initialized = True
-        if self._sharing is not None:
-            self._describe(self._sharing, rows)
+        if self.shared_rows is not None:
+            self._describe(self.shared_rows, rows)
         return rows
 
-    def _about_to_write(self, rows: Rows, start: int, count: int) -> None:
+    def about_to_write(self, rows: Rows, start: int, count: int) -> None:
         """Let what must survive a killed process be noted, before time steps from ``start`` on are overwritten."""
-        if self._sharing is not None:
+        if self.shared_rows is not None:
             lanes = rows.cells // rows.steps
-            self._sharing.journal.begin(start * lanes, count * lanes, self._len_value.value)
+            self.shared_rows.journal.begin(start * lanes, count * lanes, self._len_value.value)
 
-    def _steps(self, lanes: torch.Size) -> int:
+    def steps_for(self, lanes: torch.Size) -> int:
         """Return the capacity in time steps of these lanes."""
         if not prod(lanes):
             raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
@@ -216,45 +217,50 @@ class AllocatedStorage(LazyTensorStorage):
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
-        if self._rows is not None:
-            return self._rows.steps
+        if self.rows is not None:
+            return self.rows.steps
         if self.ndim == 1:
             return self.max_size
         single = single_data is not None
         data = as_tensordict(single_data if single else batched_data)
-        return self._steps(data.batch_size[1 - single : self.ndim - single])
+        return self.steps_for(data.batch_size[1 - single : self.ndim - single])
 
-    def _all_rows(self) -> Rows:
-        if self._rows is None:
+    def all_rows(self) -> Rows:
+        """Return the rows, written or not.
+
+        Raises:
+            RuntimeError: nothing has been written yet.
+        """
+        if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
-        return self._rows
+        return self.rows
 
-    def _written(self) -> Rows:
+    def written_rows(self) -> Rows:
         """Return the rows that have been written."""
-        cells, rows, live = self._len_value.value, self._all_rows(), self._live
+        cells, rows, live = self._len_value.value, self.all_rows(), self._live
         if live is None or live.cells != cells:
             live = self._live = rows.first(cells // prod(rows.lanes))
         return live
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give back rows that have been reserved, and not written."""
-        self._rows = self._live = self._storage = None
+        self.rows = self._live = self._storage = None
         if self.scratch_dir is not None:
             (self.scratch_dir / ROWS_FILE).unlink()
 
     def _empty(self) -> None:
-        if isinstance(self._rows, PooledRows):
-            self._about_to_write(self._rows, 0, self._rows.steps)
-            self._rows.forget()
+        if self.rows is not None and self.rows.dedup is not None:
+            self.about_to_write(self.rows, 0, self.rows.steps)
+            self.rows.forget()
         self._len_value.value = 0
-        if self._rows is not None:
-            self.clock.forget(self._rows.steps)
+        if self.rows is not None:
+            self.clock.forget(self.rows.steps)
         self._bump_mutation_revision()
 
     def _describe(self, sharing: SharedRows, rows: Rows) -> None:
         description = {"layout": rows.layout.state(), "shape": list(rows.shape)}
-        if isinstance(rows, PooledRows):
-            description["pooled"] = rows.pooling.state()
+        if rows.dedup is not None:
+            description["pooled"] = rows.dedup.state()
         written = sharing.place(rows.flat, description)
         self.clock.keep_in(written)
 

@@ -71,7 +71,11 @@ class RowLayout:
         # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
         self.leaves = tuple(sorted(found, key=_place))
         self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
-        self.data_bytes = sum(leaf.nbytes for leaf in self.leaves)
+        self.offsets: dict[tuple[str, ...], int] = {}  # where each leaf begins in a row, in bytes
+        self.data_bytes = 0
+        for leaf in self.leaves:
+            self.offsets[leaf.key] = self.data_bytes
+            self.data_bytes += leaf.nbytes
         self.row_bytes = _padded(max(1, self.data_bytes), max(8, self.leaves[0].dtype.itemsize))
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
@@ -93,7 +97,7 @@ class RowLayout:
 
     def has(self, key: NestedKey) -> bool:
         """Return whether rows hold a leaf of this key."""
-        return any(leaf.key == ((key,) if isinstance(key, str) else key) for leaf in self.leaves)
+        return ((key,) if isinstance(key, str) else key) in self.offsets
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return every leaf, in the order of :attr:`leaves`, as a strided view of ``rows``.

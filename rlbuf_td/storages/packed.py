@@ -13,8 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from rlbuf_td.storages.allocated import as_tensordict
-from rlbuf_td.storages.dedup.pooling import Sharing
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.options import DedupOptions
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.pinned import refuse_offload
 from rlbuf_td.storages.rows import Rows
@@ -111,7 +110,7 @@ class PackedStorage(SavedStorage):
             raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
         if ndim < 1:
             raise ValueError(f"ndim must be at least 1, got {ndim}")
-        asked = Sharing.of(share_next, frames)
+        asked = DedupOptions.of(share_next, frames)
         if offload:
             refuse_offload(device, scratch_dir=scratch_dir, shared=shared, sharing=bool(asked))
         if scratch_dir is not None and shared:
@@ -121,15 +120,15 @@ class PackedStorage(SavedStorage):
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared, self.offload = shared, offload
-        self._asked = asked
-        self._rows = None
+        self.dedup_options = asked
+        self.rows = None
         self._live = None
-        self._is_reserved = False
+        self.is_reserved = False
         self.clock = WriteClock()
         self.lock = RLock()
-        self._sharing = None
+        self.shared_rows = None
         self._make_counters()
-        if self._asked and shared:
+        if self.dedup_options and shared:
             self.share_memory_()
 
     # -- reading
@@ -147,7 +146,7 @@ class PackedStorage(SavedStorage):
             IndexError: an index is out of range of the rows that have been written.
             KeyError: no such key.
         """
-        rows = self._written()
+        rows = self.written_rows()
         if is_key(index):
             return self.column(index)
         if isinstance(index, list | range | np.ndarray):
@@ -158,7 +157,7 @@ class PackedStorage(SavedStorage):
             return rows.at_steps(index.to(self.device, torch.int64))
         if isinstance(index, tuple) and len(index) == self.ndim and all(map(is_index, index)):
             return rows.at_coordinates(tuple(part.to(self.device, torch.int64) for part in index))
-        return rows.at_region(index) if isinstance(rows, PooledRows) else super().get(index)
+        return rows.at_region(index)
 
     def column(self, key: NestedKey) -> Any:
         """Return one key of all rows written, ``[T, *lanes, ...]``: a strided view; fresh memory if rows share it.
@@ -166,40 +165,31 @@ class PackedStorage(SavedStorage):
         Raises:
             KeyError: no such key.
         """
-        rows = self._written()
-        path = (key,) if isinstance(key, str) else tuple(key)
-        if not isinstance(rows, PooledRows):
-            return rows.view()[key]
-        if path in rows.pooling.places:
-            return rows.column(path)
-        node = rows.view()[key]
-        for other in rows.pooling.places:
-            if other[: len(path)] == path:
-                node.set(other[len(path) :], rows.column(other))
-        return node
+        rows = self.written_rows()
+        return rows.column((key,) if isinstance(key, str) else tuple(key))
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
         """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
-        return self._written().at_cells(flat)
+        return self.written_rows().at_cells(flat)
 
     def read_ahead(self, flat: torch.Tensor) -> None:
         """Ask the disk for transitions that a kernel is about to read, if they lie in a file and not in memory."""
-        self._written().read_ahead(flat)
+        self.written_rows().read_ahead(flat)
 
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` transitions, packed as the rows are, for a kernel to fill."""
-        return self._all_rows().blank(count)
+        return self.all_rows().blank(count)
 
     def gather_batches(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return what :meth:`gather` would for each ``size`` of ``flat``, with one gather for all.
 
         The batches are parts of one block of fresh memory, which lives as long as any of them.
         """
-        return self._written().batches_at_cells(flat, size)
+        return self.written_rows().batches_at_cells(flat, size)
 
     def skip_rewritten(self, flat: torch.Tensor, stamp: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return flat rows with -1 for each that was rewritten since its stamp; see :class:`WriteClock`."""
-        return self.clock.skip_rewritten(flat, stamp, self._all_rows().shape)
+        return self.clock.skip_rewritten(flat, stamp, self.all_rows().shape)
 
     # -- writing
 
@@ -217,10 +207,10 @@ class PackedStorage(SavedStorage):
             SchemaError: ``data`` does not match the rows; nothing has been written.
         """
         data = as_tensordict(data)
-        if self._rows is None or self._is_reserved:
+        if self.rows is None or self.is_reserved:
             data = data.exclude("index")
         rows, leaves, count = self._admit(data, single)
-        self._about_to_write(rows, start, count)
+        self.about_to_write(rows, start, count)
         rows.copy_(start, count, leaves)
         self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self._advance(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
@@ -232,12 +222,12 @@ class PackedStorage(SavedStorage):
             start: as for :meth:`write`.
             block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
         """
-        rows = self._rows
-        if isinstance(rows, PooledRows):
+        rows = self.rows
+        if rows is not None and rows.dedup is not None:
             raise RuntimeError("packed rows cannot be written to a storage whose rows share observations: use write")
-        if rows is None or self._is_reserved:
+        if rows is None or self.is_reserved:
             raise RuntimeError("packed rows cannot be written before the first write has fixed the layout")
-        self._about_to_write(rows, start, 1)
+        self.about_to_write(rows, start, 1)
         rows.matrix.select(0, start).copy_(block)
         self.clock.advance(start, 1, rows.shape, rows.matrix.device)
         self._advance(rows, start + 1, start)
@@ -276,8 +266,8 @@ class PackedStorage(SavedStorage):
         Cost: a copy of the rows named, there and back; none if all rows are and none of them shares what it holds.
         """
         with self.lock:
-            rows = self._written()
-            in_place = region is None and not isinstance(rows, PooledRows)
+            rows = self.written_rows()
+            in_place = region is None and rows.dedup is None
             cells = rows.cells_of(slice(None) if region is None else region)
             flat = cells.reshape(-1)
             if not in_place:
@@ -293,24 +283,24 @@ class PackedStorage(SavedStorage):
 
     def _replace(self, cursor: Any, data: TensorDictBase) -> None:
         """Write at a mask or at coordinates of rows that are there."""
-        rows = self._written()
+        rows = self.written_rows()
         cells = rows.cells_of(cursor)
         leaves = rows.layout.collect(data, cells.shape)
         self._announce(cells.reshape(-1))
         rows.replace_(cells, leaves)
-        self.clock.note(cells.reshape(-1), 1, self._all_rows().shape)
+        self.clock.note(cells.reshape(-1), 1, self.all_rows().shape)
         self._bump_mutation_revision()
 
     def _set_steps(self, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
         single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
         total = self._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
-        live = 0 if self._rows is None else self._written().steps
+        live = 0 if self.rows is None else self.written_rows().steps
         steps = as_steps(cursor, total if set_cursor else live)
         refuse_steps(steps, total, live, set_cursor)
         if not single and data.batch_size[:1] != steps.shape:
             raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
         rows, leaves, count = self._admit(data, single)
-        if self._sharing is not None:
+        if self.shared_rows is not None:
             self._announce(rows.cells_at(steps))
         if single or (np.diff(steps) == 1).all():
             rows.copy_(int(steps[0]), count, leaves)
@@ -329,17 +319,17 @@ class PackedStorage(SavedStorage):
         self.clock.note(rows.cells_at(steps), len(steps), rows.shape)
 
     def _announce(self, cells: torch.Tensor) -> None:
-        if self._sharing is not None:
-            self._sharing.journal.begin_at(cells)
+        if self.shared_rows is not None:
+            self.shared_rows.journal.begin_at(cells)
 
     def _admit(self, data: TensorDictBase, single: bool) -> tuple[Rows, list[torch.Tensor], int]:
         """Return the rows, the leaves of transitions that fit them, and the number of time steps.
 
         The first time, the rows are made to fit.
         """
-        if self._rows is None or self._is_reserved:
+        if self.rows is None or self.is_reserved:
             self._fix_rows(data, self.ndim - single)
-        rows = self._all_rows()
+        rows = self.all_rows()
         if single:
             return rows, rows.layout.collect(data, rows.lanes), 1
         lead = data.batch_size[:1] + rows.lanes
@@ -353,17 +343,17 @@ class PackedStorage(SavedStorage):
                 f"(time, lanes), got batch size {tuple(data.batch_size)}"
             )
         lanes = data.batch_size[1 + lead_dims - self.ndim : lead_dims]
-        reserved, layout = self._rows, RowLayout(data, lead_dims)
-        pooling = self._pooling_of(layout, data if lead_dims == self.ndim else None)
+        reserved, layout = self.rows, RowLayout(data, lead_dims)
+        dedup = self.dedup_of(layout, data if lead_dims == self.ndim else None)
         if reserved is not None:
             lead = data.batch_size[: lead_dims + 1 - self.ndim] + reserved.lanes
             refuse_unfit(data, reserved.layout.leaves, lead, more=True)
-            if layout != reserved.layout or pooling != self.pooling:
-                self._release()
+            if layout != reserved.layout or dedup != self.dedup:
+                self.release()
                 reserved = None
         if reserved is None:
-            self._allocate(layout, lanes, data.device, pooling)
-        self._is_reserved = False
+            self._allocate(layout, lanes, data.device, dedup)
+        self.is_reserved = False
 
     def _advance(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
@@ -375,21 +365,19 @@ class PackedStorage(SavedStorage):
         self._bump_mutation_revision()
 
     def __repr__(self) -> str:
-        if self._rows is None:
+        if self.rows is None:
             return f"{type(self).__name__}(max_size={self.max_size}, ndim={self.ndim}, device={self.device}, empty)"
-        place = "shared memory" if self.shared else "mapped file" if self.scratch_dir else str(self.device)
-        if self.offload:
-            place = f"page-locked RAM, read by {place}"
+        place = "shared memory" if self.shared else "mapped file" if self.scratch_dir else self.rows.place()
         lines = (
             f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-            + " (shared)" * (self.pooling is not None and leaf.key in self.pooling.places)
-            for leaf in self._rows.layout.leaves
+            + " (shared)" * (leaf.key in self.rows.deduplicated)
+            for leaf in self.rows.layout.leaves
         )
         if self.saved_bytes:
             place += f", {sum(self.saved_bytes.values()) / 2**20:,.1f} MiB saved by sharing"
         return "\n".join(
             (
-                f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, shape {tuple(self._rows.shape)}, "
+                f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, shape {tuple(self.rows.shape)}, "
                 f"{self.row_bytes} bytes a row, {self.nbytes / 2**20:,.1f} MiB, {place}",
                 *lines,
                 ")",

@@ -1,10 +1,11 @@
-"""A block of rows: what can be read from it and written to it. Memory only: it counts nothing and knows no TorchRL."""
+"""Rows in memory: the interface, and rows that hold all of their bytes. They count nothing, and know no TorchRL."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,126 +14,185 @@ from tensordict import TensorDict
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rows import few_of, gather_rows, new_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
+from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.schema import Leaf
+from rlbuf_td.storages.tensordict_fast import leaf_of
+
+T = TypeVar("T")
 
 
-class Rows:
-    """``[T, *lanes]`` rows of bytes, and the layout that reads them.
+class Rows(ABC):
+    """``[T, *lanes]`` rows: what a storage, a sampler or a checkpoint may ask of them, however they are stored.
 
-    Args:
-        layout: what a row holds.
-        matrix: ``[T, *lanes, row_bytes]`` in bytes, contiguous, of any dtype.
+    Positions are flat rows (``t * E + e``), time steps, or coordinates. Reading gives fresh memory, except for
+    :meth:`view`, :meth:`at_region` and :meth:`column`. Leaves that are written have been checked before.
 
     Attributes:
-        is_mapped: whether they lie in a file, whose pages are asked for before rows are read.
+        layout: of whole rows, as batches hold them.
+        matrix: ``[T, *lanes, bytes]``: the stored rows, of the carrier dtype of their layout.
+        flat: the same as ``[T * E, bytes]``.
+        dedup: which observations are stored once; None: all rows are whole.
+        is_mapped: whether the rows lie in a file, whose pages are asked for before rows are read.
+        is_deferred: whether overwritten entries are used again only by a later write, as a process may die in this one.
     """
 
+    dedup: DedupLayout | None = None
+    is_mapped = False
+    is_deferred = False
+
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
-        self.layout = layout
-        self.is_mapped = False
-        self.matrix = matrix.view(layout.carrier)
-        self.flat = self.matrix.view(-1, self.matrix.shape[-1])
-        self.shape = self.matrix.shape[:-1]
+        self.layout, self.matrix = layout, matrix
+        self.flat = matrix.view(-1, matrix.shape[-1])
+        self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
-        # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
-        self._few = few_of(self.flat)
         self._begin = 0  # addresses, from the first longer write on
         self._end: int | None = None
 
+    # -- what there is
+
+    @property
+    def stored_layout(self) -> RowLayout:
+        """The layout of the matrix."""
+        return self.layout if self.dedup is None else self.dedup.stored
+
+    @property
+    def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
+        """The leaves that are stored once, by key."""
+        return {} if self.dedup is None else self.dedup.deduplicated
+
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, padding included."""
+        """Bytes of all rows, padding included, and of the entries that have been used so far."""
         return self.matrix.numel() * self.matrix.element_size()
+
+    def place(self) -> str:
+        """Where the rows live, in words."""
+        return str(self.matrix.device)
+
+    def saved_bytes(self) -> dict[tuple[str, ...], int]:
+        """Return by key how many bytes are saved because observations are stored once."""
+        return {}
 
     def sources(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that reading goes to."""
         return (self.matrix,)
 
+    @abstractmethod
     def first(self, steps: int) -> Rows:
         """Return the first time steps, as a view."""
-        rows = Rows(self.layout, self.matrix.narrow(0, 0, steps))
-        rows.is_mapped = self.is_mapped
-        if backend_of(self.flat) != "numba":
-            rows.flat = self.flat  # so that captured graphs read rows that are written later
-        return rows
 
-    def read_ahead(self, flat: torch.Tensor) -> None:
-        """Ask for the pages of rows that are about to be read, if they lie in a file and not in memory."""
-        if self.is_mapped:
-            ask_for_rows(self.flat, flat)
+    def refuse_spawn(self) -> None:
+        """Refuse to be pickled for a spawned process, which is to use the same rows.
 
-    def view(self) -> TensorDict:
-        """Return all rows as a TensorDict of strided views."""
-        return self.layout.unpack(self.matrix)
+        Raises:
+            RuntimeError: these rows cannot be sent.
+        """
 
-    # -- reading, as fresh memory
+    # -- reading
 
+    @abstractmethod
     def at_cells(self, flat: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions (``t * E + e``): ``[B]`` int64, not negative."""
-        if self.is_mapped:
-            self.read_ahead(flat)
-        if flat.numel() < self._few:
-            return self.layout.unpack(self.flat.index_select(0, flat))
-        return self.layout.unpack(gather_rows(self.flat, flat))
+        """Return the rows at flat positions, ``[B]`` int64, not negative."""
 
+    @abstractmethod
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the rows at flat positions into ``[B, row_bytes]``, in bytes, of the layout's carrier dtype."""
-        self.read_ahead(flat)
-        torch.index_select(self.flat, 0, flat, out=out)
+        """Write the whole rows at flat positions into ``[B, row_bytes]``, of the layout's carrier dtype."""
 
+    @abstractmethod
     def blank(self, count: int) -> TensorDict:
-        """Return memory for ``count`` rows, not initialised."""
-        return self.layout.unpack(new_rows(self.flat, count))
+        """Return memory for ``count`` whole rows, not initialised."""
 
+    @abstractmethod
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
-        self.read_ahead(flat)
-        return self.layout.unpack_batches(gather_rows(self.flat, flat), size)
 
+    @abstractmethod
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape; negative ones count from the end.
 
         Raises:
             IndexError: one is out of range (on the CPU).
         """
-        if self.is_mapped:
-            ask_for_rows(self.matrix, index.reshape(-1) % max(1, self.steps))
-        return self.layout.unpack(_gather(self.matrix, index))
 
-    def at_coordinates(self, index: tuple[torch.Tensor, ...]) -> TensorDict:
+    @abstractmethod
+    def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
         """Return the rows at coordinates, one int64 tensor a dim; negative ones count from the end.
 
         Raises:
             IndexError: one is out of range (on the CPU).
         """
-        flat: torch.Tensor | int = 0
-        for size, coordinate in zip(self.shape, index, strict=True):
-            flat = flat * size + (coordinate % size if coordinate.is_cuda else _wrapped(coordinate, size))
-        if self.is_mapped:
-            self.read_ahead(torch.as_tensor(flat).reshape(-1))
-        return self.layout.unpack(_gather(self.flat, flat))
+
+    @abstractmethod
+    def view(self) -> TensorDict:
+        """Return all rows as a TensorDict of strided views, without the keys that are stored once."""
+
+    def at_region(self, index: Any) -> TensorDict:
+        """Return what any other index of a tensor gives: views, but fresh memory for keys that are stored once."""
+        return self.view()[index]
+
+    def column(self, path: tuple[str, ...]) -> Any:
+        """Return one key, or one level of keys, of all rows."""
+        return self.view()[path]
+
+    def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
+        """Return one key of the rows at flat positions of any shape, as fresh memory."""
+        return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield time steps in order, as how many and their leaves, in parts that fit into memory."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
-    # -- writing leaves that fit
+    def read_ahead(self, flat: torch.Tensor) -> None:
+        """Ask for the pages of rows that are about to be read, if they lie in a file and not in memory."""
+        if self.is_mapped:
+            ask_for_rows(self.flat, flat)
 
+    # -- reading by kernels that go from address to address
+
+    @property
+    def whole_rows_address(self) -> int:
+        """Where the rows begin in memory if they are stored as whole rows, else 0."""
+        return self.matrix.data_ptr()
+
+    @property
+    def can_assemble(self) -> bool:
+        """Whether :meth:`assemble` works here."""
+        return True
+
+    def assemble(self, copy: Callable[[int, bool], T], out: int, count: int, is_blank: bool) -> T:
+        """Let ``copy`` put rows together as they are stored; make whole rows of them at the address ``out``.
+
+        Args:
+            copy: called with an address to write ``count`` stored rows to, and whether that memory is blank.
+            out: address of ``count`` whole rows.
+            count: number of rows.
+            is_blank: whether the memory at ``out`` holds nothing yet.
+        """
+        return copy(out, is_blank)
+
+    def id_ranges(self) -> list[tuple[int, int, bool]]:
+        """Return the byte ranges of entry ids in a stored row: start, width, and whether of the next observation."""
+        return []
+
+    # -- writing
+
+    @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         """Write ``count`` time steps from ``start`` on, wrapping at the end; leaves may be views of these rows."""
-        head = min(count, self.steps - start)
-        if self._holds_any(leaves if count > 1 else leaves[:1]):  # of one row, torch itself refuses the rest
-            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
-        if head == count:
-            torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
-        else:
-            self.copy_(start, head, [leaf[:head] for leaf in leaves])
-            self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
 
-    def _holds_any(self, leaves: list[torch.Tensor]) -> bool:
-        """Return whether any of some tensors is a view of these rows; costs 0.1 us each."""
+    @abstractmethod
+    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        """Write the time steps named; of one that is named twice, the last row stays."""
+
+    @abstractmethod
+    def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+        """Write at flat positions of any shape; of one that is named twice, the last row stays."""
+
+    def holds_any(self, leaves: list[torch.Tensor]) -> bool:
+        """Whether any of some tensors is a view of these rows; costs 0.1 us each."""
         if self._end is None:
             self._begin = self.matrix.data_ptr()
             self._end = self._begin + self.matrix.numel() * self.matrix.element_size()
@@ -141,16 +201,6 @@ class Rows:
             if begin <= address < end:
                 return True
         return False
-
-    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write the time steps named; of one that is named twice, the last row stays."""
-        unique, last = np.unique(steps[::-1], return_index=True)
-        if len(unique) < len(steps):
-            keep = torch.from_numpy(len(steps) - 1 - last)
-            steps, leaves = unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
-        block = self.matrix.new_zeros((len(steps), *self.matrix.shape[1:]))
-        torch._foreach_copy_(self.layout.columns(block), leaves)
-        self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
 
     def cells_at(self, steps: np.ndarray) -> torch.Tensor:
         """Return the flat positions of all rows of these time steps, ``[n * lanes]``."""
@@ -170,13 +220,169 @@ class Rows:
             cells = cells * size + coordinate.expand(self.shape)[region]
         return torch.as_tensor(cells)
 
+    def flat_of(self, index: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the flat positions of coordinates; negative ones count from the end.
+
+        Raises:
+            IndexError: one is out of range (on the CPU).
+        """
+        flat: torch.Tensor | int = 0
+        for size, coordinate in zip(self.shape, index, strict=True):
+            flat = flat * size + (coordinate % size if coordinate.is_cuda else from_start(coordinate, size))
+        return torch.as_tensor(flat)
+
+    # -- state: saved rows are the first time steps of a matrix, and the entries that they name
+
+    @property
+    def used(self) -> list[int]:
+        """How many entries of each group have memory, free ones included."""
+        return []
+
+    def entries(self) -> list[torch.Tensor]:
+        """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
+        return []
+
+    def copy_of_matrix(self) -> torch.Tensor:
+        """Return a copy of the matrix for a state."""
+        return self.matrix.clone()
+
+    def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
+        """Whether saved rows, with ``used`` entries of each group, may be put in place as they are."""
+        return dedup is None
+
+    def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
+        """Put saved rows and their entries in place of what is here.
+
+        Raises:
+            SchemaError: the rows name entries that were not saved; these rows hold nothing then.
+        """
+        for room, saved in zip(self.room_for([len(saved) for saved in entries]), entries, strict=True):
+            room.copy_(saved)
+        self.matrix[: len(matrix)].copy_(matrix)
+        self.take_in([len(saved) for saved in entries])
+
+    def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
+        """Let rows hold nothing, and return memory for entries of each group, which :meth:`take_in` takes.
+
+        Raises:
+            OSError: the disk is full; rows are as they were.
+        """
+        return []
+
+    def take_in(self, used: list[int]) -> None:
+        """Take rows, and ``used`` entries of each group, that have been put in place.
+
+        Raises:
+            SchemaError: the rows name entries that were not saved; these rows hold nothing then.
+        """
+
+    def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
+        """Write the time steps of other rows, (first, count) one after the other, from the first one on."""
+        at = 0
+        for first, total in ranges:
+            for count, leaves in source.chunks(first, total):
+                self.copy_(at, count, leaves)
+                at += count
+
+    def forget(self) -> None:
+        """Free all entries: no row names one any more."""
+
+    def rebuild(self) -> None:
+        """Find anew which entries are free, from what the rows name."""
+
+
+class PlainRows(Rows):
+    """Rows that hold all of their bytes.
+
+    Args:
+        layout: what a row holds.
+        matrix: ``[T, *lanes, row_bytes]`` in bytes, contiguous, of any dtype.
+    """
+
+    def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
+        super().__init__(layout, matrix.view(layout.carrier))
+        # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
+        self._few = few_of(self.flat)
+
+    def first(self, steps: int) -> PlainRows:
+        rows = type(self)(self.layout, self.matrix.narrow(0, 0, steps))
+        rows.is_mapped = self.is_mapped
+        if backend_of(self.flat) != "numba":
+            rows.flat = self.flat  # so that captured graphs read rows that are written later
+        return rows
+
+    def at_cells(self, flat: torch.Tensor) -> TensorDict:
+        if self.is_mapped:
+            self.read_ahead(flat)
+        if flat.numel() < self._few:
+            return self.layout.unpack(self.flat.index_select(0, flat))
+        return self.layout.unpack(gather_rows(self.flat, flat))
+
+    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        self.read_ahead(flat)
+        torch.index_select(self.flat, 0, flat, out=out)
+
+    def blank(self, count: int) -> TensorDict:
+        return self.layout.unpack(new_rows(self.flat, count))
+
+    def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
+        self.read_ahead(flat)
+        return self.layout.unpack_batches(gather_rows(self.flat, flat), size)
+
+    def at_steps(self, index: torch.Tensor) -> TensorDict:
+        if self.is_mapped:
+            ask_for_rows(self.matrix, index.reshape(-1) % max(1, self.steps))
+        return self.layout.unpack(_gather(self.matrix, index))
+
+    def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
+        flat = self.flat_of(index)
+        if self.is_mapped:
+            self.read_ahead(flat.reshape(-1))
+        return self.layout.unpack(_gather(self.flat, flat))
+
+    def view(self) -> TensorDict:
+        return self.layout.unpack(self.matrix)
+
+    def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
+        head = min(count, self.steps - start)
+        if self.holds_any(leaves if count > 1 else leaves[:1]):  # of one row, torch itself refuses the rest
+            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
+        if head == count:
+            torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
+        else:
+            self.copy_(start, head, [leaf[:head] for leaf in leaves])
+            self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
+
+    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        if len(np.unique(steps)) < len(steps):
+            steps, leaves = last_of_each(steps, leaves)
+        block = self.matrix.new_zeros((len(steps), *self.matrix.shape[1:]))
+        torch._foreach_copy_(self.layout.columns(block), leaves)
+        self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
+
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions of any shape; of one that is named twice, the last row stays."""
         flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
-        Rows(self.layout, self.flat).scatter_(cells.reshape(-1).cpu().numpy(), flat)
+        PlainRows(self.layout, self.flat).scatter_(cells.reshape(-1).cpu().numpy(), flat)
 
 
-def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
+class OffloadedRows(PlainRows):
+    """Rows in page-locked RAM that a CUDA device reads and writes itself, over the bus."""
+
+    def place(self) -> str:
+        return f"page-locked RAM, read by {self.matrix.device}"
+
+    def copy_of_matrix(self) -> torch.Tensor:
+        """Return a copy in RAM: the device may lack the room."""
+        return self.matrix.to("cpu", copy=True)
+
+    def refuse_spawn(self) -> None:
+        raise RuntimeError(
+            "a PackedStorage with offload=True cannot be sent to another process: its rows are page-locked in this "
+            "one. Let one process write, or keep the rows on the CPU with shared=True"
+        )
+
+
+def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
     """Return ``index`` (on the CPU) with negative positions counted from the end.
 
     Raises:
@@ -190,6 +396,13 @@ def _wrapped(index: torch.Tensor, size: int) -> torch.Tensor:
     return torch.where(index < 0, index + size, index) if low < 0 else index
 
 
+def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
+    """Return positions in order, each once, with the last row that is given for it."""
+    unique, last = np.unique(steps[::-1], return_index=True)
+    keep = torch.from_numpy(len(steps) - 1 - last)
+    return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
+
+
 def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return ``matrix[index]`` as fresh memory, by the quickest way of the device."""
     if matrix.is_cuda:
@@ -198,5 +411,5 @@ def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     try:
         block = gather_rows(matrix, flat) if matrix.ndim == 2 else matrix.index_select(0, flat)
     except (IndexError, RuntimeError):  # the latter when no row has been written
-        block = matrix.index_select(0, _wrapped(flat, matrix.shape[0]))
+        block = matrix.index_select(0, from_start(flat, matrix.shape[0]))
     return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])

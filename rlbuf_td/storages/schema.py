@@ -40,6 +40,10 @@ class Leaf:
         """Bytes of this leaf in a row."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def is_like(self, other: Leaf) -> bool:
+        """Whether both have one dtype and shape."""
+        return (self.dtype, self.shape) == (other.dtype, other.shape)
+
     @property
     def name(self) -> str:
         """The key as an error message shows it."""

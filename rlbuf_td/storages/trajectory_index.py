@@ -276,9 +276,9 @@ class TrajectoryIndex:
     def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
 
-        pooling = getattr(self.storage, "pooling", None)
+        deduplicated = getattr(self.storage, "deduplicated", {})
         for key in (self.done_key, self.traj_key):
-            if pooling is not None and key in pooling.places:
+            if key in deduplicated:
                 raise KeyError(f"rows share {key}, by which trajectories are to be found: leave it out of share_next")
 
         def column(key: tuple[str, ...] | None) -> torch.Tensor | None:

@@ -37,7 +37,7 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
         return index, 0
     flat = flat_rows(index, storage, device)
     if since is not None and flat.shape == stamp.shape:
-        rows = storage._rows
+        rows = storage.rows
         return clock.skip_recent(flat, since, rows.steps, rows.cells // rows.steps)
     if dims != 1:
         stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)

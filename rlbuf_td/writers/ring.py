@@ -150,7 +150,7 @@ class RingWriter(RoundRobinWriter):
         A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
         are told the index, as TorchRL does.
         """
-        sharing = getattr(self._storage, "_sharing", None)
+        sharing = getattr(self._storage, "shared_rows", None)
         if sharing is not None:
             sharing.journal.written()
         for listener in self._storage._attached_entities:

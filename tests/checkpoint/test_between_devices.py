@@ -95,7 +95,7 @@ def test_copies_have_memory_of_their_own_on_the_device(name, copied):
     rb = trained(name, "cuda", 0)
     other = copied(rb)
     assert other.storage.device == rb.storage.device
-    assert other.storage._all_rows().matrix.data_ptr() != rb.storage._all_rows().matrix.data_ptr()
+    assert other.storage.all_rows().matrix.data_ptr() != rb.storage.all_rows().matrix.data_ptr()
     assert_alike(rb, other)
     go_on(rb, other, 0)
 

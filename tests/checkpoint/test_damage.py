@@ -290,7 +290,7 @@ def test_forged_manifests_neither_crash_nor_hang_nor_execute(data, sampler, tmp_
 
     resign(path, change)
     for target in (rb, make(sampler)):
-        rows = rb.storage._rows.matrix.view(torch.uint8)
+        rows = rb.storage.rows.matrix.view(torch.uint8)
         before = rows.clone()
         try:
             with warnings.catch_warnings():  # a generator of a device that is not here is left out

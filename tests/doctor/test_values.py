@@ -181,11 +181,11 @@ def test_rows_on_a_device_and_in_a_file_are_read(rows: TensorDict, device: torch
 def test_a_check_changes_nothing(rows: TensorDict) -> None:
     rb = ReplayBuffer(storage=PackedStorage(1_000), batch_size=4)
     rb.extend(rows)
-    before = rb.storage._rows.matrix.clone()
+    before = rb.storage.rows.matrix.clone()
     attached, revision = list(rb.storage._attached_entities), rb.storage._mutation_revision
     generator = torch.random.get_rng_state()
     check(rb)
-    assert torch.equal(rb.storage._rows.matrix.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(rb.storage.rows.matrix.view(torch.uint8), before.view(torch.uint8))
     assert list(rb.storage._attached_entities) == attached
     assert rb.storage._mutation_revision == revision
     assert torch.equal(torch.random.get_rng_state(), generator)

@@ -179,7 +179,7 @@ def _in_child(tensors: list[torch.Tensor], driver: Driver) -> None:
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_rows_are_those_of_a_plain_storage(driver: Driver, ndim: int) -> None:
     storage = offloaded(10, ndim=ndim)
-    assert driver.locked == {storage._all_rows().matrix.data_ptr(): storage.nbytes}
+    assert driver.locked == {storage.all_rows().matrix.data_ptr(): storage.nbytes}
     data = transitions(NESTED, 3, (2,) * (ndim - 1))
     assert_same(storage[:], data)
     assert_same(storage[torch.tensor([2, 0])], data[torch.tensor([2, 0])])
@@ -410,7 +410,7 @@ class TestOnADevice:
         for _ in range(3):
             storage = PackedStorage(10_000, device="cuda", offload=True)
             storage.set(range(2), BIG.cuda())
-            address = storage._all_rows().matrix.data_ptr()
+            address = storage.all_rows().matrix.data_ptr()
             storage.get(torch.zeros(10_000, dtype=torch.int64))
             del storage
             gc.collect()

@@ -49,7 +49,7 @@ def test_rows_are_the_same_wherever_they_live(place: str, ndim: int, tmp_path: P
     data = transitions(NESTED, 3, (2,) * (ndim - 1))
     assert_same(storage[:], data)
     assert_same(storage[torch.tensor([2, 0])], data[torch.tensor([2, 0])])
-    assert storage._rows.matrix.untyped_storage().is_shared() == (place != "RAM")
+    assert storage.rows.matrix.untyped_storage().is_shared() == (place != "RAM")
     assert not storage[torch.tensor([0])]["first"].is_shared()
     assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[place] in repr(storage)
 
@@ -80,7 +80,7 @@ def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_pat
     assert path.stat().st_size == storage.nbytes == 5 * storage.row_bytes
     storage.set([4, 3], transitions(NESTED, 2, seed=3))
     on_disk = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(5, -1)
-    assert torch.equal(on_disk, storage._rows.matrix.view(torch.uint8))
+    assert torch.equal(on_disk, storage.rows.matrix.view(torch.uint8))
 
 
 def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     ndim: int, steps: int, state: Any, match: str
 ) -> None:
     storage = stored("RAM", Path(), ndim=ndim, steps=steps)
-    rows = as_bytes(storage._rows.matrix) if steps else None
+    rows = as_bytes(storage.rows.matrix) if steps else None
     counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized)
     with pytest.raises(ValueError, match=match):
         storage.load_state_dict(state)
     assert (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized) == counters
-    assert (rows is None) == (storage._rows is None)
+    assert (rows is None) == (storage.rows is None)
     if rows is not None:
-        assert torch.equal(as_bytes(storage._rows.matrix), rows)
+        assert torch.equal(as_bytes(storage.rows.matrix), rows)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -296,5 +296,5 @@ def test_the_default_checkpointer_of_torchrl_saves_and_loads(
 
 def test_rows_take_at_most_15_percent_more_memory_than_their_leaves() -> None:
     storage = stored("RAM", Path(), capacity=100, schema=SCHEMAS["halfcheetah"])
-    assert storage.nbytes == storage._rows.matrix.untyped_storage().nbytes()
+    assert storage.nbytes == storage.rows.matrix.untyped_storage().nbytes()
     assert storage.nbytes <= 1.15 * 100 * 167

@@ -48,7 +48,7 @@ def jagged() -> torch.Tensor:
 
 def snapshot(storage: PackedStorage) -> Any:
     """Return everything that a refused write could have changed."""
-    rows = None if storage._rows is None else as_bytes(storage._rows.matrix)
+    rows = None if storage.rows is None else as_bytes(storage.rows.matrix)
     counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.max_size)
     return rows, (*counters, storage.initialized, storage.shape, storage.device)
 
@@ -58,7 +58,7 @@ def assert_refused(storage: PackedStorage, write: Callable[[], Any], error: type
     with pytest.raises(error, match=match):
         write()
     assert snapshot(storage)[1] == counters
-    assert (rows is None) == (storage._rows is None)
+    assert (rows is None) == (storage.rows is None)
     if rows is not None:
         assert torch.equal(snapshot(storage)[0], rows)
 

@@ -7,14 +7,14 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.rows import DedupRows
 from tests.catalogue import assert_same
 from tests.storages.observations import FRAMES, Lanes
 
 
-def pooled(storage: PackedStorage) -> PooledRows:
-    rows = storage._rows
-    assert isinstance(rows, PooledRows)
+def pooled(storage: PackedStorage) -> DedupRows:
+    rows = storage.rows
+    assert isinstance(rows, DedupRows)
     return rows
 
 
@@ -30,7 +30,7 @@ def chain(count: int, width: int = 8, length: int | None = None) -> TensorDict:
 def test_rows_of_one_trajectory_take_one_observation_each() -> None:
     storage = PackedStorage(100, share_next=True)
     storage.set(range(100), chain(100))
-    assert pooled(storage).held == [101]
+    assert pooled(storage).in_use == [101]
     assert storage.nbytes == 100 * 8 + 101 * 32
     assert storage.saved_bytes == {("observation",): 200 * 32 - 101 * 32 - 100 * 8}
 
@@ -38,17 +38,17 @@ def test_rows_of_one_trajectory_take_one_observation_each() -> None:
 def test_the_end_of_a_trajectory_costs_one_observation() -> None:
     storage = PackedStorage(100, share_next=True)
     storage.set(range(100), chain(100, length=20))
-    assert pooled(storage).held == [105]
+    assert pooled(storage).in_use == [105]
 
 
 def test_lanes_share_within_themselves() -> None:
     data = torch.stack([chain(50), chain(50)], 1)
     storage = PackedStorage(100, ndim=2, share_next=True)
     storage.set(range(50), data)
-    assert pooled(storage).held == [102]
+    assert pooled(storage).in_use == [102]
     flat = PackedStorage(100, share_next=True)
     flat.set(range(100), data.reshape(-1))  # lanes reshaped together: no row follows the one before it
-    assert pooled(flat).held == [200]
+    assert pooled(flat).in_use == [200]
     assert_same(flat[:], data.reshape(-1))
 
 
@@ -58,7 +58,7 @@ def test_writes_go_on_where_the_last_one_ended() -> None:
     for count in (1, 7, 1, 1, 50):
         storage.set(range(at, at + count), data[at : at + count])
         at += count
-    assert pooled(storage).held == [61]
+    assert pooled(storage).in_use == [61]
 
 
 def test_writing_backwards_shares_as_much() -> None:
@@ -66,7 +66,7 @@ def test_writing_backwards_shares_as_much() -> None:
     storage.set(range(40), torch.zeros_like(data))
     for step in reversed(range(40)):
         storage.set(step, data[step], set_cursor=False)
-    assert pooled(storage).held == [41]
+    assert pooled(storage).in_use == [41]
     assert_same(storage[:], data)
 
 
@@ -77,7 +77,7 @@ def test_a_ring_holds_as_much_after_each_round() -> None:
         torch.manual_seed(seed)
         rb.extend(chain(70, length=10))
         used.append(rb.storage.nbytes)
-    assert pooled(rb.storage).held[0] <= 112
+    assert pooled(rb.storage).in_use[0] <= 112
     assert max(used[3:]) <= 100 * 8 + 32 * 130  # free entries are used again
 
 
@@ -101,7 +101,7 @@ def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
     for step in range(100):
         storage.set(step, data[step])
     assert set(storage.saved_bytes) == {("observation",), ("noise",)}
-    assert sorted(pooled(storage).held) == [101, 200]
+    assert sorted(pooled(storage).in_use) == [101, 200]
     assert_same(storage[:], data)
     pooled(storage).check()
 
@@ -109,11 +109,11 @@ def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
 def test_auto_shares_nothing_that_is_not_worth_it() -> None:
     storage = PackedStorage(10, share_next="auto")
     storage.set(range(4), chain(4, width=2))
-    assert storage.pooling is None
+    assert storage.dedup is None
     storage = PackedStorage(10, share_next="auto")
     data = TensorDict({"observation": torch.rand(4, 9), "next": {"observation": torch.rand(4, 9)}}, [4])
     storage.set(range(4), data)
-    assert storage.pooling is None
+    assert storage.dedup is None
 
 
 def test_flags_stay_in_the_rows() -> None:
@@ -130,18 +130,18 @@ def test_a_row_of_a_stack_takes_one_frame(dim: int) -> None:
     storage = PackedStorage(50, frames={"pixels": (4, dim)})
     data = TensorDict({"pixels": stacks[:50], "next": {"pixels": stacks[1:]}}, [50])
     storage.set(range(50), data)
-    assert pooled(storage).held == [54]
+    assert pooled(storage).in_use == [54]
     assert_same(storage[:], data)
     alone = PackedStorage(50, frames={"pixels": (4, dim)})
     alone.set(range(50), data.exclude(("next", "pixels")))
-    assert pooled(alone).held == [53]
+    assert pooled(alone).in_use == [53]
 
 
 def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     world = Lanes(1, 0, alphabet=200)
     storage = PackedStorage(60, share_next=True, frames={"pixels": FRAMES})
     storage.set(range(60), torch.cat([world.steps(19, 0.0), world.steps(1, 2.0), world.steps(40, 0.0)])[:, 0])
-    assert pooled(storage).held[0] == 62
+    assert pooled(storage).in_use[0] == 62
 
 
 def test_what_is_read_is_fresh_memory_and_what_is_written_is_copied() -> None:
@@ -206,13 +206,13 @@ def test_keys_that_cannot_be_shared_are_refused_before_anything_is_stored(argume
 def test_a_reserved_storage_decides_with_the_first_write() -> None:
     storage = PackedStorage(10, share_next="auto")
     storage.reserve(chain(1)[0])
-    assert storage.pooling is not None
+    assert storage.dedup is not None
     storage.set(range(4), TensorDict({"observation": torch.rand(4, 8), "next": {"observation": torch.rand(4, 8)}}, [4]))
-    assert storage.pooling is None
+    assert storage.dedup is None
     storage = PackedStorage(10, share_next="auto")
     storage.reserve(chain(1)[0])
     storage.set(range(4), chain(4))
-    assert storage.pooling is not None
+    assert storage.dedup is not None
 
 
 def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
             one.set(range(start, start + 5), data)
         assert_same(storage[:], plain[:])
         taken.append(len(pooled(storage).table.entries[0]))
-    assert len(pooled(storage).memory) < 60 * 40 + 2 * 4096
+    assert len(pooled(storage).block) < 60 * 40 + 2 * 4096
     assert taken[0] < taken[-1] < 120
     data = chain(60, length=1)
     for one in (storage, plain):
@@ -277,7 +277,7 @@ def test_state_goes_to_plain_storages_and_to_larger_ones() -> None:
     plain.load_state_dict(storage.state_dict())
     storage.load_state_dict(plain.state_dict())
     assert_same(storage[:], data)
-    assert pooled(storage).held == [9]
+    assert pooled(storage).in_use == [9]
 
 
 @pytest.mark.parametrize("start", [1, 0])
@@ -299,7 +299,7 @@ def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
     plain.set(range(5), chain(5))
     storage.load_state_dict(plain.state_dict())
     assert_same(storage[:], plain[:])
-    assert pooled(storage).held == [6]
+    assert pooled(storage).in_use == [6]
     pooled(storage).check()
     storage._empty()
     for start in (0, 3):
@@ -316,7 +316,7 @@ def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkey
     rows = pooled(storage)
     names = rows.table.ids(0).unique().long() - 1
     entries = rows.table.entries[0][names].clone()
-    monkeypatch.setattr(PooledRows, "end_load", lambda rows: None)
+    monkeypatch.setattr(DedupRows, "rebuild", lambda rows: None)
     storage.load_state_dict(other.state_dict())
     assert_same(storage[:], other[:])
     assert (rows.table.entries[0][names] == entries).all()

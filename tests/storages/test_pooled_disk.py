@@ -93,7 +93,7 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
     other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
     other.set(range(100), data)
     (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
-    reopened = other._map(other._all_rows().layout, other._all_rows().shape, other.pooling)
+    reopened = other._map(other.all_rows().layout, other.all_rows().shape, other.dedup)
     drop_from_memory(tmp_path)
     if resident_of(reopened.matrix[:100]):
         pytest.skip("this file system keeps its files in memory")

@@ -25,7 +25,7 @@ from torchrl.envs import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.rows import DedupRows
 from tests.catalogue import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
@@ -89,10 +89,10 @@ def check(plain: ReplayBuffer, pooled: ReplayBuffer, most: float) -> None:
     torch.manual_seed(0)
     index = torch.randint(len(plain.storage[:].reshape(-1)), (50,))
     assert_same(plain.storage.gather(index), pooled.storage.gather(index))
-    rows = pooled.storage._rows
-    assert isinstance(rows, PooledRows)
+    rows = pooled.storage.rows
+    assert isinstance(rows, DedupRows)
     rows.check()
-    assert max(rows.held) <= most * len(plain)
+    assert max(rows.in_use) <= most * len(plain)
     pooled.sample()
 
 
@@ -146,8 +146,8 @@ def test_what_a_policy_writes_back_is_what_it_read() -> None:
     for part in order.split(32):
         again.extend(pooled.storage.get(part))
     assert_same(again[:], plain.storage.get(order))
-    rows = again.storage._rows
-    assert isinstance(rows, PooledRows)
+    rows = again.storage.rows
+    assert isinstance(rows, DedupRows)
     rows.check()
 
 

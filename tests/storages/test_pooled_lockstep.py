@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, RingWriter, SchemaError
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.rows import DedupRows
 from tests.catalogue import assert_same
 from tests.storages.observations import FRAMES, Lanes
 
@@ -249,9 +249,9 @@ class Lockstep(RuleBasedStateMachine):
         assert_same(self.plain[:], self.pooled[:])
         for key in ("observation", ("next", "observation"), "next", "action", ("agent", "goal"), "pixels"):
             assert_same_entry(self.plain[key], self.pooled[key])
-        rows = self.pooled._rows
-        assert isinstance(rows, PooledRows) == (self.how != "auto" or isinstance(rows, PooledRows))
-        if isinstance(rows, PooledRows):
+        rows = self.pooled.rows
+        assert isinstance(rows, DedupRows) == (self.how != "auto" or isinstance(rows, DedupRows))
+        if isinstance(rows, DedupRows):
             rows.check()
 
 

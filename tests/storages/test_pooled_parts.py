@@ -28,7 +28,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.rows import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
@@ -55,8 +55,8 @@ def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwa
 
 
 def check(rb: ReplayBuffer) -> None:
-    rows = rb.storage._rows
-    if isinstance(rows, PooledRows):
+    rows = rb.storage.rows
+    if isinstance(rows, DedupRows):
         rows.check()
 
 
@@ -231,8 +231,8 @@ def _all_pixels(seed: int) -> torch.Tensor:
 def test_a_write_that_an_error_cuts_short_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     rb = filled(POOLED)
     rb.share()
-    before, rows = copied(rb[:]), rb.storage._rows
-    assert isinstance(rows, PooledRows)
+    before, rows = copied(rb[:]), rb.storage.rows
+    assert isinstance(rows, DedupRows)
 
     def dies(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -255,12 +255,12 @@ def name_half_then_die(rows: Any, leaves: Any, lane_dims: int, cells: Any, count
     die()
 
 
-share = PooledRows._share
+share = DedupRows._write_entries
 KILLED: dict[str, Any] = {
-    "the keys of the rows' own are written": (PooledRows, "_share", die),
-    "half the rows name what is written": (PooledRows, "_share", name_half_then_die),
+    "the keys of the rows' own are written": (DedupRows, "_write_entries", die),
+    "half the rows name what is written": (DedupRows, "_write_entries", name_half_then_die),
     "the rows are written": (PackedStorage, "_advance", die),
-    "the storage is about to be emptied": (PooledRows, "forget", die),
+    "the storage is about to be emptied": (DedupRows, "forget", die),
     "the storage is emptied": (WriteClock, "forget", die),
 }
 
@@ -316,10 +316,10 @@ def test_a_recorder_writes_to_rows_that_share() -> None:
             recorder.step(env.action_space.sample())
         buffers.append(rb)
     plain, pooled = buffers
-    assert pooled.storage.pooling is not None
+    assert pooled.storage.dedup is not None
     assert_same(plain[:], pooled[:])
     check(pooled)
-    share = pooled.storage._rows.held[0] / len(pooled)
+    share = pooled.storage.rows.in_use[0] / len(pooled)
     assert share < 1.1
     pooled.sample()
 

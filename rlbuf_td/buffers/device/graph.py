@@ -159,7 +159,7 @@ class CapturedStep:
         buffer = self._buffer
         sampler, replays = buffer._sampler, buffer._replays
         counts = None if replays is None else replays.counts()
-        read = storage._storage, *storage._all_rows().sources(), self._now, counts
+        read = storage._storage, *storage.all_rows().sources(), self._now, counts
         return _Baked((sampler, sampler._rng, *read, *buffer._stages), (key,))
 
     def _capture(self, storage: PackedStorage) -> None:

@@ -118,7 +118,7 @@ class DeviceFeed:
             TypeError: the buffer's parts are not such as a feed takes.
         """
         storage, sampler = fed_storage(self._buffer), self._buffer._sampler
-        parts = storage, sampler, storage._rows, getattr(sampler, "begun", None)
+        parts = storage, sampler, storage.rows, getattr(sampler, "begun", None)
         if not all(map(is_, parts, self._parts)):
             self._sent.clear()
             self._resumed.clear()
@@ -135,7 +135,7 @@ class DeviceFeed:
             origin = Origin(storage, self._buffer._prioritized, drawn.flat, drawn.sampled_at)
             self._sent.append(self._copied(origin, *self._packed(drawn, self._idle())))
         self._resumed.clear()
-        while self._sent and storage.clock.since(self._sent[0].origin.sampled_at) >= storage._all_rows().steps:
+        while self._sent and storage.clock.since(self._sent[0].origin.sampled_at) >= storage.all_rows().steps:
             self._sent.popleft()
 
     def _send(self, batch_size: int) -> _Sent:
@@ -148,7 +148,7 @@ class DeviceFeed:
                 flat, report, rows = wrapper.draw_batch(storage, batch_size)
             else:
                 flat, report = buffer._sampler.draw(storage, batch_size)
-                rows = storage._written()
+                rows = storage.written_rows()
             self._checked()  # afterwards: a draw may begin new epochs
             buffer._note_draw(coordinates(flat, storage), report)
             drawn, origin = Drawn(flat, report, rows, now), Origin(storage, buffer._prioritized, flat, now)
@@ -255,7 +255,7 @@ class DeviceFeed:
     def resume(self, held: Held) -> None:
         """Go on with what another feed has :meth:`held`, of a buffer like this one; needs no GPU yet."""
         with self.lock:
-            cells = self._checked()._all_rows().cells  # what names others has not come from a feed
+            cells = self._checked().all_rows().cells  # what names others has not come from a feed
             self._resumed = [drawn for drawn in held.drawn if _are_among(drawn.flat, cells)]
             self._returning.resume([learned for learned in held.learned if _are_among(learned[0], cells)])
 

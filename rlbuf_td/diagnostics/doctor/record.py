@@ -22,7 +22,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.checkpoint.opening import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
@@ -45,9 +45,9 @@ class SharedColumn:
         steps: the number of time steps written.
     """
 
-    def __init__(self, rows: PooledRows, key: Key, steps: int) -> None:
+    def __init__(self, rows: Rows, key: Key, steps: int) -> None:
         self._rows, self._key = rows, key
-        leaf = rows.pooling.leaves[key]
+        leaf = rows.deduplicated[key]
         self._tail = tuple(leaf.shape) or (1,)
         lanes = rows.cells // rows.steps
         self.shape, self.ndim = torch.Size([steps, lanes, *self._tail]), 2 + len(self._tail)
@@ -95,9 +95,9 @@ class Record:
             for key, value in walk(rows)
             if isinstance(value, torch.Tensor)
         }
-        if isinstance(storage, PackedStorage) and isinstance(storage._rows, PooledRows):
-            for key in storage._rows.pooling.places:
-                self.columns[key] = SharedColumn(storage._rows, key, self.steps)
+        if isinstance(storage, PackedStorage):
+            for key in storage.deduplicated:
+                self.columns[key] = SharedColumn(storage.all_rows(), key, self.steps)
         self.skipped: list[str] = []
         cursor = storage._last_cursor_index
         is_full = self.steps == len(rows)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlbuf_td.storages.allocated import AllocatedStorage
-from rlbuf_td.storages.dedup.pooling import Pooling
-from rlbuf_td.storages.dedup.rows import PooledRows
+from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.shared.journal import WRITTEN, Journal
@@ -33,7 +32,7 @@ class SharedStorage(AllocatedStorage):
         Raises:
             ValueError: the rows are on a CUDA device.
         """
-        if self._sharing is not None:
+        if self.shared_rows is not None:
             return self
         if torch.device("cpu" if self.device == "auto" else self.device).type != "cpu":
             raise ValueError(
@@ -44,18 +43,14 @@ class SharedStorage(AllocatedStorage):
             self.device = torch.device("cpu")
             sharing = SharedRows(self.lock, self._find_rows, self._repair)
             sharing.journal.watch(self._len_value, self._last_cursor_index_value, *self.clock.counters())
-            self._sharing, rows = sharing, self._rows
-            self._is_reserved = False  # no process may put other rows in their place
+            self.shared_rows, rows = sharing, self.rows
+            self.is_reserved = False  # no process may put other rows in their place
             if rows is not None and self.scratch_dir is None:
-                memory = sharing.memory(self._bytes_of(rows.layout, rows.shape, self.pooling))
-                moved = self._adopt(self._rows_in(memory, rows.layout, rows.shape, self.pooling))
-                if isinstance(moved, PooledRows) and isinstance(rows, PooledRows):
-                    moved.restore_(rows.matrix, rows.entries())
-                else:
-                    moved.matrix.copy_(rows.matrix)
+                memory = sharing.memory(self._bytes_of(rows.layout, rows.shape, self.dedup))
+                moved = self.adopt(self._rows_in(memory, rows.layout, rows.shape, self.dedup))
+                moved.restore_(rows.matrix, rows.entries())
             elif rows is not None:
-                if isinstance(rows, PooledRows):
-                    rows.is_deferred, self._live = True, None
+                rows.is_deferred, self._live = True, None
                 self._describe(sharing, rows)
             self.shared = self.scratch_dir is None
             self.lock = sharing.lock
@@ -64,29 +59,29 @@ class SharedStorage(AllocatedStorage):
     @property
     def is_shared(self) -> bool:
         """Whether several processes may use the rows: see :meth:`share_memory_`."""
-        return self._sharing is not None
+        return self.shared_rows is not None
 
     def undo_also(self, *counters: Any) -> None:
         """Put these counters (objects with a ``value``) back, too, where the write of a dead process is undone."""
-        if self._sharing is not None:
-            self._sharing.journal.watch(*counters)
+        if self.shared_rows is not None:
+            self.shared_rows.journal.watch(*counters)
 
     def _find_rows(self) -> None:
         """Map the rows that another process has made, if there are any."""
-        found = None if self._sharing is None else self._sharing.description()
-        if found is not None and self._sharing is not None:
+        found = None if self.shared_rows is None else self.shared_rows.description()
+        if found is not None and self.shared_rows is not None:
             layout, shape = RowLayout.from_state(found["layout"]), torch.Size(found["shape"])
-            pooling = Pooling.from_state(layout, found["pooled"]) if "pooled" in found else None
+            dedup = DedupLayout.from_state(layout, found["pooled"]) if "pooled" in found else None
             if self.scratch_dir is not None:
-                self._adopt(self._map(layout, shape, pooling))
+                self.adopt(self._map(layout, shape, dedup))
             else:
-                memory = self._sharing.memory(self._bytes_of(layout, shape, pooling))
-                self._adopt(self._rows_in(memory, layout, shape, pooling))
+                memory = self.shared_rows.memory(self._bytes_of(layout, shape, dedup))
+                self.adopt(self._rows_in(memory, layout, shape, dedup))
 
     def _repair(self, journal: Journal) -> None:
         """Put right what depends on the rows, after a process has died at work."""
-        if isinstance(self._rows, PooledRows):
-            self._rows.rebuild()
+        if self.rows is not None:
+            self.rows.rebuild()
         for listener in self._attached_entities:
             repair = getattr(listener, "repair", None)
             if repair is not None:
@@ -97,12 +92,12 @@ class SharedStorage(AllocatedStorage):
         start, count = journal.range
         for listener in self._attached_entities:
             if start < 0 or not hasattr(listener, "mark_range"):
-                rows = self._all_rows()
+                rows = self.all_rows()
                 cells = journal.cells if start < 0 else (start + torch.arange(count)) % rows.cells
                 index = coordinates(cells, self)
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
                 continue
-            head = min(count, self._all_rows().cells - start)
+            head = min(count, self.all_rows().cells - start)
             listener.mark_range(start, head)
             if head < count:
                 listener.mark_range(0, count - head)

@@ -1,0 +1,224 @@
+"""How deduplicated rows lie in memory: bookkeeping only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from rlbuf_td.kernels.rows.pool import Group, Part
+from rlbuf_td.storages.dedup.options import DedupGroup, Key, frames_group, refuse_key
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.schema import SchemaError
+
+ENTRY_IDS = "_entries"  # the key of the entry ids in a stored row
+_PAGE = 4096
+_MAX_ENTRIES = 2**31 - 2
+
+
+class DedupLayout:
+    """A *stored row* holds the ids of entries in place of the deduplicated keys; entries hold the observations.
+
+    Args:
+        layout: of whole rows, as batches hold them.
+        chosen: what is stored once, at least one group.
+
+    Attributes:
+        stored: the layout of stored rows.
+        deduplicated: the leaves that are stored once.
+        places: of each deduplicated key: its group, its place in that group, and 1 below ``"next"``, else 0.
+
+    Raises:
+        SchemaError: a key has the name that the entry ids need.
+    """
+
+    def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
+        self.layout, self.chosen = layout, chosen
+        leaves = {leaf.key: leaf for leaf in layout.leaves}
+        self.places: dict[Key, tuple[int, int, int]] = {}
+        for g, group in enumerate(chosen):
+            for p, key in enumerate(group.keys):
+                self.places.update((path, (g, p, side)) for side, path in enumerate(_sides(group, key)))
+        self.deduplicated = {key: leaves[key] for key in self.places}
+        if (ENTRY_IDS,) in layout.offsets or any(name == ENTRY_IDS for name, _ in layout.root.nodes):
+            raise SchemaError(f"rows that share observations cannot hold a key {ENTRY_IDS!r}")
+        ids = sum(group.pieces * (1 + group.has_next) for group in chosen)
+        state = _without(layout.state(), (), self.places)
+        state["leaves"][ENTRY_IDS] = ["int32", [*state["batch_size"], ids]]
+        self.stored = RowLayout.from_state(state)
+
+    @cached_property
+    def ids_slot(self) -> int:
+        """Which leaf of a stored row holds the entry ids."""
+        return [leaf.key for leaf in self.stored.leaves].index((ENTRY_IDS,))
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """Which leaves of a whole row are kept in the stored row, in the order of its leaves."""
+        slots = {leaf.key: slot for slot, leaf in enumerate(self.layout.leaves)}
+        return [slots[leaf.key] for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,)]
+
+    @cached_property
+    def given(self) -> list[tuple[int, ...]]:
+        """Which leaves of a whole row each part of the groups comes from: the observation's, and the next one's."""
+        slots = {leaf.key: slot for slot, leaf in enumerate(self.layout.leaves)}
+        return [tuple(slots[path] for path in _sides(group, key)) for group in self.chosen for key in group.keys]
+
+    @cached_property
+    def runs(self) -> np.ndarray:
+        """What is copied from a stored row to a whole one, ``[R, 3]``: from where, to where, how many bytes."""
+        joined: list[list[int]] = []
+        for leaf in self.stored.leaves:
+            if leaf.key == (ENTRY_IDS,) or not leaf.nbytes:
+                continue
+            source, to = self.stored.offsets[leaf.key], self.layout.offsets[leaf.key]
+            last = joined[-1] if joined else None
+            if last is not None and last[0] + last[2] == source and last[1] + last[2] == to:
+                last[2] += leaf.nbytes
+            else:
+                joined.append([source, to, leaf.nbytes])
+        return np.array(joined, np.int64).reshape(-1, 3)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups as the kernels take them."""
+        at, groups = self.stored.offsets[(ENTRY_IDS,)], []
+        offsets = self.layout.offsets
+        for group in self.chosen:
+            parts, into = [], 0
+            for key in group.keys:
+                leaf = self.deduplicated[key]
+                outer = prod(leaf.shape[: group.dim]) if group.pieces > 1 else 1
+                inner = leaf.nbytes // outer // group.pieces
+                following = offsets[_sides(group, key)[-1]] if group.has_next else 0
+                parts.append(Part(into, inner, outer, inner * group.pieces, offsets[key], following))
+                into += inner * outer
+            groups.append(Group(at, group.pieces, 1 + group.has_next, tuple(parts)))
+            at += 4 * groups[-1].names
+        return tuple(groups)
+
+    def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
+        """Return by key how many bytes are saved, of both observations of ``cells`` rows.
+
+        Entry ids are counted against the keys, in proportion to their bytes.
+
+        Args:
+            cells: number of rows.
+            used: number of entries of each group.
+        """
+        saved = {}
+        for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
+            for key, part in zip(group.keys, kernel.parts, strict=True):
+                width = part.inner * part.outer
+                whole = cells * width * kernel.names
+                saved[key] = whole - entries * width - round(4 * cells * kernel.names * width / kernel.nbytes)
+        return saved
+
+    def state(self) -> list[list[Any]]:
+        """Return the groups as plain numbers and strings; :meth:`from_state` reads them back."""
+        return [[[list(key) for key in g.keys], g.pieces, g.dim, g.has_next] for g in self.chosen]
+
+    @classmethod
+    def from_state(cls, layout: RowLayout, state: Sequence[Any]) -> DedupLayout:
+        """Return what :meth:`state` described.
+
+        Raises:
+            SchemaError: it does not fit the layout.
+        """
+        leaves = {leaf.key: leaf for leaf in layout.leaves}
+        groups = []
+        for keys, pieces, dim, has_next in state:
+            names = tuple(tuple(str(part) for part in key) for key in keys)
+            if int(pieces) > 1:
+                groups.append(frames_group(leaves, names[0], int(pieces), int(dim)))
+            else:
+                for name in names:
+                    refuse_key(leaves, name)
+                groups.append(DedupGroup(names))
+            if groups[-1].has_next != bool(has_next):
+                raise SchemaError("the saved rows share a next observation that their layout does not hold")
+        return cls(layout, tuple(groups))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DedupLayout) and self.layout == other.layout and self.chosen == other.chosen
+
+    def __hash__(self) -> int:
+        return hash((self.layout, self.chosen))
+
+
+def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
+    """Return how saved rows are deduplicated; None for plain rows.
+
+    Raises:
+        SchemaError: the description does not fit the layout.
+    """
+    return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Where the parts of deduplicated rows lie in one block of memory, in bytes; each begins at a page.
+
+    Rows come first, then the counters, then for each group the stack of free ids and the entries. Their memory is taken
+    from the system as they are used: there is room for rows that share nothing, and for as many that replace them.
+    """
+
+    rows: int
+    counters: int
+    stacks: tuple[int, ...]
+    entries: tuple[int, ...]
+    most: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, dedup: DedupLayout, cells: int) -> Sections:
+        """Return the sections for ``cells`` rows.
+
+        Raises:
+            SchemaError: their entries are more than an int32 counts.
+        """
+        most = tuple(2 * cells * group.names for group in dedup.groups)
+        if max(most) > _MAX_ENTRIES:
+            fit = cells * _MAX_ENTRIES // max(most)
+            raise SchemaError(
+                f"{cells:,} rows are too many to share observations or frames: {fit:,} of these fit. Take a smaller "
+                "max_size, or several storages"
+            )
+        rows = cells * dedup.stored.row_bytes
+        at, stacks, entries = _pages(rows), [], []
+        counters, at = at, at + _pages(16 * len(most))
+        for group, count in zip(dedup.groups, most, strict=True):
+            stacks.append(at)
+            at += _pages(4 * (count + 1))
+            entries.append(at)
+            at += _pages(group.nbytes * (count + 1))
+        return cls(rows, counters, tuple(stacks), tuple(entries), most, at)
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of rows and counters."""
+        return self.stacks[0]
+
+    def likely(self, dedup: DedupLayout, cells: int) -> int:
+        """Return the bytes that ``cells`` rows take where each shares its next observation."""
+        return self.fixed + sum(cells * group.nbytes for group in dedup.groups)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def _sides(group: DedupGroup, key: Key) -> list[Key]:
+    return [key, ("next", *key)] if group.has_next else [key]
+
+
+def _without(state: dict[str, Any], path: Key, keys: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return the state of a layout without some of its leaves."""
+    return state | {
+        "leaves": {name: leaf for name, leaf in state["leaves"].items() if (*path, name) not in keys},
+        "nodes": {name: _without(node, (*path, name), keys) for name, node in state["nodes"].items()},
+    }

@@ -1,0 +1,189 @@
+"""Which observations a storage stores once: what the user asks for, and the keys that are chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+from tensordict import TensorDictBase
+
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
+from rlbuf_td.storages.tensordict_fast import leaf_of
+
+Key: TypeAlias = tuple[str, ...]
+_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read them without the rest of a row
+_MIN_KEY_BYTES = 8  # a row holds two entry ids of 4 bytes instead of the key
+_MIN_BYTES = 16  # of all keys together, for "auto"
+_LOOK = 256  # time steps of the first write that "auto" compares
+
+
+@dataclass(frozen=True)
+class DedupGroup:
+    """Keys that are stored together in one kind of entry.
+
+    Attributes:
+        keys: of the observation; the next observation has the same keys below ``"next"``.
+        pieces: how many entries make up one observation (frames of a stack).
+        dim: the dim of the key along which the pieces lie.
+        has_next: whether rows hold a next observation.
+    """
+
+    keys: tuple[Key, ...]
+    pieces: int = 1
+    dim: int = 0
+    has_next: bool = True
+
+
+@dataclass(frozen=True)
+class DedupOptions:
+    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`, checked.
+
+    Attributes:
+        share_next: ``"auto"``, a bool, or the keys.
+        frames: key, number of frames and dim of each stack.
+    """
+
+    share_next: bool | str | tuple[Key, ...] = False
+    frames: tuple[tuple[Key, int, int], ...] = ()
+
+    @classmethod
+    def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
+        """Check the arguments.
+
+        Raises:
+            ValueError: an argument has a value that is not allowed.
+        """
+        is_keys = isinstance(share_next, Sequence | Set) and not isinstance(share_next, str)
+        if not isinstance(share_next, bool) and share_next != "auto" and not is_keys:
+            raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
+        if is_keys:
+            share_next = tuple(_key(key, "share_next") for key in share_next)
+        if frames is not None and not isinstance(frames, Mapping):
+            raise ValueError(f"frames must be a dict of a number of frames by key, got {frames!r}")
+        stacks: list[tuple[Key, int, int]] = []
+        for name, how in (frames or {}).items():
+            key, count, dim = _key(name, "frames"), *_count_and_dim(name, how)
+            if any(key == other for other, _, _ in stacks):
+                raise ValueError(f"frames names {show_key(key)} twice")
+            stacks.append((key, count, dim))
+        return cls(share_next, tuple(stacks))
+
+    def __bool__(self) -> bool:
+        return self.share_next is not False or bool(self.frames)
+
+
+def _key(key: Any, argument: str) -> Key:
+    path = (key,) if isinstance(key, str) else key
+    if not isinstance(path, tuple) or not path or not all(isinstance(name, str) for name in path):
+        raise ValueError(f"{argument} names keys, a string or a tuple of strings each: got {key!r}")
+    if path[0] == "next":
+        raise ValueError(f"{argument} names keys as they are at the root, without 'next': got {key!r}")
+    return path
+
+
+def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
+    """Return how many frames a stack has, and along which dim they lie."""
+    pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
+    if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
+        raise ValueError(
+            f"frames of {key!r} must be a whole number, at least 2, or (that number, the dim along which they lie), "
+            f"got {how!r}"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def choose_groups(
+    options: DedupOptions, layout: RowLayout, data: TensorDictBase | None = None
+) -> tuple[DedupGroup, ...]:
+    """Choose which keys are stored once.
+
+    Args:
+        options: what was asked for.
+        layout: of whole rows.
+        data: the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is one time step. One time
+            step cannot show what repeats: ``"auto"`` then takes all keys of 16 bytes or more, a group each, so that a
+            key which does not repeat costs the others nothing.
+
+    Raises:
+        SchemaError: a key that was named cannot be stored once.
+    """
+    leaves = {leaf.key: leaf for leaf in layout.leaves}
+    groups = [frames_group(leaves, *stack) for stack in options.frames]
+    taken = {key for group in groups for key in group.keys}
+    asked = options.share_next
+    if isinstance(asked, tuple):
+        for key in asked:
+            refuse_key(leaves, key)
+        keys = [key for key in dict.fromkeys(asked) if key not in taken]
+    else:
+        keys = [] if asked is False else [key for key in _candidates(leaves) if key not in taken]
+        if asked == "auto" and (data is None or len(data) < 2):
+            return (*groups, *(DedupGroup((key,)) for key in keys if leaves[key].nbytes >= _MIN_BYTES))
+        if asked == "auto" and data is not None:
+            keys = [key for key in keys if _repeats(data, leaves[key])]
+            keys = keys if sum(leaves[key].nbytes for key in keys) >= _MIN_BYTES else []
+    if keys:
+        groups.append(DedupGroup(tuple(sorted(keys, key=lambda key: (-leaves[key].dtype.itemsize, key)))))
+    return tuple(groups)
+
+
+def _candidates(leaves: Mapping[Key, Leaf]) -> Iterator[Key]:
+    for key, leaf in leaves.items():
+        other = leaves.get(("next", *key))
+        is_large = leaf.nbytes >= _MIN_KEY_BYTES and key[-1] not in _COLUMNS
+        if other is not None and leaf.is_like(other) and is_large:
+            yield key
+
+
+def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
+    """Refuse a key that cannot be stored once.
+
+    Raises:
+        SchemaError: says why.
+    """
+    leaf, other = leaves.get(key), leaves.get(("next", *key))
+    if leaf is None or other is None:
+        raise SchemaError(
+            f"share_next names {show_key(key)}, but rows do not hold both that and {show_key(('next', *key))}"
+        )
+    if not leaf.is_like(other):
+        raise SchemaError(f"share_next names {show_key(key)}, which has another dtype or shape in 'next'")
+    if key not in _candidates(leaves):
+        raise SchemaError(
+            f"share_next names {show_key(key)}, of {leaf.nbytes} bytes: only keys of {_MIN_KEY_BYTES} bytes or more "
+            f"are stored once, and never {', '.join(map(repr, _COLUMNS))}"
+        )
+
+
+def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> DedupGroup:
+    """Return the group of a stack of frames.
+
+    Raises:
+        SchemaError: the key is not a stack of ``count`` frames along ``dim``.
+    """
+    leaf, other = leaves.get(key), leaves.get(("next", *key))
+    if leaf is None:
+        raise SchemaError(f"frames names {show_key(key)}, which rows do not hold")
+    if not -len(leaf.shape) <= dim < len(leaf.shape) or leaf.shape[dim] % count or not leaf.nbytes:
+        raise SchemaError(
+            f"frames={{{show_key(key)}: ({count}, {dim})}}, but dim {dim} of its shape {tuple(leaf.shape)} "
+            f"is not {count} frames: name the dim along which they lie"
+        )
+    if other is not None and not leaf.is_like(other):
+        raise SchemaError(f"frames names {show_key(key)}, which has another dtype or shape in 'next'")
+    return DedupGroup((key,), count, dim % len(leaf.shape), other is not None)
+
+
+def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
+    """Return whether the next observation is that of the following row, in half of the rows or more."""
+    following, now = (leaf_of(data, path) for path in (("next", *leaf.key), leaf.key))
+    count = min(len(data) - 1, _LOOK)
+    if following is None or now is None or count < 1:
+        return True
+    following, now = following[:count], now[1 : count + 1]
+    same = (now == following) | ((now != now) & (following != following))
+    rows = same.flatten(same.ndim - len(leaf.shape)).all(-1) if leaf.shape else same
+    return bool(rows.double().mean() >= 0.5)
