@@ -34,7 +34,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-PLACES = ("pooled_rows", "allocated")  # where it is asked whether rows lie on a device like CUDA
+PLACES = ("dedup.rows", "allocated")
 
 
 def _everywhere(device: torch.device) -> bool:
