@@ -120,9 +120,7 @@ class _Load:
         if not self.rows_only:
             moved = None if fit.is_same else fit.rows(lanes)
             state, capacity = saved["sampler"]["state"], rows.capacity * lanes
-            saved["sampler"]["state"] = resized_state(
-                self.rb._sampler, state, moved, capacity, not fit.is_same and fit.moves
-            )
+            saved["sampler"]["state"] = resized_state(self.rb._sampler, state, moved, capacity, fit.moves)
         if not fit.is_same:
             self._resize_others(fit, lanes, rows.capacity)
 

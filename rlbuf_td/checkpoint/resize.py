@@ -31,7 +31,7 @@ class Fit:
     @property
     def moves(self) -> bool:
         """Whether a row gets another number, or is dropped."""
-        return self.ranges != ((0, self.steps),) or self.dropped > 0
+        return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
         """Return the saved flat row of each row of the storage, ``[steps * lanes]`` int64."""

@@ -27,7 +27,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "rank": lambda rows: RankSampler(rows),
 }
 
-#: Samplers that wrap one, over rows with goals and rewards: what :mod:`tests.checkpoint.resumed_run` stores.
+#: Samplers that wrap one, over rows with goals and rewards: what :mod:`tests.checkpoint.test_resume` stores.
 WRAPPERS: dict[str, Callable[[int], Any]] = {
     "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),
     "n-step": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),

@@ -1,6 +1,6 @@
 """How long dumps and loads take, beside ``cp`` of the same bytes and TorchRL's own.
 
-    python tests/checkpoint/compare_speed.py --rows 1000000 --rounds 5
+    python tests/benchmarks/compare_dumps.py --rows 1000000 --rounds 5
 
 Medians of interleaved rounds. ``cp`` returns when the bytes are in memory; ``cp + sync`` when they are on the disk, as
 they are when a dump of ours returns, unless it is told not to wait. A new buffer takes its pages from the system, as
