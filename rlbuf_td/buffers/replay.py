@@ -4,12 +4,13 @@ What else it offers is in files of its own: constructors for environments in :mo
 processes in
 :mod:`rlbuf_td.buffers.shared`, dumps in :mod:`rlbuf_td.buffers.saved`, looking at it in
 :mod:`rlbuf_td.buffers.looking`,
-setting entries of rows in :mod:`rlbuf_td.buffers.editing`, learners on a GPU in :mod:`rlbuf_td.buffers.learner`.
+setting entries of rows in :mod:`rlbuf_td.buffers.editing`, learners on a GPU in :mod:`rlbuf_td.buffers.device`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,9 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td.buffers.construction import FromEnvironment
+from rlbuf_td.buffers.device.graph import CapturedStep
+from rlbuf_td.buffers.device.prefetch import DevicePrefetcher, Pack
 from rlbuf_td.buffers.editing import EditedBuffer
-from rlbuf_td.buffers.learner import FeedsLearner
 from rlbuf_td.buffers.looking import InspectedBuffer
 from rlbuf_td.buffers.saved import NO_CHECKPOINTERS, SavedBuffer
 from rlbuf_td.buffers.shared import SharedBuffer
@@ -41,16 +43,14 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.batch_rows import by_row, merge_, one_a_row, put_back_
-from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.indexing import coordinates, device_of
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
 from rlbuf_td.writers import RingWriter
 
 
-class ReplayBuffer(
-    FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, EditedBuffer, FeedsLearner, TensorDictReplayBuffer
-):
+class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, EditedBuffer, TensorDictReplayBuffer):
     """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a direct path through them.
 
     Takes every keyword of ``TensorDictReplayBuffer`` but ``checkpointer``. Over a :class:`PackedStorage`, with this
@@ -66,12 +66,12 @@ class ReplayBuffer(
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that is shown every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes a row and a few us a batch.
-        device: where batches are wanted, of rows on the CPU: each comes in one asynchronous copy, and TD errors go
-            back so, see :class:`~rlbuf_td.buffers.device.prefetch.DeviceFeed`. Transforms run there, on what has
-            come. ``prefetch=k`` then
-            means k batches drawn ahead, on a stream instead of in threads; with 0 batches and priorities are bit for
-            bit those without ``device``. Of rows that are on that GPU already nothing is copied or fetched ahead. Where
-            rows *live* is the storage's affair.
+        device: where batches are wanted, for rows in host memory (the storage's ``device`` says where rows are). Each
+            batch is one asynchronous copy, and transforms run on the device. With ``prefetch=k``, k batches are drawn
+            ahead, and the TD errors of the last k updates are on their way back; both use streams, not threads. With
+            ``prefetch=0``, batches and priorities equal those of a buffer without ``device``. Rows that are on that
+            GPU already are not copied. Saving the buffer (:meth:`dumps`, :meth:`state_dict`, pickle, deepcopy) waits
+            for the TD errors and drops the batches drawn ahead: this buffer and a loaded one both draw new ones.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
@@ -118,7 +118,12 @@ class ReplayBuffer(
             if kwargs.get(part) is None:
                 kwargs[part] = default
         self._stale_updates = Tally()
-        self._learner_device = None if device is None else torch.device(device)
+        self._prefetcher = None
+        if device is not None:
+            ahead = kwargs.get("prefetch") or 0
+            self._prefetcher = DevicePrefetcher(
+                self, torch.device(device), ahead, self._draw_packed, self._write_priorities
+            )
         super().__init__(priority_key=priority_key, **kwargs)
         if device is not None:
             self._prefetch = False  # in TorchRL's threads
@@ -130,7 +135,7 @@ class ReplayBuffer(
         self._choose_path()
         if type(self._writer) is RingWriter and not self._writer._write_count:
             self._writer._cursor = self._next_step()  # the storage may hold rows already
-        self._refuse_unfed()
+        self._refuse_parts_without_prefetch()
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
 
@@ -228,7 +233,7 @@ class ReplayBuffer(
         if not self._is_direct:
             return super().sample(batch_size, return_info, include_info)
         size = self._batch_size if batch_size is None else batch_size
-        is_other = self._batch_size not in (None, size) and self._learner_device is None
+        is_other = self._prefetcher is None and self._batch_size not in (None, size)
         if self._prefetch or self._service_shutdown or size is None or is_other:
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
@@ -238,8 +243,9 @@ class ReplayBuffer(
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        if self._is_fed:
-            return self._own_feed().take(batch_size)
+        if self._prefetcher is not None and self._copies_batches:
+            batch, info = self._prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
+            return self._transformed(batch, info), info
         storage = self._storage
         with self._replay_lock, self._write_lock:
             is_direct = self._is_direct  # asked here: another thread may set another sampler
@@ -429,7 +435,8 @@ class ReplayBuffer(
             self._init()
         if self._prioritized is None:
             return super().update_priority(index, priority)
-        self._settle_errors()
+        if self._prefetcher is not None:
+            self._prefetcher.flush()
         by_coordinates = self._storage.ndim > 1
         if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
             index = index.flatten(0, -2) if by_coordinates else index.flatten()
@@ -458,13 +465,22 @@ class ReplayBuffer(
         sampler = self._prioritized
         if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
-        if self._takes_back(data):
-            return None
         index, td_error = self._errors_of(data, sampler.reduction)
-        sampled_at, stale = entries_of(data).get(SAMPLED_AT), 0
+        update = index, td_error, entries_of(data).get(SAMPLED_AT), data.ndim
+        if self._prefetcher is None or not self._copies_batches or not self._prefetcher.return_errors(*update):
+            self._write_priorities(*update)
+
+    def _write_priorities(
+        self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
+    ) -> None:
+        """Update priorities, except of rows that have been replaced since ``sampled_at``, of ``dims`` batch dims."""
+        stale: int | torch.Tensor = 0
         with self._replay_lock, self._write_lock:
+            sampler = self._prioritized
+            if sampler is None:  # another sampler has been set since the update
+                return
             if sampled_at is not None and isinstance(self._storage, PackedStorage):
-                index, stale = skip_stale(index, sampled_at, data.ndim, self._storage)
+                index, stale = skip_stale(index, sampled_at, dims, self._storage)
             sampler.update_priority(index, td_error, storage=self._storage)
             self._stale_updates.add(stale)
 
@@ -482,6 +498,127 @@ class ReplayBuffer(
             raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
         td_error, index = by_row(td_error, index, data.ndim, self._storage, reduction)
         return (index, td_error) if self._wrapper is None else self._wrapper.anchored(data, index, td_error)
+
+    # -- a learner on another device
+
+    @property
+    def _copies_batches(self) -> bool:
+        """Whether batches are copied to another device than that of the rows."""
+        return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
+
+    def _refuse_parts_without_prefetch(self) -> None:
+        """Refuse a storage or sampler whose batches cannot be copied to a device.
+
+        Raises:
+            TypeError: see above.
+        """
+        if self._copies_batches and not (self._is_direct and device_of(self._storage).type == "cpu"):
+            raise TypeError(
+                "device= needs a PackedStorage on the CPU and a sampler of this package or with a draw of its own, got "
+                f"{type(self._storage).__name__} on {device_of(self._storage)} and {type(self._sampler).__name__} "
+                "(nor does it take a collate_fn, a sample unit or tracked generations)"
+            )
+
+    def _draw_packed(self, batch_size: int, pack: Pack) -> Any:
+        """Draw a batch and let ``pack`` gather its rows, under the locks."""
+        with self._replay_lock, self._write_lock:
+            self._refuse_parts_without_prefetch()
+            storage, rows = self._storage, None
+            now = storage.clock.now if self._prioritized is not None else None
+            if self._draws_batches:
+                flat, info, rows = self._sampler.draw_batch(storage, batch_size)
+            else:
+                flat, info = self._sampler.draw(storage, batch_size)
+            self._note_draw(coordinates(flat, storage), info)
+            if now is not None:
+                info[SAMPLED_AT] = storage.clock.stamp(now, flat.shape[0], flat.device)
+            return pack(flat, info, storage.written_rows() if rows is None else rows)
+
+    def capture(
+        self,
+        step: Callable[[TensorDictBase], Any] | None = None,
+        batch_size: int | None = None,
+        *,
+        ring: int = 2,
+        warmup: int = 3,
+    ) -> CapturedStep:
+        """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
+
+        The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
+        Write with :meth:`extend` between calls, on the same stream; other threads wait while a graph is launched. On
+        the CPU there is no graph, and other threads may write during the step: rows that they replace are left out, as
+        by :meth:`update_tensordict_priority`.
+
+        **Aliasing:** outputs lie in memory that is used again: the output of call ``k`` is valid until call
+        ``k + ring``.
+
+        Args:
+            step: takes a batch, and may return tensors. The TD errors that it leaves in ``priority_key`` become the
+                priorities of the rows, or of the anchors of sequences; without that key priorities stay. It must be
+                what a CUDA graph can hold: no host synchronisation, optimizers with ``capturable=True``. ``None``:
+                return the batch, update nothing.
+            batch_size: default: the buffer's.
+            ring: number of outputs, at least 2.
+            warmup: number of steps that run, with effect, before the capture.
+
+        Raises:
+            ValueError: an argument is out of range, or there is no batch size; (when called) the buffer's generator is
+                not on the device of its rows, or the sampler cannot draw such a batch: nothing has changed.
+            TypeError: ``step`` is not callable; (when called) the storage is not a :class:`PackedStorage`, or the
+                sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
+            RuntimeError: (when called) the buffer is empty.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if size is None:
+            raise ValueError("say how many rows a batch has: batch_size")
+        return CapturedStep(self, step, size, ring, warmup)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until the sampler has run out (of an epoch, for example)."""
+        if not self._initialized:
+            self._init()
+        if not self._copies_batches or self._batch_size is None:
+            yield from super().__iter__()
+            return
+        if self._sampler.ran_out and not self._has_prefetched:
+            self._sampler.ran_out = False
+        while not self._sampler.ran_out or self._has_prefetched:
+            yield self.sample()
+
+    @property
+    def _has_prefetched(self) -> bool:
+        """Whether batches have been drawn ahead for a device."""
+        return self._prefetcher is not None and self._prefetcher.has_batches
+
+    def synchronize(self) -> None:
+        """Wait for asynchronous updates, and for TD errors on their way from a device."""
+        super().synchronize()
+        if self._prefetcher is not None:
+            self._prefetcher.flush()
+
+    # TorchRL calls these when it saves, loads or pickles a buffer.
+
+    @contextmanager
+    def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
+        paused = nullcontext() if self._prefetcher is None else self._prefetcher.paused()
+        with paused, super()._capture_prefetch_state(clone_queue=clone_queue) as state:
+            yield state
+
+    def _validate_prefetch_state(self, prefetch_state: Any) -> None:
+        super()._validate_prefetch_state(self._without_batches(prefetch_state))
+
+    def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
+        super()._restore_prefetch_queue_locked(self._without_batches(prefetch_state), clone_queue=clone_queue)
+
+    def _without_batches(self, prefetch_state: Any) -> Any:
+        """Drop batches that a buffer without ``device`` fetched ahead, if this one has ``device``."""
+        is_dropped = self._prefetcher is not None and isinstance(prefetch_state, dict)
+        return prefetch_state | {"queue": ()} if is_dropped else prefetch_state
+
+    def _clear_prefetch_queue_locked(self) -> None:
+        super()._clear_prefetch_queue_locked()
+        if self._prefetcher is not None:
+            self._prefetcher.drop()
 
 
 def _how_it_draws(sampler: type[Sampler]) -> str | None:

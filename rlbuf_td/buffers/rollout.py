@@ -214,9 +214,9 @@ class RolloutBuffer(ReplayBuffer):
             return
         sampler = self._sampler
         more = sampler.begin_pass()
-        plain_rows = self._is_direct and not self._is_fed and not self._storage.layout.root.batch_size
+        plain_rows = self._is_direct and not self._copies_batches and not self._storage.layout.root.batch_size
         try:
-            if not more and not self._has_ahead:
+            if not more and not self._has_prefetched:
                 return
             if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
                 yield from self._in_blocks(self._batch_size)

@@ -95,8 +95,7 @@ class _Load:
     def _prefetched(self) -> dict[str, Any]:
         """Prefetched batches and pending TD errors, in TorchRL's form."""
         buffer = self.saved["buffer"]
-        queue, learned = buffer["prefetched"], buffer.get("learned", ())
-        return {"version": 1, "capacity": self.rb._prefetch_cap, "queue": queue, "learned": learned}
+        return {"version": 1, "capacity": self.rb._prefetch_cap, "queue": buffer["prefetched"]}
 
     def _refuse_other_parts(self) -> None:
         rb, saved = self.rb, self.saved
@@ -144,7 +143,7 @@ class _Load:
         saved["writer"]["state"] |= {"_cursor": fit.steps % capacity}
         saved["trajectories"] = [each | {"state": {}} for each in saved["trajectories"]]
         if fit.moves:
-            saved["buffer"] |= {"prefetched": (), "learned": ()}
+            saved["buffer"] |= {"prefetched": ()}
 
     def apply(self, report: Report) -> None:
         """Change the buffer; if a part refuses its state, change nothing."""

@@ -76,7 +76,6 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "batch_size": rb._batch_size,
             "consume_after_n_samples": rb._consume_after_n_samples,
             "prefetched": tuple(prefetched["queue"]),
-            "learned": tuple(prefetched.get("learned", ())),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
             "replays": None if rb._replays is None else rb._replays.counts(),
         },

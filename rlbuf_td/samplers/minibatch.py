@@ -161,6 +161,11 @@ class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
         """End a run through all epochs, finished or given up."""
         self._in_pass = False
 
+    def rewind(self, place: dict[str, Any]) -> None:
+        """Go back to a :meth:`snapshot` taken since the epochs began; the batches drawn since then are drawn again."""
+        self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
+        self.ran_out = place["ran_out"]
+
     def snapshot(self) -> dict[str, Any]:
         """Return the settings and the place in the epoch, with the order itself rather than a copy."""
         return {

@@ -271,7 +271,7 @@ class AllocatedStorage(LazyTensorStorage):
         if self.offload:
             elsewhere = (
                 "raise the limits on locked memory (ulimit -l, those of a container), or keep the rows on the CPU with "
-                "scratch_dir=..., in a file, and bring batches to the GPU by rb.feed(device)"
+                "scratch_dir=..., in a file, and bring batches to the GPU by ReplayBuffer(device=...)"
             )
         elif self.device != "auto" and torch.device(self.device).type == "cuda":
             elsewhere = "offload=True, which keeps the rows in RAM"

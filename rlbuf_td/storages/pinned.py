@@ -37,12 +37,12 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
     if scratch_dir is not None or shared:
         raise ValueError(
             "offload=True takes RAM of this process alone, neither scratch_dir nor shared: for those, keep the rows on "
-            "the CPU and bring batches to the GPU by rb.feed(device)"
+            "the CPU and bring batches to the GPU by ReplayBuffer(device=...)"
         )
     if sharing:
         raise ValueError(
             "offload=True excludes share_next and frames: rows that share observations take less, so keep them on the "
-            "GPU, or on the CPU, and bring batches to the GPU by rb.feed(device)"
+            "GPU, or on the CPU, and bring batches to the GPU by ReplayBuffer(device=...)"
         )
     if sys.platform != "linux":
         raise ValueError(

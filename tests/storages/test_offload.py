@@ -291,7 +291,9 @@ def test_all_of_the_ram_must_be_free_at_once(
         storage.set(range(2), BIG)  # a warning would be an error
         assert len(driver.locked) == 1
         return
-    with pytest.raises(MemoryError, match=r"1,000 rows of .* take 11.* 10.0 MiB of RAM are free .*ulimit -l.*rb\.feed"):
+    with pytest.raises(
+        MemoryError, match=r"1,000 rows of .* take 11.* 10.0 MiB of RAM are free .*ulimit -l.*ReplayBuffer\(device="
+    ):
         storage.set(range(2), BIG)
     assert (driver.log, storage.initialized, len(storage)) == ([], False, 0)
 
@@ -331,8 +333,8 @@ def test_rows_that_are_too_many_for_a_gpu_are_told_of_the_ram(driver: Driver, mo
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu": ({"device": "cpu"}, r"RAM, where it reads them itself: it needs device='cuda', got device='cpu'"),
     "auto": ({"device": "auto"}, "needs device='cuda', got device='auto'"),
-    "shared": ({"shared": True}, r"neither scratch_dir nor shared.* rb\.feed\(device\)"),
-    "file": ({"scratch_dir": "x"}, r"neither scratch_dir nor shared.* rb\.feed\(device\)"),
+    "shared": ({"shared": True}, r"neither scratch_dir nor shared.* ReplayBuffer\(device="),
+    "file": ({"scratch_dir": "x"}, r"neither scratch_dir nor shared.* ReplayBuffer\(device="),
     "share_next": ({"share_next": True}, "excludes share_next and frames"),
     "frames": ({"frames": {"pixels": 4}}, "excludes share_next and frames"),
 }

@@ -1,13 +1,9 @@
-"""A batch as one block of bytes: what the host packs, one copy takes to a device, and views make whole there.
-
-The places of the rows come first, and whatever else the sampler reports of each: columns, the largest items in front,
-so that all are aligned. Behind them lie the rows, packed as :class:`~rlbuf_td.storages.layout.RowLayout` says.
-"""
+"""A batch as one block of bytes, so that a single copy takes it to a device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -16,115 +12,115 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, show_key
 
-_ALIGNED = 64
-
-
-class Drawn(NamedTuple):
-    """What a sampler has drawn, on the host, before any transform.
-
-    Attributes:
-        flat: flat rows, ``[B]`` int64.
-        report: the sampler's, one entry a row.
-        rows: the transitions, ``[B, ...]``, or where they are still to be gathered from.
-        sampled_at: the storage's clock at that time.
-    """
-
-    flat: torch.Tensor
-    report: dict[Any, torch.Tensor]
-    rows: TensorDictBase | Rows
-    sampled_at: int
-
-
-class _Column(NamedTuple):
-    key: Any  # of the report; None for the places of the rows
-    dtype: torch.dtype
-    shape: torch.Size
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Where things lie in a block of ``count`` rows.
+class Packet:
+    """The layout of a block: ``count`` packed rows, followed by ``count`` packed entries of the sampler's report.
 
     Attributes:
-        layout: of the rows.
-        columns: the places and the report.
-        sizes: in bytes: of the columns, of what is left free behind them, and of the rows.
-        count: rows.
+        rows: the layout of a transition.
+        report: the layout of the sampler's report for one row, with the flat row as ``"index"``.
+        count: number of rows.
     """
 
-    layout: RowLayout
-    columns: tuple[_Column, ...]
-    sizes: tuple[int, ...]
+    rows: RowLayout
+    report: RowLayout
     count: int
-
-    @classmethod
-    def of(cls, layout: RowLayout, drawn: Drawn, known: Parcel | None) -> Parcel:
-        """Return a parcel for what was drawn, ``known`` if that will do.
-
-        Raises:
-            TypeError: an entry of the report is none a row.
-        """
-        count = drawn.flat.shape[0]
-        found = [_Column(None, torch.int64, drawn.flat.shape)]
-        for key, value in drawn.report.items():
-            if not isinstance(value, torch.Tensor) or value.shape[:1] != drawn.flat.shape:
-                raise TypeError(
-                    f"what a sampler reports goes to a device as tensors with one entry for each of {count} rows, "
-                    f"got {show_key(key)} as {getattr(value, 'shape', type(value).__name__)}"
-                )
-            found.append(_Column(key, value.dtype, value.shape))
-        columns = tuple(sorted(found, key=_itemsize))
-        if known is not None and known.columns == columns and known.layout is layout:
-            return known
-        sizes = [column.dtype.itemsize * column.shape.numel() for column in columns]
-        return cls(layout, columns, (*sizes, -sum(sizes) % _ALIGNED, count * layout.row_bytes), count)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block."""
-        return sum(self.sizes)
+        """Size of the block in bytes."""
+        return sum(self._sizes())
 
-    def split(self, block: torch.Tensor) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
-        """Return packed rows, ``[B, row_bytes]`` in bytes, and the columns by their keys, as views of a block."""
-        *parts, _, rows = block.unsafe_split_with_sizes(self.sizes)  # unsafe: see RowLayout.columns
-        packed = rows.view(self.layout.carrier).view(self.count, self.layout.row_bytes // self.layout.carrier.itemsize)
-        found = {}
-        for (key, dtype, shape), part in zip(self.columns, parts, strict=True):
-            column = part.view(dtype)
-            found[key] = column if len(shape) == 1 else column.view(shape)
-        return packed, found
+    def _sizes(self) -> tuple[int, int, int]:
+        rows = self.count * self.rows.row_bytes
+        return rows, -rows % _ALIGNMENT, self.count * self.report.row_bytes
 
-    def pack_(self, block: torch.Tensor, drawn: Drawn, leaves: list[torch.Tensor]) -> None:
-        """Fill a block; ``leaves`` are those of the rows, if they need not be gathered."""
-        packed, columns = self.split(block)
-        if isinstance(drawn.rows, Rows):
-            drawn.rows.pack_(drawn.flat, packed)
-        else:
-            torch._foreach_copy_(self.layout.columns(packed), leaves)
-        columns.pop(None).copy_(drawn.flat)
-        for key, column in columns.items():
-            column.copy_(drawn.report[key])
+    def _split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, _, report = block.unsafe_split_with_sizes(self._sizes())  # unsafe: see RowLayout.columns
+        return _rows_of(rows, self.rows, self.count), _rows_of(report, self.report, self.count)
 
-    def unpack(self, block: torch.Tensor) -> tuple[TensorDict, torch.Tensor, dict[Any, torch.Tensor]]:
-        """Return the transitions, their flat rows and the report, all as views of a block."""
-        packed, columns = self.split(block)
-        return self.layout.unpack(packed), columns.pop(None), columns
+    def unpack(self, block: torch.Tensor) -> tuple[TensorDict, dict[Any, torch.Tensor]]:
+        """Return the transitions, ``[count, ...]``, and the sampler's report, as views of a block."""
+        rows, report = self._split(block)
+        keys = (leaf.key if len(leaf.key) > 1 else leaf.key[0] for leaf in self.report.leaves)
+        return self.rows.unpack(rows), dict(zip(keys, self.report.columns(report), strict=True))
 
 
-def _itemsize(column: _Column) -> int:
-    return -column.dtype.itemsize
+def pack(
+    flat: torch.Tensor,
+    report: dict[Any, Any],
+    rows: TensorDictBase | Rows,
+    last: Packet | None,
+    host: torch.Tensor | None,
+    pin_memory: bool,
+) -> tuple[Packet, torch.Tensor]:
+    """Pack a batch into ``host``, or into new memory if that is too small; return the layout and the block.
+
+    Args:
+        flat: drawn rows, ``[B]`` int64.
+        report: what the sampler says of each of them.
+        rows: the transitions, ``[B, ...]``, or the stored rows that they are gathered from.
+        last: the layout of the batch before, which is used again if it fits.
+        host: memory that may be overwritten, ``[n]`` uint8.
+        pin_memory: whether new memory is page-locked.
+
+    Raises:
+        TypeError: the report has no entry for each row.
+        SchemaError: an entry of the transitions cannot be packed.
+    """
+    entries = _entries(flat, report)
+    report_layout, report_leaves = _layout_of(entries, None if last is None else last.report)
+    if isinstance(rows, TensorDictBase):
+        layout, leaves = _layout_of(rows, None if last is None else last.rows)
+    else:
+        layout, leaves = rows.layout, []
+    packet = Packet(layout, report_layout, flat.shape[0])
+    if host is None or host.numel() < packet.nbytes:
+        host = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+    packed, packed_report = packet._split(host[: packet.nbytes])
+    if isinstance(rows, TensorDictBase):
+        torch._foreach_copy_(layout.columns(packed), leaves)
+    else:
+        rows.pack_(flat, packed)
+    torch._foreach_copy_(report_layout.columns(packed_report), report_leaves)
+    return packet, host
 
 
-def layout_of(data: TensorDictBase, known: RowLayout | None) -> tuple[RowLayout, list[torch.Tensor]]:
-    """Return how ``data``, ``[B, ...]``, is packed, and its leaves in that order; ``known`` is what it may be.
+def _rows_of(block: torch.Tensor, layout: RowLayout, count: int) -> torch.Tensor:
+    return block.view(layout.carrier).view(count, layout.row_bytes // layout.carrier.itemsize)
+
+
+def _entries(flat: torch.Tensor, report: dict[Any, Any]) -> TensorDict:
+    """Return the report with the drawn rows as a TensorDict.
+
+    Raises:
+        TypeError: the report has no entry for each row.
+    """
+    entries = TensorDict({"index": flat}, flat.shape)
+    for key, value in report.items():
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != flat.shape:
+            raise TypeError(
+                f"what a sampler reports goes to a device as tensors with one entry for each of {len(flat)} rows, "
+                f"got {show_key(key)} as {getattr(value, 'shape', type(value).__name__)}"
+            )
+        entries.set(key, value)
+    return entries
+
+
+def _layout_of(data: TensorDictBase, last: RowLayout | None) -> tuple[RowLayout, list[torch.Tensor]]:
+    """Return how ``data``, ``[B, ...]``, is packed (as ``last`` if that fits), and its leaves in that order.
 
     Raises:
         SchemaError: an entry cannot be packed.
     """
-    if known is not None:
+    lead = data.batch_size[:1]
+    if last is not None:
         try:
-            return known, known.collect(data, data.batch_size[:1])
+            return last, last.collect(data, lead)
         except SchemaError:
             pass
     layout = RowLayout(data, lead_dims=1)
-    return layout, layout.collect(data, data.batch_size[:1])
+    return layout, layout.collect(data, lead)

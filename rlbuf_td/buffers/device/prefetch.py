@@ -1,282 +1,224 @@
-"""From rows on the host to a learner on a device: what ``ReplayBuffer(device=...)`` and ``rb.feed`` are made of."""
+"""Batches of rows in host memory for a learner on another device: what ``ReplayBuffer(device=...)`` uses."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import Sampler
 
-from rlbuf_td.buffers.device.held import Held
-from rlbuf_td.buffers.device.packet import Drawn, Parcel, layout_of
-from rlbuf_td.buffers.device.priority_return import Origin, ReturningErrors
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.buffers.device.packet import Packet, pack
+from rlbuf_td.buffers.device.priority_return import PriorityReturn, WritePriorities
 from rlbuf_td.storages.batch_rows import merge_
 from rlbuf_td.storages.indexing import coordinates, device_of
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.tensordict_fast import entries_of
-from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-if TYPE_CHECKING:
-    from rlbuf_td.buffers.replay import ReplayBuffer
+Pack = Callable[[torch.Tensor, dict[Any, Any], TensorDictBase | Rows], tuple[Packet, torch.Tensor]]
+"""Copies a batch to one block: flat rows, the sampler's report, and the transitions or where they are stored."""
+
+
+class HostBuffer(Protocol):
+    """What the prefetcher reads of a buffer; torchrl's buffers have these attributes."""
+
+    @property
+    def storage(self) -> Any:
+        """Where the rows are."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """What draws them."""
 
 
 class _Sent(NamedTuple):
-    """A batch on its way: its bytes on the device, and what the host knows of it."""
+    """A batch on its way to the device."""
 
     block: torch.Tensor
     arrived: torch.cuda.Event | None
-    parcel: Parcel
-    origin: Origin
+    packet: Packet
+    drawn_at: int  # the storage's write clock
+    place: Any  # of a sampler with epochs, before the draw
 
 
-class DeviceFeed:
-    """Batches of a buffer on the host, on a device; :meth:`ReplayBuffer.feed` makes it.
+class DevicePrefetcher:
+    """Copies batches of a buffer in host memory to a device, ``ahead`` batches before they are asked for.
 
-    A batch is gathered into pinned memory, rows packed as they are stored, with what the sampler reports behind them;
-    one asynchronous copy takes all of it, and views are made anew on the device, where transforms then run. What a
-    wrapping sampler revises is revised on the host and packed as a whole. Copies run on a stream of their own,
-    ``ahead`` batches before they are asked for. On the CPU the same is done without copies and streams.
+    The host gathers a batch into pinned memory: packed rows, followed by the sampler's report. One asynchronous copy on
+    a stream of its own takes all of it to the device, where the batch is made of views. Batches of a
+    :class:`~rlbuf_td.samplers.wrapper.SamplerWrapper` are revised on the host. If the device is the CPU, there are
+    neither copies nor streams.
 
-    Priorities come back the same way, on another stream. All but those of the last ``ahead`` updates are in place when
-    an update returns. With ``ahead=0`` it waits, and batches and priorities are those of a plain buffer; else the
-    device has ``ahead`` steps of time, and still the same program draws the same batches, however fast the device is.
-    Rows that have been replaced meanwhile are left out.
-
-    After another sampler or storage has been set, or a state loaded, batches are drawn anew, and likewise those of
-    which no row is left. Threads may share a feed. The buffer's locks are held while rows are drawn and gathered, and
-    never while a copy is waited for.
+    Batches drawn ahead are dropped, and new ones drawn, after another sampler or storage has been set, a state has been
+    loaded, the buffer has been emptied, or the ring has been rewritten as a whole. Threads may share a prefetcher: it
+    holds the buffer's locks while it draws and gathers, but never while it waits for a copy.
 
     Args:
-        buffer: over a :class:`PackedStorage` on the CPU, and samplers of this package, or any with a ``draw``.
+        buffer: has a :class:`PackedStorage` on the CPU.
         device: where batches are wanted.
-        batch_size: rows a batch.
-        ahead: how many batches are drawn before they are asked for: their priorities are up to twice so many steps old.
+        ahead: how many batches are drawn before they are asked for. With 0, batches and priorities equal those of a
+            buffer without ``device``.
+        draw: draws a batch of a size, passes it to a :data:`Pack` under the buffer's locks, and returns the result.
+        write_priorities: updates the buffer's priorities.
+
+    Raises:
+        ValueError: ``ahead`` is negative.
     """
 
-    def __init__(self, buffer: ReplayBuffer, device: torch.device, batch_size: int, ahead: int) -> None:
+    def __init__(
+        self,
+        buffer: HostBuffer,
+        device: torch.device,
+        ahead: int,
+        draw: Callable[[int, Pack], tuple[Packet, torch.Tensor]],
+        write_priorities: WritePriorities,
+    ) -> None:
         if ahead < 0:
-            raise ValueError(f"ahead must be at least 0, got {ahead}")
-        self.device, self.batch_size, self.ahead = device, batch_size, ahead
-        self.lock = RLock()
-        self._buffer = buffer
-        self._sent: deque[_Sent] = deque()
-        self._resumed: list[Drawn] = []  # to be sent with the next batch
-        self._parts: tuple[Any, ...] = (None,) * 4
-        self._last: Parcel | None = None  # the next is mostly like it
-        self._checked()
-        self._stream: torch.cuda.Stream | None = None  # made with the first copy: a feed may wait where no GPU is
-        self._slots: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        self._given: deque[tuple[weakref.ref[torch.Tensor], Origin]] = deque(maxlen=ahead + 8)
-        self._returning = ReturningErrors(buffer, device)
+            raise ValueError(f"prefetch must be at least 0, got {ahead}")
+        self.device, self.ahead = device, ahead
+        self._buffer, self._draw, self._write_priorities = buffer, draw, write_priorities
+        self._lock = RLock()
+        self._queue: deque[_Sent] = deque()
+        self._drawn_from: tuple[Any, ...] = ()
+        self._last: Packet | None = None
+        self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
+        self._pinned: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # blocks, and when they may be overwritten
+        self._returned = PriorityReturn(device, write_priorities)
+
+    def __reduce__(self) -> Any:
+        """Pickle the settings: batches drawn ahead are dropped by :meth:`paused` before."""
+        return type(self), (self._buffer, self.device, self.ahead, self._draw, self._write_priorities)
+
+    def copies_from(self, storage: Any) -> bool:
+        """Whether rows of a storage have to be copied: not if they are on the wanted GPU already."""
+        rows = device_of(storage)
+        is_there = self.device.type == rows.type and self.device.index in (None, rows.index)
+        return self.device.type == "cpu" or not is_there
 
     # -- batches
 
-    def sample(self) -> TensorDictBase:
-        """Return a batch on the device, as fresh memory; waits for a copy only if it was not asked for ahead."""
-        return self.take(self.batch_size)[0]
+    def take(self, batch_size: int, prefetch: bool) -> tuple[TensorDictBase, dict[Any, Any]]:
+        """Return a batch on the device, as fresh memory, and the sampler's report.
 
-    def take(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        """Return a batch of any size, with the sampler's report; one of another size than :attr:`batch_size` is new."""
-        with self.lock:
-            self._go_on()
-            if batch_size != self.batch_size:
-                sent = self._send(batch_size)
-            else:
-                if not self._sent:
-                    self._sent.append(self._send(batch_size))
-                while len(self._sent) <= self.ahead and not self._buffer._sampler.ran_out:
-                    self._sent.append(self._send(batch_size))
-                sent = self._sent.popleft()
-            batch, info = self._unpacked(sent)
-        return self._buffer._transformed(batch, info), info
+        Args:
+            batch_size: number of rows.
+            prefetch: take a batch drawn ahead, and draw others. ``False``: draw this one, leave those drawn ahead.
+        """
+        with self._lock:
+            self._drop_outdated()
+            if not prefetch:
+                return self._receive(self._send(batch_size))
+            if not self._queue:
+                self._queue.append(self._send(batch_size))
+            while len(self._queue) <= self.ahead and not self._buffer.sampler.ran_out:
+                self._queue.append(self._send(batch_size))
+            return self._receive(self._queue.popleft())
 
     @property
-    def _is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        while True:
-            yield self.sample()
-
-    @property
-    def has_ahead(self) -> bool:
+    def has_batches(self) -> bool:
         """Whether a batch has been drawn ahead."""
-        with self.lock:
-            self._go_on()
-            return bool(self._sent)
+        with self._lock:
+            self._drop_outdated()
+            return bool(self._queue)
 
-    def _checked(self) -> PackedStorage:
-        """Return the storage; forget what was drawn from other memory, by another sampler, or in epochs given up.
+    def drop(self) -> None:
+        """Drop what was drawn ahead, before the next draw."""
+        self._drawn_from = ()
 
-        Raises:
-            TypeError: the buffer's parts are not such as a feed takes.
-        """
-        storage, sampler = fed_storage(self._buffer), self._buffer._sampler
-        parts = storage, sampler, storage.rows, getattr(sampler, "begun", None)
-        if not all(map(is_, parts, self._parts)):
-            self._sent.clear()
-            self._resumed.clear()
-            self._parts, self._last = parts, None
-        return storage
-
-    def _go_on(self) -> None:
-        """Send what was drawn before a load; forget batches of which no row can be left.
-
-        They are gone when a ring has come round, or the buffer has been emptied.
-        """
-        storage = self._checked()
-        for drawn in self._resumed:
-            origin = Origin(storage, self._buffer._prioritized, drawn.flat, drawn.sampled_at)
-            self._sent.append(self._copied(origin, *self._packed(drawn, self._idle())))
-        self._resumed.clear()
-        while self._sent and storage.clock.since(self._sent[0].origin.sampled_at) >= storage.all_rows().steps:
-            self._sent.popleft()
+    def _drop_outdated(self) -> None:
+        storage, sampler = self._buffer.storage, self._buffer.sampler
+        now = storage, storage.rows, sampler, getattr(sampler, "begun", None)
+        if len(now) != len(self._drawn_from) or not all(map(is_, now, self._drawn_from)):
+            self._queue.clear()
+            self._drawn_from, self._last = now, None
+        while self._queue and storage.clock.since(self._queue[0].drawn_at) >= storage.all_rows().steps:
+            self._queue.popleft()
 
     def _send(self, batch_size: int) -> _Sent:
         """Draw a batch, gather it into pinned memory and begin to copy it."""
-        buffer, host = self._buffer, self._idle()
-        with buffer._replay_lock, buffer._write_lock:
-            storage, wrapper, now = fed_storage(buffer), buffer._wrapper, buffer._storage.clock.now
-            rows: Any
-            if wrapper is not None:
-                flat, report, rows = wrapper.draw_batch(storage, batch_size)
-            else:
-                flat, report = buffer._sampler.draw(storage, batch_size)
-                rows = storage.written_rows()
-            self._checked()  # afterwards: a draw may begin new epochs
-            buffer._note_draw(coordinates(flat, storage), report)
-            drawn, origin = Drawn(flat, report, rows, now), Origin(storage, buffer._prioritized, flat, now)
-            packed = self._packed(drawn, host) if wrapper is None else None
-        return self._copied(origin, *(packed or self._packed(drawn, host)))
+        host, is_cuda, sampler = self._reusable(), self.device.type == "cuda", self._buffer.sampler
+        place = None if getattr(sampler, "begun", None) is None else sampler.snapshot()
+        drawn_at = 0
 
-    def _packed(self, drawn: Drawn, host: torch.Tensor | None) -> tuple[Parcel, torch.Tensor]:
-        """Pack what was drawn into ``host``, or if that is too small, into new memory."""
-        rows, known = drawn.rows, None if self._last is None else self._last.layout
-        layout, leaves = (rows.layout, []) if isinstance(rows, Rows) else layout_of(rows, known)
-        self._last = parcel = Parcel.of(layout, drawn, self._last)
-        if host is None or host.numel() < parcel.nbytes:
-            host = torch.empty(parcel.nbytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        parcel.pack_(host[: parcel.nbytes], drawn, leaves)
-        return parcel, host
+        def packed(flat: torch.Tensor, report: dict[Any, Any], rows: TensorDictBase | Rows) -> Any:
+            nonlocal drawn_at
+            drawn_at = self._buffer.storage.clock.now
+            self._drop_outdated()  # a draw may begin new epochs
+            self._last, block = pack(flat, report, rows, self._last, host, is_cuda)
+            return self._last, block
 
-    def _copied(self, origin: Origin, parcel: Parcel, host: torch.Tensor) -> _Sent:
-        """Begin to copy a block to the device; on the CPU, where no memory is used again, it is there."""
-        if not self._is_cuda:
-            return _Sent(host.to(self.device), None, parcel, origin)
+        packet, block = self._draw(batch_size, packed)
+        if not is_cuda:
+            return _Sent(block.to(self.device), None, packet, drawn_at, place)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
             self.device = self._stream.device
         with torch.cuda.stream(self._stream):
-            block = host[: parcel.nbytes].to(self.device, non_blocking=True)
+            copied = block[: packet.nbytes].to(self.device, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
-        self._slots.append((host, arrived))
-        return _Sent(block, arrived, parcel, origin)
+        self._pinned.append((block, arrived))
+        return _Sent(copied, arrived, packet, drawn_at, place)
 
-    def _idle(self) -> torch.Tensor | None:
-        """Return pinned memory that nobody copies from any more; waits for the oldest copy."""
-        if len(self._slots) <= self.ahead:
+    def _reusable(self) -> torch.Tensor | None:
+        """Return pinned memory whose copy has finished, after waiting for the oldest one if ``ahead`` are in use."""
+        if len(self._pinned) <= self.ahead:
             return None
-        host, copied = self._slots.popleft()
+        host, copied = self._pinned.popleft()
         copied.synchronize()
         return host
 
-    def _unpacked(self, sent: _Sent) -> tuple[TensorDictBase, dict[Any, Any]]:
-        """Make views of what has arrived, on the stream that asks."""
-        self._await(sent)
-        origin = sent.origin
-        batch, flat, info = sent.parcel.unpack(sent.block)
-        if origin.sampler is not None:
-            info[SAMPLED_AT] = torch.full(flat.shape, origin.sampled_at, device=flat.device)
-        info["index"] = coordinates(flat, origin.storage)
-        merge_(batch, info)
-        self._given.append((weakref.ref(entries_of(batch)["index"]), origin))
-        return batch, info
-
-    def _await(self, sent: _Sent) -> None:
+    def _receive(self, sent: _Sent) -> tuple[TensorDictBase, dict[Any, Any]]:
+        """Make a batch of what has been sent, on the current stream."""
         if sent.arrived is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(sent.arrived)
             sent.block.record_stream(current)
+        batch, report = sent.packet.unpack(sent.block)
+        report["index"] = coordinates(report["index"], self._buffer.storage)
+        merge_(batch, report)
+        return batch, report
 
     # -- priorities
 
-    def update_tensordict_priority(self, batch: TensorDictBase) -> None:
-        """Take the TD errors of a batch of this feed back to the host; it waits for those of ``ahead`` updates before.
+    def return_errors(
+        self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
+    ) -> bool:
+        """Queue TD errors that are on the device; if they are elsewhere, write the queued ones and return False.
+
+        All but those of the last ``ahead`` updates are written when this returns.
 
         Raises:
-            KeyError: there are no TD errors in the batch, or it is none of the last few of this feed.
-            ValueError: an error that has arrived is NaN or infinite (with a later call, for it is seen then).
+            ValueError: an error that has arrived is NaN or infinite, perhaps one of an earlier update.
         """
-        if not self.takes_back(batch):
-            raise KeyError(
-                "this batch is none of the last few of this feed: rb.update_tensordict_priority(batch) waits for it"
-            )
-
-    def takes_back(self, batch: TensorDictBase) -> bool:
-        """Do so, or, if the batch is none of the last few of this feed, put all errors in place and return False."""
-        buffer, index = self._buffer, entries_of(batch).get("index")
-        with self.lock:
-            origin = next((origin for given, origin in self._given if given() is index is not None), None)
-            if origin is None:
-                self._returning.settle()
-                return False
-            td_error = batch.get(buffer.priority_key, None)
-            if td_error is None:
-                raise KeyError(
-                    f"the batch has no {buffer.priority_key!r}: give it the TD errors of the rows that were sampled"
-                )
-            self._returning.begin(origin, batch, td_error, index)
-            self._returning.settle(self.ahead)
-        return True
+        with self._lock:
+            is_queued = index.device.type == self.device.type
+            if is_queued:
+                self._returned.start(index, td_error, sampled_at, dims)
+            self._returned.finish(self.ahead if is_queued else 0)
+        return is_queued
 
     def flush(self) -> None:
-        """Wait for all priorities that are on their way, and put them in place."""
-        with self.lock:
-            self._returning.settle()
+        """Wait for all TD errors on their way, and write the priorities."""
+        with self._lock:
+            self._returned.finish()
 
     # -- state
 
-    def held(self) -> Held:
-        """Return a copy of what has been drawn ahead, and of the errors that are not in place; waits for both."""
-        drawn = list(self._resumed)
-        for sent in self._sent:
-            self._await(sent)
-            rows, flat, report = sent.parcel.unpack(sent.block.to("cpu", copy=True))
-            drawn.append(Drawn(flat, report, rows, sent.origin.sampled_at))
-        return Held(drawn, self._returning.held())
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Write all priorities, drop the batches drawn ahead, and draw no others meanwhile.
 
-    def resume(self, held: Held) -> None:
-        """Go on with what another feed has :meth:`held`, of a buffer like this one; needs no GPU yet."""
-        with self.lock:
-            cells = self._checked().all_rows().cells  # what names others has not come from a feed
-            self._resumed = [drawn for drawn in held.drawn if _are_among(drawn.flat, cells)]
-            self._returning.resume([learned for learned in held.learned if _are_among(learned[0], cells)])
-
-
-def _are_among(flat: torch.Tensor, cells: int) -> bool:
-    return bool(((flat >= 0) & (flat < cells)).all())
-
-
-def fed_storage(buffer: ReplayBuffer) -> PackedStorage:
-    """Return the storage of a buffer whose parts are such as a feed takes.
-
-    Raises:
-        TypeError: they are not.
-    """
-    if not buffer._initialized:
-        buffer._init()
-    storage = buffer._storage
-    if not buffer._is_direct or device_of(storage).type != "cpu":
-        raise TypeError(
-            "batches are fed to a device from a PackedStorage on the CPU, by samplers of this package or with a draw "
-            f"of their own, got {type(storage).__name__} on {device_of(storage)} and {type(buffer._sampler).__name__} "
-            "(nor with a collate_fn, a sample unit or tracked generations)"
-        )
-    return storage
+        A sampler with epochs goes back to where the dropped batches began: it draws those rows again.
+        """
+        with self._lock:
+            self._returned.finish()
+            self._drop_outdated()
+            if self._queue and self._queue[0].place is not None:
+                self._buffer.sampler.rewind(self._queue[0].place)
+            self._queue.clear()
+            yield
