@@ -1,4 +1,4 @@
-"""From the steps of a rollout to its values, advantages and targets."""
+"""Values, advantages and value targets of a rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlbuf_td.storages import SchemaError
 
 
 class Estimates(NamedTuple):
-    """What :meth:`RolloutEstimator.estimate` returns; tensors are ``[T, *lanes, *F]``."""
+    """Tensors ``[T, *lanes, *F]``, and the number of rows on which the value network was called."""
 
     value: Tensor
     advantage: Tensor
@@ -26,9 +26,9 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE over the entries of a TensorDict, asking the value network for as few rows as there can be.
+    """GAE over the entries of a TensorDict, with as few rows for the value network as possible.
 
-    The fields are the arguments of :class:`~rlbuf_td.writers.RolloutWriter`, which says what they mean.
+    The fields are the arguments of :class:`~rlbuf_td.writers.RolloutWriter`.
     """
 
     gamma: float
@@ -42,23 +42,23 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates for ``rows``, ``[T, *lanes]`` in their first ``ndim`` dims, time first.
+        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``, where time and lanes are ``ndim`` dims.
 
         Args:
-            rows: the steps of a rollout.
-            ndim: number of dims that are time and lanes.
-            has_values: ``False`` if what lies at ``value_key`` is not to be used.
+            rows: the steps.
+            ndim: see above.
+            has_values: ``False`` ignores the entry ``value_key``.
 
         Raises:
-            SchemaError: an entry that is needed is missing.
-            ValueError: an entry has another shape than it must; or a value is needed and there is no network.
+            SchemaError: an entry is missing.
+            ValueError: an entry has the wrong shape; or a value is needed and there is no network.
         """
         lead = rows.batch_size[:ndim]
         reward = _entry(rows, self.reward_key)
         value = rows.get(self.value_key, None) if has_values else None
         asked = 0
         if value is None:
-            value, asked = self._ask(rows, lead, None), lead.numel()
+            value, asked = self._network_values(rows, lead), lead.numel()
         value = value.detach()
         if value.shape != reward.shape:
             raise ValueError(
@@ -73,27 +73,27 @@ class RolloutEstimator:
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
         """Return which steps end a trajectory, and which of them end the episode, both in the shape of the values.
 
-        ``truncated`` is not asked where there is ``done``: TorchRL's PPOTrainer sets it for every step it writes.
+        ``done`` goes before ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
         """
-        done = self._flags(rows, self.done_key, value, ndim)
-        terminated = self._flags(rows, self.terminated_key, value, ndim)
-        truncated = self._flags(rows, self.truncated_key, value, ndim)
+        done, terminated, truncated = (
+            self._flags(rows, key, value, ndim) for key in (self.done_key, self.terminated_key, self.truncated_key)
+        )
         if done is None:
             if terminated is None or truncated is None:
                 raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
             done = terminated | truncated
         if terminated is None:
             terminated = done if truncated is None else done & ~truncated
-        ends = done
         trajectory = rows.get(self.trajectory_key, None)
-        if trajectory is not None:
-            ends = done.clone()
-            trajectory = trajectory.reshape(value.shape[:ndim] + (1,) * (value.ndim - ndim))
-            ends[:-1] |= trajectory[1:] != trajectory[:-1]
+        if trajectory is None:
+            return done, terminated
+        ends = done.clone()
+        trajectory = trajectory.reshape(value.shape[:ndim] + (1,) * (value.ndim - ndim))
+        ends[:-1] |= trajectory[1:] != trajectory[:-1]
         return ends, terminated
 
     def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return bool flags in the shape of the values; one flag a step stands for all of a step's values."""
+        """Return bool flags in the shape of the values. One flag per step holds for all values of the step."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
@@ -108,63 +108,56 @@ class RolloutEstimator:
     def _next_values(
         self, rows: TensorDictBase, value: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, int]:
-        """Return each step's next value, and for how many rows the network was asked: those that break off."""
-        next_value = torch.empty_like(value)
-        next_value[:-1] = value[1:]
-        next_value[-1] = 0
+        """Return the value after each step, and the number of network rows: one per trajectory that breaks off."""
+        next_value = torch.cat((value[1:], torch.zeros_like(value[:1])))
         breaks = ends & ~terminated
         breaks[-1] = ~terminated[-1]
         if value.ndim > ndim:
             breaks = breaks.flatten(ndim).any(-1)
         index = breaks.nonzero(as_tuple=True)
         count = index[0].numel()
-        if count:
-            following = _entry(rows, "next")
-            stored = following.get(self.value_key, None)
-            if stored is not None:
-                next_value[index] = stored[index]
-                return next_value, 0
-            next_value[index] = self._ask(following, torch.Size([count]), index).to(value.dtype)
+        if not count:
+            return next_value, 0
+        following = _entry(rows, "next")
+        stored = following.get(self.value_key, None)
+        if stored is not None:
+            next_value[index], count = stored[index], 0
+        else:
+            next_value[index] = self._network_values(following, torch.Size([count]), index).to(value.dtype)
         return next_value, count
 
     @torch.no_grad()
-    def _ask(self, data: TensorDictBase, shape: torch.Size, index: tuple[Tensor, ...] | None) -> Tensor:
-        """Return the network's values for ``data``, or for its rows at ``index``, ``[*shape, *F]``."""
+    def _network_values(
+        self, data: TensorDictBase, shape: torch.Size, index: tuple[Tensor, ...] | None = None
+    ) -> Tensor:
+        """Return the network's values ``[*shape, *F]`` for ``data``, or for its rows at ``index``."""
         network = self.value_network
         if network is None:
+            why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
             raise ValueError(
-                f"{shape.numel()} rows need a value: "
-                + (
-                    "their trajectories break off"
-                    if index is not None
-                    else f"there is no {self.value_key!r} in the data"
-                )
-                + ". Pass value_network=, a TensorDict module that writes it"
+                f"{shape.numel()} rows need a value: {why}. Pass value_network=, a TensorDict module that writes it"
             )
         entries = {key: _entry(data, key) for key in network.in_keys}
-        if index is not None:
-            entries = {key: x[index] for key, x in entries.items()}
         inputs = TensorDict(batch_size=shape)
         for key, x in entries.items():
-            inputs.set(key, x)
+            inputs.set(key, x if index is None else x[index])
         parameter = next(network.parameters(), None)
-        home = next(iter(entries.values())).device
         out = network(inputs if parameter is None else inputs.to(parameter.device)).get(self.value_key, None)
         if out is None:
             raise SchemaError(f"the value network writes {list(network.out_keys)}, not {self.value_key!r}")
-        return out.to(home)
+        return out.to(next(iter(entries.values())).device)
 
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """GAE along dim 0. What a collector made lane by lane is read lane by lane, which copies nothing."""
-        tensors = (value, next_value, reward, ends, terminated)
-        if ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous():
-            swapped = (x.transpose(0, 1).contiguous() for x in tensors)
-            advantage, target = generalized_advantage_estimate(self.gamma, self.lmbda, *swapped, time_dim=1)
-            return advantage.transpose(0, 1), target.transpose(0, 1)
-        whole = (x.contiguous() for x in tensors)
-        return generalized_advantage_estimate(self.gamma, self.lmbda, *whole, time_dim=0)
+        """GAE along dim 0. Data that a collector laid out lane by lane is read so, without a copy."""
+        by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
+        tensors = (
+            (x.transpose(0, 1) if by_lane else x).contiguous() for x in (value, next_value, reward, ends, terminated)
+        )
+        estimates = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
+        advantage, target = (x.transpose(0, 1) for x in estimates) if by_lane else estimates
+        return advantage, target
 
 
 def _entry(data: TensorDictBase, key: NestedKey) -> Any:

@@ -122,7 +122,7 @@ class RingWriter(RoundRobinWriter):
 
     def _step_index(self, cursor: int) -> torch.Tensor:
         """Return the index of all lanes of a time step, ``[lanes, ndim]``, as TorchRL does in twenty times as long."""
-        lanes = _lanes(self._storage)
+        lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
             first = self._replicate_index(torch.zeros(1, dtype=torch.long))
             along_time = torch.zeros_like(first)
@@ -158,7 +158,7 @@ class RingWriter(RoundRobinWriter):
             if mark_range is None:
                 listener.mark_update(index)
                 continue
-            lanes = _lanes(self._storage).numel()
+            lanes = lanes_of(self._storage).numel()
             first = min(count, steps - start)
             mark_range(start * lanes, first * lanes)
             if first < count:
@@ -180,7 +180,7 @@ class RingWriter(RoundRobinWriter):
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
 
 
-def _lanes(storage: Any) -> torch.Size:
+def lanes_of(storage: Any) -> torch.Size:
     """Return the dims after time (a TorchRL storage takes ten times as long to say them)."""
     if isinstance(storage, PackedStorage):
         return storage.lanes

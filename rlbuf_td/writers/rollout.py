@@ -1,4 +1,4 @@
-"""Rollouts: whole trajectories' worth of steps, with advantages."""
+"""A writer of rollouts: T steps of all lanes, with their advantages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
-from rlbuf_td.writers.ring import RingWriter
+from rlbuf_td.writers.ring import RingWriter, lanes_of
 
 _FILE = "rollout.json"
 
@@ -26,47 +26,47 @@ class RolloutWriter(RingWriter):
     r"""Write rollouts of T steps, ``[T]`` or ``[T, E]``, and add advantages and value targets to each.
 
     T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``); with the
-    last one the rollout is *complete* and holds, beside what came, ``advantage`` and ``value_target`` (GAE,
-    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if it did not come with the data.
-    Until then advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
+    last one the rollout is *complete*: it also holds ``advantage`` and ``value_target`` (GAE,
+    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Until then
+    advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
 
-    **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; where there is none, ``value_network`` is
-    asked once for all steps. :math:`V(s'_t)` is :math:`V(s_{t+1})` within a trajectory. Only where a trajectory breaks
-    off (truncated, or at the end of the rollout) is the network asked for the true next observation: at most
-    E + (number of truncations) rows. A step that terminated has no next value, and nothing is asked.
+    **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; without it, ``value_network`` is called
+    once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory breaks off
+    (truncated, or at the end of the rollout), the network is called on the true next observation: at most
+    E + (number of truncations) rows. A terminated step has no next value.
 
     A trajectory ends with a step that is ``done``, and where the collector's ``("collector", "traj_ids")`` change. It
-    may span rollouts; each bootstraps at its own end.
+    may span rollouts; each rollout bootstraps at its own end.
 
     Args:
         gamma: discount, in [0, 1].
         lmbda: decay of the trace, in [0, 1].
-        value_network: a TensorDict module that reads an observation and writes ``value_key``. Called without gradient,
-            on the rows asked, as they are stored; at the root and under ``"next"`` the observation has the same keys.
-            Not needed if values are stored and every trajectory ends by terminating within the rollout.
-        normalize_advantage: store advantages shifted and scaled to mean 0 and deviation 1 over the rollout. Targets
-            are computed before.
-        value_key: where values lie, ``[..., *F]``, floating.
-        advantage_key: where advantages go; also ``value_target_key``.
-        value_target_key: see ``advantage_key``.
-        reward_key: where rewards lie, of the values' shape.
-        done_key: the end of a trajectory, bool; its flags are of the values' shape, or one a step. If there is none in
-            the data: what terminated or was truncated.
-        terminated_key: the end of an episode. If there is none in the data: what is done but not truncated.
-        truncated_key: an end that is not the episode's; only asked if one of the other two is missing.
-        trajectory_key: trajectory numbers, one a step; optional in the data.
+        value_network: a TensorDict module that reads an observation and writes ``value_key``. Called without gradient.
+            It finds the observation under the same keys at the root and under ``"next"``. Not needed if values are
+            stored and every trajectory terminates within the rollout.
+        normalize_advantage: scale the stored advantages to mean 0 and deviation 1 over the rollout. Value targets use
+            the advantages before.
+        value_key: values ``[..., *F]``, floating point.
+        advantage_key: where to store advantages.
+        value_target_key: where to store value targets.
+        reward_key: rewards, of the values' shape.
+        done_key: the end of a trajectory, bool, of the values' shape or one per step. Default if the data has no such
+            entry: terminated or truncated.
+        terminated_key: the end of an episode. Default if the data has no such entry: done and not truncated.
+        truncated_key: an end of a trajectory that does not end the episode; read if one of the other two is missing.
+        trajectory_key: trajectory numbers, one per step; optional in the data.
 
     Attributes:
-        value_rows: the rows on which the network was asked for the last rollout.
+        value_rows: the number of rows on which the network was called for the last rollout.
 
-    Cost: O(rows); one network call on few rows, and a host synchronisation on CUDA to find them.
+    Cost: O(rows), one network call on few rows, and a host synchronisation on CUDA to find them.
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are needed, and there is no network.
         SchemaError: (on writing) the data does not match the rows, or lacks what the estimates need.
 
     Source: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, ICLR 2016.
-    TorchRL's ``GAE`` asks its network for all steps twice.
+    TorchRL's ``GAE`` calls its network twice on all steps.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -117,7 +117,7 @@ class RolloutWriter(RingWriter):
         """Write into ``storage`` from now on.
 
         Raises:
-            TypeError: the storage keeps no columns (a ``ListStorage``), so that nothing could be added to its rows.
+            TypeError: the storage keeps no columns, such as a ``ListStorage``.
         """
         if not isinstance(storage, TensorStorage):
             raise TypeError(
@@ -128,10 +128,7 @@ class RolloutWriter(RingWriter):
     @property
     def steps(self) -> int:
         """Steps of the current rollout that have been written, ``0 .. T``."""
-        storage = self._storage
-        if not len(storage):
-            return 0
-        return len(storage) // (storage.shape[1:].numel() if storage.ndim > 1 else 1)
+        return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +137,7 @@ class RolloutWriter(RingWriter):
 
     @property
     def is_estimated(self) -> bool:
-        """Whether every step that has been written has its advantage: so in a complete rollout."""
+        """Whether every written step has its advantage, as in a complete rollout."""
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
@@ -184,7 +181,7 @@ class RolloutWriter(RingWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write some steps of a rollout, without estimates; with the last ones, estimate all."""
+        """Write some steps of a rollout without estimates; with the last ones, estimate all."""
         storage, cursor, before = self._storage, self._cursor, len(self._storage)
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
@@ -194,7 +191,7 @@ class RolloutWriter(RingWriter):
             )
         index = write(self._with_placeholders(data, has_values))
         self._has_values = has_values
-        lanes = storage.shape[1:].numel() if storage.ndim > 1 else 1
+        lanes = lanes_of(storage).numel()
         if not cursor:  # the first steps of a new rollout: the old one is gone
             storage._len = count * lanes
             self._estimated_steps = 0
@@ -209,7 +206,7 @@ class RolloutWriter(RingWriter):
         return index
 
     def _with_placeholders(self, data: TensorDictBase, has_values: bool) -> TensorDictBase:
-        """Return ``data`` with NaN where the estimates will be."""
+        """Return ``data`` with NaN in place of the estimates."""
         like = data.get(self.value_key if has_values else self.estimator.reward_key, None)
         if like is None:
             raise SchemaError(f"no {self.estimator.reward_key!r} in the data")
@@ -221,9 +218,9 @@ class RolloutWriter(RingWriter):
         return rows
 
     def estimate(self) -> None:
-        """Estimate what has been written of an incomplete rollout, as if it ended here; see :attr:`is_estimated`.
+        """Estimate an incomplete rollout as if it ended with the last written step; see :attr:`is_estimated`.
 
-        Later steps may follow; the estimates are then made again.
+        Steps may follow, after which the estimates are made again.
 
         Raises:
             RuntimeError: nothing has been written.
