@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlbuf_td import functional as F
 
-GAMMAS, LMBDAS = (0.0, 0.99, 1.0), (0.0, 0.95, 1.0)
-LENGTHS = (1, 2, 7, 64, 500)
+COEFFICIENTS = ((0.0, 0.5), (0.99, 0.95), (1.0, 1.0), (0.9, 0.0))
+LENGTHS = (1, 2, 7, 40)
 PATTERNS = ("none", "terminated", "truncated", "mixed", "last", "always")
 
 
@@ -39,6 +39,10 @@ def case(
         "always": (~no, coin),
     }[pattern]
     return numbers | {"done": done, "terminated": terminated}
+
+
+def without_value(c: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for k, v in c.items() if k != "state_value"}
 
 
 def future(c: dict[str, Tensor], lane: tuple[int, ...], t: int, steps: int) -> range:
@@ -89,45 +93,36 @@ def lambda_return_by_hand(c: dict[str, Tensor], gamma: float, lmbda: float) -> T
     return out
 
 
-@pytest.mark.parametrize("lmbda", LMBDAS)
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize(("gamma", "lmbda"), COEFFICIENTS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("steps", LENGTHS)
-def test_gae_is_the_sum_over_future_td_errors(steps, pattern, gamma, lmbda):
-    c = case((1 if steps > 100 else 3, steps, 1), pattern, seed=steps)
+def test_estimates_equal_the_sums_of_their_definitions(steps, pattern, gamma, lmbda):
+    c = case((2, steps, 2), pattern, seed=steps)
+    tol = {"rtol": 1e-10, "atol": 1e-10}
     advantage, target = F.generalized_advantage_estimate(gamma, lmbda, **c)
     expected = gae_by_hand(c, gamma, lmbda)
-    torch.testing.assert_close(advantage, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(target, expected + c["state_value"], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(advantage, expected, **tol)
+    torch.testing.assert_close(target, expected + c["state_value"], **tol)
+    c = without_value(c)
+    for weight in (lmbda, 1.0):
+        expected = lambda_return_by_hand(c, gamma, weight)
+        torch.testing.assert_close(F.td_lambda_return_estimate(gamma, weight, **c), expected, **tol)
+    torch.testing.assert_close(F.td1_return_estimate(gamma, **c), expected, **tol)
 
 
-@pytest.mark.parametrize("lmbda", LMBDAS)
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_td_lambda_is_the_mixture_of_n_step_returns(steps, pattern, gamma, lmbda):
-    c = case((2, steps, 2), pattern, seed=steps)
-    del c["state_value"]
-    actual = F.td_lambda_return_estimate(gamma, lmbda, **c)
-    torch.testing.assert_close(actual, lambda_return_by_hand(c, gamma, lmbda), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_td1_is_the_monte_carlo_return(steps, pattern, gamma):
-    c = case((2, steps, 1), pattern, seed=steps)
-    del c["state_value"]
-    expected = lambda_return_by_hand(c, gamma, 1.0)
-    torch.testing.assert_close(F.td1_return_estimate(gamma, **c), expected, rtol=1e-10, atol=1e-10)
+def test_gae_of_a_long_lane_is_the_sum_over_future_td_errors():
+    c = case((1, 500, 1), "last")
+    advantage, _ = F.generalized_advantage_estimate(0.99, 0.95, **c)
+    torch.testing.assert_close(advantage, gae_by_hand(c, 0.99, 0.95), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(4, 20, 1), (20, 1), (2, 3, 20, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 20, 1), torch.float32), ((20, 1), torch.float64), ((2, 3, 20, 2), torch.float64)], ids=str
+)
 def test_results_are_torchrls(shape, dtype, pattern):
     c = case(shape, pattern, dtype, time=len(shape) - 2)
-    no_value = {k: v for k, v in c.items() if k != "state_value"}
+    no_value = without_value(c)
     # TorchRL multiplies gamma with an integer mask, which rounds it to float32 whatever the inputs' dtype.
     tol = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
     logs = {"log_pi": 0.3 * c["reward"], "log_mu": 0.3 * c["state_value"]}
@@ -146,7 +141,7 @@ def test_results_are_torchrls(shape, dtype, pattern):
 def test_per_step_coefficients_are_torchrls(pattern):
     c = case((3, 12, 2), pattern)
     gamma, lmbda = torch.rand(3, 12, 2, dtype=torch.float64), torch.rand(3, 12, 2, dtype=torch.float64)
-    no_value = {k: v for k, v in c.items() if k != "state_value"}
+    no_value = without_value(c)
     expected = torchrl_functional.generalized_advantage_estimate(gamma, lmbda, **c)
     torch.testing.assert_close(F.generalized_advantage_estimate(gamma, lmbda, **c), expected)
     for rolling in (None, True, False):
@@ -180,41 +175,20 @@ def test_one_gamma_in_any_form_is_the_same(gamma):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_gae_with_lmbda_0_is_the_td_error(pattern):
+def test_identities_between_the_estimates(pattern):
     c = case((3, 30, 1), pattern)
-    advantage, _ = F.generalized_advantage_estimate(0.9, 0.0, **c)
+    advantage, _ = F.generalized_advantage_estimate(0.9, 0.0, **c)  # the TD error
     bootstrap = torch.where(c["terminated"], 0, c["next_state_value"])
     torch.testing.assert_close(advantage, c["reward"] + 0.9 * bootstrap - c["state_value"])
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gae_with_lmbda_1_is_the_return_minus_the_value(pattern):
-    c = case((3, 30, 1), pattern)
     chain_values(c)
+    no_value, log_prob = without_value(c), torch.randn(3, 30, 1, dtype=torch.float64)
     advantage, _ = F.generalized_advantage_estimate(0.9, 1.0, **c)
-    value = c.pop("state_value")
-    torch.testing.assert_close(advantage, F.td1_return_estimate(0.9, **c) - value)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gaes_target_is_the_lambda_return(pattern):
-    c = case((3, 30, 1), pattern)
-    chain_values(c)
-    _, target = F.generalized_advantage_estimate(0.9, 0.7, **c)
-    c.pop("state_value")
-    torch.testing.assert_close(target, F.td_lambda_return_estimate(0.9, 0.7, **c))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_vtrace_on_policy_gives_gaes_target(pattern):
-    """With ratios of 1, V-trace's target is GAE's at lmbda = 1; with c_thresh = lmbda, at that lmbda."""
-    c = case((3, 30, 1), pattern)
-    chain_values(c)
-    log_prob = torch.randn(3, 30, 1, dtype=torch.float64)
+    torch.testing.assert_close(advantage, F.td1_return_estimate(0.9, **no_value) - c["state_value"])
     for lmbda in (1.0, 0.7):
-        _, target = F.vtrace_advantage_estimate(0.9, log_prob, log_prob, **c, c_thresh=lmbda)
-        _, expected = F.generalized_advantage_estimate(0.9, lmbda, **c)
-        torch.testing.assert_close(target, expected)
+        _, target = F.generalized_advantage_estimate(0.9, lmbda, **c)
+        torch.testing.assert_close(target, F.td_lambda_return_estimate(0.9, lmbda, **no_value))
+        _, on_policy = F.vtrace_advantage_estimate(0.9, log_prob, log_prob, **c, c_thresh=lmbda)
+        torch.testing.assert_close(on_policy, target)
 
 
 def chain_values(c: dict[str, Tensor]) -> None:
@@ -246,16 +220,12 @@ FUNCTIONS = {
 }
 
 
-def without_value(c: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v for k, v in c.items() if k != "state_value"}
-
-
 def outputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("time_dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("time_dim", [0, 2, -1])
 def test_time_may_lie_anywhere(function, time_dim):
     c = case((3, 10, 2), "mixed")
     expected = outputs(function(c))
@@ -282,7 +252,7 @@ def test_each_function_compiles_into_one_graph(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes_come_back_and_are_accumulated_wide(function, dtype):
     c = case((2, 200, 1), "mixed", dtype)
     wide = {k: v.double() if v.is_floating_point() else v for k, v in c.items()}

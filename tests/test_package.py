@@ -29,9 +29,10 @@ def python(code: str) -> str:
 def test_importing_it_brings_in_no_compiler_no_plots_and_no_environments():
     added = python(
         "import sys, torchrl.data; before = set(sys.modules); import rlbuf_td; "
-        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names), end=' '); "
+        "import rlbuf_td.diagnostics.plots; print('matplotlib.pyplot' in sys.modules)"
     )
-    assert added == "['rlbuf_td']"
+    assert added == "['rlbuf_td'] False"  # plots do not touch pyplot's global state
 
 
 def functions_of(module: ModuleType) -> list[str]:

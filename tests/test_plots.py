@@ -1,9 +1,6 @@
-"""Pictures: what they show is what the buffer holds, and they are labelled. How they look was looked at."""
+"""Plots show what the buffer holds, and are labelled."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -66,18 +63,16 @@ def lines(figure: Figure) -> list[list[np.ndarray]]:
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
 
 
-def is_fit_to_print(figure: Figure, panels: int) -> None:
+def is_fit_to_print(figure: Figure, panels: int, *, draw: bool = False) -> None:
     assert figure.get_figwidth() == WIDTH
     assert len(figure.axes) == panels
     assert all(axes.get_ylabel() for axes in figure.axes)
-    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    with np.errstate(all="raise"):
-        figure.canvas.draw()
+    if draw:  # a second for each figure
+        with np.errstate(all="raise"):
+            assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "panels"), [(ProportionalSampler(200), 4), (RankSampler(200), 4), (UniformSampler(), 3)], ids=repr
-)
+@pytest.mark.parametrize(("sampler", "panels"), [(RankSampler(200), 4), (UniformSampler(), 3)], ids=["rank", "uniform"])
 def test_health_has_a_panel_for_whatever_the_buffer_has(sampler, panels):
     is_fit_to_print(plot_health(buffer(sampler, capacity=198)), panels)
 
@@ -85,6 +80,7 @@ def test_health_has_a_panel_for_whatever_the_buffer_has(sampler, panels):
 def test_health_shows_what_health_says():
     rb = buffer()
     figure = plot_health(rb)
+    is_fit_to_print(figure, 4, draw=True)
     age, weights, mass, replays = figure.axes
     health = rb.health()
     assert sum(heights(age)) == 32
@@ -99,7 +95,7 @@ def test_priorities_show_every_error_and_the_law(sampler):
     rb = buffer(sampler)
     rb.update_priority(torch.arange(150), torch.cat([torch.zeros(30), torch.rand(120) + 0.1]))
     figure = plot_priorities(rb)
-    is_fit_to_print(figure, 2)
+    is_fit_to_print(figure, 2, draw=isinstance(sampler, RankSampler))
     errors, law = figure.axes
     assert sum(heights(errors)) == pytest.approx(0.8)
     assert "zero: 20.0%" in errors.get_title("left")
@@ -109,11 +105,11 @@ def test_priorities_show_every_error_and_the_law(sampler):
     assert torch.allclose(torch.as_tensor(drawn.get_ydata()), expected[at])
 
 
-def test_priorities_that_are_all_alike_or_zero_make_a_picture_too():
+def test_equal_and_zero_priorities_can_be_plotted():
     for errors in (torch.ones(150), torch.zeros(150)):
         rb = buffer()
         rb.update_priority(torch.arange(150), errors)
-        is_fit_to_print(plot_priorities(rb), 2)
+        is_fit_to_print(plot_priorities(rb), 2, draw=True)
 
 
 def test_episodes_show_every_episode_and_the_running_mean():
@@ -121,7 +117,7 @@ def test_episodes_show_every_episode_and_the_running_mean():
     stats = rb.episode_stats
     assert stats is not None
     figure = plot_episodes(stats)
-    is_fit_to_print(figure, 3)
+    is_fit_to_print(figure, 3, draw=True)
     returns = stats.history()["return"].numpy()
     dots, mean = lines(figure)[0]
     assert np.array_equal(dots, returns)
@@ -129,7 +125,7 @@ def test_episodes_show_every_episode_and_the_running_mean():
     assert figure.axes[-1].get_xlabel() == "environment steps"
 
 
-def test_the_names_of_ends_do_not_lie_on_their_lines():
+def test_the_legend_of_ends_does_not_cover_their_lines():
     stats, ended = EpisodeStats(window=100), torch.ones(400, 1, dtype=torch.bool)
     terminated = ended.clone()
     terminated[:200:2] = False  # every other one of the first half is truncated
@@ -149,7 +145,7 @@ def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(sto
     rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
     row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
     figure = plot_trajectory(rb, row)
-    is_fit_to_print(figure, 3)
+    is_fit_to_print(figure, 3, draw=storage is PackedStorage)
     reward, action, observation = lines(figure)
     assert observation[0].tolist() == list(range(36, 45))
     assert observation[1].tolist() == [-step for step in range(36, 45)]
@@ -167,7 +163,7 @@ def test_a_rollout_shows_values_targets_and_advantages():
     data["next", "observation"] = data["observation"] + 1
     rollout.extend(data)
     figure = plot_advantages(rollout)
-    is_fit_to_print(figure, 3)
+    is_fit_to_print(figure, 3, draw=True)
     top, advantages, explained = figure.axes
     assert np.array_equal(top.lines[0].get_ydata(), rollout.storage["value_target"][:, 0, 0])
     assert np.array_equal(top.lines[1].get_ydata(), rollout.storage["state_value"][:, 0, 0])
@@ -176,7 +172,7 @@ def test_a_rollout_shows_values_targets_and_advantages():
     assert f"{rollout.explained_variance:.2f}" in explained.get_title("left")
 
 
-def test_what_cannot_be_drawn_is_refused_with_a_reason():
+def test_refusals_give_the_reason():
     empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
     with pytest.raises(RuntimeError, match="before the first batch"):
         plot_health(empty)
@@ -192,9 +188,3 @@ def test_what_cannot_be_drawn_is_refused_with_a_reason():
         plot_trajectory(buffer(), 0, keys=["velocity"])
     with pytest.raises(RuntimeError, match="the rollout is not complete"):
         plot_advantages(RolloutBuffer(4, 2))
-
-
-def test_pyplot_is_left_alone():
-    code = "import sys, rlbuf_td.diagnostics.plots; print('matplotlib.pyplot' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().splitlines()[-1] == "False"
