@@ -61,9 +61,15 @@ def fill(rb: Any, batches: Iterable[TensorDict], *, flat: bool = False) -> Any:
     return rb
 
 
-@pytest.mark.parametrize("parts", ["ours", "theirs"])
-@pytest.mark.parametrize("layout", ["single", "lanes", "flat"])
-@pytest.mark.parametrize("make", [cartpole, pendulum, normalised])
+@pytest.mark.parametrize(
+    ("make", "layout", "parts"),
+    [
+        (cartpole, "lanes", "ours"),
+        (cartpole, "single", "theirs"),
+        (pendulum, "flat", "ours"),
+        (normalised, "lanes", "theirs"),
+    ],
+)
 def test_what_a_collector_fills_is_healthy(make: Any, layout: str, parts: str) -> None:
     ndim = 2 if layout == "lanes" else 1
     if parts == "ours":
@@ -120,9 +126,14 @@ def test_flags_that_are_left_out_altogether_are_found_by_the_ids() -> None:
     assert check(rows).codes == ["done-never"]
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", ["box", "dict"])
+@pytest.mark.parametrize(
+    ("mode", "kind", "flat"),
+    [
+        (AutoresetMode.NEXT_STEP, "box", False),
+        (AutoresetMode.SAME_STEP, "dict", True),
+        (AutoresetMode.DISABLED, "dict", False),
+    ],
+)
 def test_what_the_recorder_fills_is_healthy(kind: str, flat: bool, mode: AutoresetMode) -> None:
     env = SyncVectorEnv([lambda: Walk(kind, longest=9)] * 3, autoreset_mode=mode)
     rb = ReplayBuffer.from_env(env, 600, flat=flat)

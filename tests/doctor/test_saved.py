@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +37,8 @@ def saved(folder: Path, kind: str = "packed", fault: str | None = None, *, lanes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("steps", [300, 500])
-def test_a_saved_buffer_is_read_without_knowing_how_it_was_made(
-    tmp_path: Path, kind: str, lanes: int, steps: int
-) -> None:
+@pytest.mark.parametrize(("lanes", "steps"), [(1, 500), (2, 300)])
+def test_a_saved_buffer_is_read_whatever_wrote_it(tmp_path: Path, kind: str, lanes: int, steps: int) -> None:
     report = check(saved(tmp_path, kind, lanes=lanes, steps=steps))
     assert report.codes == []
     assert report.rows == lanes * min(steps, 400)
@@ -62,21 +56,16 @@ def test_what_holds_no_buffer_is_refused(tmp_path: Path) -> None:
         check(tmp_path)
 
 
-def test_the_command_ends_with_0_for_a_healthy_buffer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_returns_1_for_findings_that_are_not_ignored(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = saved(tmp_path)
     assert main(["doctor", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: 300 rows read: nothing found")
-
-
-def test_the_command_ends_with_1_for_a_finding_unless_it_is_ignored(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    path = str(saved(tmp_path, fault="done late"))
-    assert main(["doctor", path]) == 1
+    path = saved(tmp_path / "late", fault="done late")
+    assert main(["doctor", str(path)]) == 1
     out = capsys.readouterr().out
     assert "300 rows read: 1 finding\n\ndone-shifted\n    " in out
     assert "Remedy: " in out
-    assert main(["doctor", path, "--ignore", "done-shifted"]) == 0
+    assert main(["doctor", str(path), "--ignore", "done-shifted"]) == 0
 
 
 def test_the_command_looks_for_observations_out_of_bounds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -92,20 +81,6 @@ def test_the_command_ends_with_2_for_what_it_cannot_read(tmp_path: Path, capsys:
     assert main(["doctor", path, "--env", "NoSuchPole-v1"]) == 2
     assert main(["doctor", path, "--ignore", "speed"]) == 2
     assert "there is no finding speed" in capsys.readouterr().err
-
-
-def test_the_command_runs_as_a_user_runs_it(tmp_path: Path) -> None:
-    path = saved(tmp_path, fault="done never")
-    done = subprocess.run(
-        [sys.executable, "-m", "rlbuf_td", "doctor", str(path)],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ),
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "done-never" in done.stdout
-    assert done.stderr == ""
 
 
 def test_every_planted_fault_has_a_code_that_is_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -21,16 +22,23 @@ from rlbuf_td.diagnostics.doctor.values import bounds_of
 from tests.doctor.world import nested, walk
 
 
+@cache
+def _rows() -> TensorDict:
+    return walk(1_200)[:, 0]
+
+
 @pytest.fixture
 def rows() -> TensorDict:
-    return walk(1_200)[:, 0]
+    return _rows().clone()
 
 
 # -- NaN and infinity
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("key", ["observation", ("next", "observation"), ("next", "reward")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("observation", float("nan")), (("next", "observation"), float("inf")), (("next", "reward"), float("-inf"))],
+)
 def test_a_value_that_is_not_finite_is_found_once(rows: TensorDict, key: Any, value: float) -> None:
     for t in (7, 700, 701):
         rows[key][t, 0] = value
