@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
-from rlbuf_td.checkpoint.parts import Rollback, load_trajectories, trajectories_of
+from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
 from rlbuf_td.storages import PackedStorage
 
 if TYPE_CHECKING:
@@ -116,12 +116,4 @@ class SavedBuffer(_Base):
         if isinstance(self._storage, PackedStorage):
             self._storage.examine_state(state_dict["_storage"])
         parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
-        rollback = Rollback()
-        try:
-            for name, part in parts.items():
-                rollback.load(part, state_dict[name])
-        except Exception as error:
-            rollback.undo()
-            if not isinstance(error, KeyError | TypeError):
-                raise
-            raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error
+        load_or_restore(parts, state_dict)

@@ -11,9 +11,8 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from itertools import accumulate, count
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -52,39 +51,43 @@ class DumpWriter:
         self.generation = previous.generation + 1 if previous else 0
         self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
         self._numbers = count()
-        self._known: dict[tuple[int, str], Chunk] = {}
-        for chunk in (chunk for stored in previous.tensors for chunk in stored.chunks) if previous else ():
-            if _size(path / DATA / chunk.file) == chunk.nbytes:
-                self._known[chunk.nbytes, chunk.checksum] = chunk
         (path / DATA).mkdir(exist_ok=True)
+        sizes = {file.name: file.stat().st_size for file in (path / DATA).iterdir()}
+        chunks = [chunk for stored in previous.tensors for chunk in stored.chunks] if previous else []
+        self._known = {(each.nbytes, each.checksum): each for each in chunks if sizes.get(each.file) == each.nbytes}
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
         """Write tensors of any device, except the chunks that the previous dump holds."""
-        flat = [flat_bytes(tensor) for tensor in tensors]
-        wait_for_gpus(flat)
+        parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
+        wait_for_gpus(tensors)
+        chunks = []
         with ThreadPoolExecutor(_WRITERS) as pool:
-            jobs = [[pool.submit(self._put, part) for part in data.split(CHUNK_BYTES) if len(part)] for data in flat]
-            _wait_for([job for parts in jobs for job in parts], report)
-        chunks = [tuple(job.result()[1] for job in parts) for parts in jobs]
-        return tuple(Stored(tensor.dtype, tensor.shape, parts) for tensor, parts in zip(tensors, chunks, strict=True))
+            for chunk in pool.map(self._put, chain.from_iterable(parts)):
+                report(chunk.nbytes)
+                chunks.append(chunk)
+        rest = iter(chunks)
+        return tuple(
+            Stored(tensor.dtype, tensor.shape, tuple(islice(rest, len(each))))
+            for tensor, each in zip(tensors, parts, strict=True)
+        )
 
-    def _put(self, part: torch.Tensor) -> tuple[int, Chunk]:
+    def _put(self, part: torch.Tensor) -> Chunk:
         data = part.cpu().numpy()
         digest = checksum(data)
         known = self._known.get((len(data), digest))
         if known is not None:
             if self.sync and not self._is_known_synced:
-                _sync_file(self.path / DATA / known.file)
-            return len(data), known
+                _sync(self.path / DATA / known.file)
+            return known
         name = f"{self._prefix}-{next(self._numbers)}.bin"
         _write_file(self.path / DATA / name, data, sync=self.sync)
-        return len(data), Chunk(name, len(data), digest)
+        return Chunk(name, len(data), digest)
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> Manifest:
         """Make the new dump the valid one. From here on, the previous one is gone."""
         manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
-            _sync_folder(self.path / DATA)
+            _sync(self.path / DATA)
         temporary = self.path / f"{MANIFEST}.{self._prefix}"
         try:
             _write_file(temporary, manifest.to_bytes(), sync=self.sync)
@@ -92,7 +95,7 @@ class DumpWriter:
         finally:
             temporary.unlink(missing_ok=True)
         if self.sync:
-            _sync_folder(self.path)
+            _sync(self.path)
         return manifest
 
     def clean(self) -> None:
@@ -146,11 +149,11 @@ class DumpReader:
         """
         for stored in tensors:
             self._require_files(stored)
-        chunks = [chunk for stored in tensors for chunk in stored.chunks]
         with ThreadPoolExecutor(_READERS) as pool:
-            _wait_for([pool.submit(self._verify, chunk) for chunk in chunks], report)
+            for nbytes in pool.map(self._verify, [chunk for stored in tensors for chunk in stored.chunks]):
+                report(nbytes)
 
-    def _verify(self, chunk: Chunk) -> tuple[int, None]:
+    def _verify(self, chunk: Chunk) -> int:
         return self._read(chunk, 0, np.empty(chunk.nbytes, np.uint8))
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
@@ -162,24 +165,26 @@ class DumpReader:
             CheckpointError: see :meth:`verify`. ``target`` may have changed.
         """
         wait_for_gpus([target])
-        jobs = []
-        starts = accumulate((chunk.nbytes for chunk in stored.chunks), initial=0)
+        jobs, at = [], 0
+        for chunk in stored.chunks:
+            first, last = max(start, at), min(start + len(target), at + chunk.nbytes)
+            if first < last:
+                jobs.append((chunk, first - at, target[first - start : last - start]))
+            at += chunk.nbytes
         with ThreadPoolExecutor(_READERS) as pool:
-            for at, chunk in zip(starts, stored.chunks, strict=False):
-                first, last = max(start, at), min(start + len(target), at + chunk.nbytes)
-                if first < last:
-                    jobs.append(pool.submit(self._read_part, chunk, first - at, target[first - start : last - start]))
-            _wait_for(jobs, report)
+            for nbytes in pool.map(self._read_part, jobs):
+                report(nbytes)
 
-    def _read_part(self, chunk: Chunk, offset: int, target: torch.Tensor) -> tuple[int, None]:
+    def _read_part(self, job: tuple[Chunk, int, torch.Tensor]) -> int:
+        chunk, offset, target = job
         if target.device.type == "cpu":
             return self._read(chunk, offset, target.numpy())
         data = np.empty(len(target), np.uint8)
         self._read(chunk, offset, data)
         target.copy_(torch.from_numpy(data))
-        return len(target), None
+        return len(target)
 
-    def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> tuple[int, None]:
+    def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> int:
         """Read bytes of a chunk; compare its checksum if they are the whole chunk."""
         with self._open(chunk) as opened:
             opened.seek(offset)
@@ -193,7 +198,7 @@ class DumpReader:
             raise CheckpointError(
                 f"{self.path / DATA / chunk.file} is damaged: its checksum does not match the manifest's"
             )
-        return len(data), None
+        return len(data)
 
     def _require_files(self, stored: Stored) -> None:
         """Refuse missing files and wrong lengths before memory is allocated for the lengths that the manifest gives."""
@@ -234,17 +239,6 @@ def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _wait_for(jobs: Sequence[Future[Any]], report: Report) -> None:
-    """Report the bytes of each job (the first item of its result); raise the first error and cancel the rest."""
-    try:
-        for job in as_completed(jobs):
-            report(job.result()[0])
-    except BaseException:
-        for job in jobs:
-            job.cancel()
-        raise
-
-
 def _previous(path: Path) -> Manifest | None:
     """Return the manifest in the folder; ``None`` if there is none, or if it is damaged or of an older version.
 
@@ -263,13 +257,6 @@ def _previous(path: Path) -> Manifest | None:
         return None
 
 
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return -1
-
-
 def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
     """Write a new file; with ``sync``, wait until it is on the disk."""
     with open(path, "xb", buffering=0) as file:
@@ -280,21 +267,16 @@ def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
             os.fsync(file.fileno())
 
 
-def _sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    descriptor = os.open(path, os.O_RDWR)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    is_folder = path.is_dir()
+    if is_folder and not hasattr(os, "O_DIRECTORY"):
+        return  # Windows
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError:
+        if not is_folder:  # some network file systems refuse folders
+            raise
     finally:
         os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    """Wait until a folder's list of names is on the disk, where the system supports that."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):  # some network file systems refuse
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

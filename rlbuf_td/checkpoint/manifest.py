@@ -158,15 +158,10 @@ def read_manifest(path: Path) -> Manifest:
 def _refuse_damage(file: Path, data: bytes) -> None:
     """Refuse another version, and text that its checksum contradicts."""
     head = _HEAD.match(data)
-    if head and int(head[1]) > VERSION:
-        raise CheckpointError(
-            f"{file} has version {int(head[1])}, this rlbuf_td reads version {VERSION}: install a newer one"
-        )
-    if head and int(head[1]) < VERSION:
-        raise CheckpointError(
-            f"{file} has version {int(head[1])}, this rlbuf_td reads version {VERSION}: load it with the rlbuf_td that "
-            "wrote it"
-        )
+    version = int(head[1]) if head else VERSION
+    if version != VERSION:
+        remedy = "install a newer one" if version > VERSION else "load it with the rlbuf_td that wrote it"
+        raise CheckpointError(f"{file} has version {version}, this rlbuf_td reads version {VERSION}: {remedy}")
     text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
     if suffix != _SUFFIX.format(checksum(text)).encode():
         if FORMAT.encode() in data[:100]:

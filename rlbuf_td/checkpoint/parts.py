@@ -1,10 +1,15 @@
-"""What a buffer is made of, as plain state, and back."""
+"""The state of a buffer's parts, and how to load it: all of it or nothing.
+
+The private attributes of TorchRL's buffers that a dump needs are touched here alone.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,68 +17,33 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.checkpoint.encoding import CheckpointError
-from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
-def state_of(part: Any) -> dict[str, Any]:
-    """Return the state of a part, not copied where the part can give it so."""
-    return part.snapshot() if hasattr(part, "snapshot") else part.state_dict()
+@contextmanager
+def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
+    """Hold all locks of a buffer, and return its prefetched batches in TorchRL's form."""
+    with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._write_lock:
+        yield prefetched
 
 
-def innermost(sampler: Any) -> Any:
-    """Return the sampler that wrappers wrap."""
-    while hasattr(sampler, "sampler"):
-        sampler = sampler.sampler
-    return sampler
-
-
-def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
-    """Refuse what was saved of a TorchRL storage if it does not fit this one.
-
-    Raises:
-        CheckpointError: the capacity differs, or (if the storage holds something) keys, shapes or dtypes.
-    """
-    if saved["max_size"] != storage.max_size:
-        raise CheckpointError(
-            f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
-            "only a PackedStorage can be loaded into another capacity"
-        )
-    if len(storage) or getattr(storage, "initialized", False):
-        refuse_other_content(storage.state_dict(), saved["state"])
-
-
-def refuse_other_content(own: Any, saved: Any, where: str = "the storage") -> None:
-    """Refuse the saved state of a TorchRL storage whose keys, shapes or dtypes differ.
-
-    Raises:
-        CheckpointError: says where.
-    """
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        if own.keys() != saved.keys():
-            raise CheckpointError(f"{where} holds the keys {sorted(own)}, the dump {sorted(saved)}")
-        for key in own:
-            refuse_other_content(own[key], saved[key], f"{where}.{key}")
-    elif isinstance(own, torch.Tensor):
-        kinds = [f"{getattr(x, 'dtype', type(x))} of shape {tuple(getattr(x, 'shape', ()))}" for x in (own, saved)]
-        if kinds[0] != kinds[1]:
-            raise CheckpointError(f"{where} is {kinds[0]}, in the dump {kinds[1]}")
-
-
-def name_of(part: Any) -> str:
-    """Return the class of a part, with what it wraps: ``"NStepSampler(UniformSampler)"``."""
-    inner = getattr(part, "sampler", None)
-    return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
+@contextmanager
+def emptied_of_prefetched(rb: Any) -> Iterator[None]:
+    """Drop the prefetched batches of a buffer, and hold all its locks."""
+    rb.synchronize()
+    with rb._futures_lock:
+        rb._clear_prefetch_queue_locked()
+        with rb._replay_lock, rb._write_lock:
+            yield
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
-    """Return all that the behaviour of a buffer depends on; its tensors are the live ones."""
-    storage = rb._storage
-    shape = getattr(storage, "_total_shape", None) or ()
+    """Return everything that the behaviour of a buffer depends on. The tensors are the live ones."""
+    storage, generator = rb.storage, rb._rng
     return {
         "buffer": {
             "class": type(rb).__name__,
-            "batch_size": rb._batch_size,
+            "batch_size": rb.batch_size,
             "consume_after_n_samples": rb._consume_after_n_samples,
             "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
@@ -83,34 +53,88 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "class": type(storage).__name__,
             "max_size": storage.max_size,
             "ndim": storage.ndim,
-            "shape": list(shape),
+            "shape": list(getattr(storage, "_total_shape", None) or ()),
             "last_cursor": storage._last_cursor_index,
-            "state": state_of(storage),
+            "state": _state_of(storage),
         },
-        "sampler": {"class": name_of(rb._sampler), "state": state_of(rb._sampler)},
-        "writer": {"class": name_of(rb._writer), "state": rb._writer.state_dict()},
-        "transform": rb._transform.state_dict(),
+        "sampler": {"class": name_of(rb.sampler), "state": _state_of(rb.sampler)},
+        "writer": {"class": name_of(rb.writer), "state": rb.writer.state_dict()},
+        "transform": rb.transform.state_dict(),
         "trajectories": trajectories_of(storage),
-        "generator": None if rb._rng is None else {"device": str(rb._rng.device), "state": rb._rng.get_state()},
-        "default_generator": default_generator(storage),
+        "generator": None if generator is None else {"device": str(generator.device), "state": generator.get_state()},
+        "default_generator": _default_generators(storage),
     }
 
 
-def refuse_malformed(saved: dict[str, Any]) -> None:
-    """Refuse state of a form that only a forged dump has, where the part that is given it would not.
+def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
+    """Restore what :func:`capture` saved of the buffer itself; the caller holds its locks."""
+    rb._batch_size = saved["batch_size"]
+    rb._consume_after_n_samples = saved["consume_after_n_samples"]
+    restore_generator(rb, generator)
+    rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved), clone_queue=False)
+
+
+def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["prefetched"]}
+
+
+def name_of(part: Any) -> str:
+    """Return the class of a part and of the one that it wraps: ``"NStepSampler(UniformSampler)"``."""
+    inner = getattr(part, "sampler", None)
+    return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
+
+
+def _state_of(part: Any) -> dict[str, Any]:
+    """Return the state of a part, without a copy if the part offers that."""
+    return part.snapshot() if hasattr(part, "snapshot") else part.state_dict()
+
+
+def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
+    """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ.
 
     Raises:
-        ValueError: see above; also TypeError, RuntimeError, LookupError.
+        CheckpointError: says which differ.
+    """
+    if saved["max_size"] != storage.max_size:
+        raise CheckpointError(
+            f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
+            "only a PackedStorage can be loaded into another capacity"
+        )
+    if len(storage) or getattr(storage, "initialized", False):
+        _refuse_other_content(storage.state_dict(), saved["state"], "the storage")
+
+
+def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        if own.keys() != saved.keys():
+            raise CheckpointError(f"{where} holds the keys {sorted(own)}, the dump {sorted(saved)}")
+        for key in own:
+            _refuse_other_content(own[key], saved[key], f"{where}.{key}")
+    elif isinstance(own, torch.Tensor):
+        kinds = [f"{getattr(x, 'dtype', type(x))} of shape {tuple(getattr(x, 'shape', ()))}" for x in (own, saved)]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(f"{where} is {kinds[0]}, in the dump {kinds[1]}")
+
+
+def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
+    """Refuse values that only a forged dump holds, where the part that loads them would not.
+
+    Raises:
+        ValueError: see above; also the other errors in ``MALFORMED``.
     """
     buffer, writer = saved["buffer"], saved["writer"]["state"]
-    counts = {name: buffer[name] for name in ("batch_size", "consume_after_n_samples") if buffer[name] is not None}
-    counts |= {name: writer[name] for name in ("_cursor", "_write_count") if name in writer}
-    for name, count in counts.items():
-        if type(count) is not int or not 0 <= count < 1 << 63:
-            raise ValueError(f"{name} must be a whole number of 63 bits, got {count!r}")
+    counts = [
+        buffer["batch_size"],
+        buffer["consume_after_n_samples"],
+        writer.get("_cursor"),
+        writer.get("_write_count"),
+    ]
+    if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
+        raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
+    rb._validate_prefetch_state(_prefetch_state(rb, buffer))
     for batch, info in buffer["prefetched"]:
         if not isinstance(batch, TensorDictBase) or not isinstance(info, dict):
-            raise TypeError("a batch that was fetched ahead must be a TensorDict and a dict")
+            raise TypeError("a prefetched batch must be a TensorDict and a dict")
     for each in saved["trajectories"]:
         keys = [each["done_key"], each["traj_key"] or []]
         if not each["done_key"] or not all(type(key) is list and all(type(k) is str for k in key) for key in keys):
@@ -129,7 +153,7 @@ def refuse_malformed(saved: dict[str, Any]) -> None:
 
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
-    """Return the state of each index that is attached to a storage."""
+    """Return the state of each trajectory index that is attached to a storage."""
     return [
         {
             "done_key": list(index.done_key),
@@ -142,7 +166,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
-    """Continue from :func:`trajectories_of`, over the same rows; other indices read the rows anew."""
+    """Continue from :func:`trajectories_of`, over the same rows. Other indices read the rows again."""
     for index in storage._attached_entities:
         if isinstance(index, TrajectoryIndex):
             index.load_state_dict({})
@@ -158,8 +182,8 @@ def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
 # -- generators
 
 
-def default_generator(storage: Storage) -> dict[str, Any]:
-    """Return the state of torch's default generator, and of that of the storage's CUDA device."""
+def _default_generators(storage: Storage) -> dict[str, Any]:
+    """Return the state of torch's default generators: the CPU's, and that of the storage's CUDA device."""
     states = {"cpu": torch.get_rng_state()}
     device = getattr(storage, "device", None)
     if isinstance(device, torch.device) and device.type == "cuda":
@@ -167,8 +191,8 @@ def default_generator(storage: Storage) -> dict[str, Any]:
     return states
 
 
-def restore_default_generator(states: dict[str, Any]) -> None:
-    """Continue from :func:`default_generator`."""
+def restore_default_generators(states: dict[str, Any]) -> None:
+    """Set torch's default generators to saved states."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)
@@ -176,52 +200,63 @@ def restore_default_generator(states: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
-def _is_here(device: torch.device) -> bool:
-    """Return whether there is such a device: a dump may come from a machine with more GPUs."""
-    if device.type != "cuda":
-        return device.type == "cpu"
-    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-
-
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
-    """Let the buffer's generator go on where the saved one was; the buffer gets one if it has none."""
+    """Set the buffer's generator to a saved state; give the buffer a generator if it has none on that device."""
     if saved is None:
         return
     device = torch.device(saved["device"])
     if rb._rng is not None and rb._rng.device == device:
         rb._rng.set_state(saved["state"])  # the same object: others may draw from it, too
-        return
-    if not _is_here(device):
+    elif _is_here(device):
+        generator = torch.Generator(device)
+        generator.set_state(saved["state"])
+        rb.set_rng(generator)
+    else:
         warnings.warn(f"the dump's generator is of {device}, which is not here: it was not restored", stacklevel=4)
-        return
-    generator = torch.Generator(device)
-    generator.set_state(saved["state"])
-    rb.set_rng(generator)
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether this machine has the device: a dump may come from one with more GPUs."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 # -- all or nothing
 
 
 class Rollback:
-    """Loads state into parts, one after the other; when one refuses, those before get back what they had.
+    """Loads states into parts. If an error leaves the ``with`` block, the parts get back the states they had.
 
-    The last part is not given back anything: a sampler of this package, whose state may be large, comes last.
+    Samplers and writers of this package that offer ``snapshot`` are not restored, because their state may be large: they
+    refuse a state before they change, and must come last.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
+    def __enter__(self) -> Rollback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for undo in reversed(self._undo):
+                undo()
+
     def load(self, part: Any, state: Any) -> None:
-        """Give ``part`` a state that it may refuse; parts of this package change nothing then."""
-        if not hasattr(innermost(part), "snapshot"):
+        """Load a state, which the part may refuse."""
+        innermost = part
+        while hasattr(innermost, "sampler"):
+            innermost = innermost.sampler
+        if not hasattr(innermost, "snapshot"):
             before = copy.deepcopy(part.state_dict())
             self._undo.append(lambda: part.load_state_dict(before))
         part.load_state_dict(state)
 
-    def load_storage(self, storage: Storage, state: Any) -> None:
-        """Give a storage of TorchRL's a state; it replaces its tensors where it can, else it copies into them."""
-        if isinstance(storage, PackedStorage):
-            raise TypeError("a PackedStorage is given its rows, not a copy of them")
+    def load_storage(self, storage: Storage, saved: dict[str, Any]) -> None:
+        """Load the content of a TorchRL storage, which replaces its tensors or copies into them."""
         before = dict(storage.__dict__)
         content = copy.deepcopy(storage.state_dict()) if len(storage) else None
 
@@ -233,9 +268,19 @@ class Rollback:
         self._undo.append(undo)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Loading the storage on an uninitialized TensorDict")
-            storage.load_state_dict(state)
+            storage.load_state_dict(saved["state"])
+        storage._set_last_cursor(saved["last_cursor"])
 
-    def undo(self) -> None:
-        """Give all parts back what they had."""
-        for each in reversed(self._undo):
-            each()
+
+def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
+    """Load a state into each of several parts; if one refuses, all get back what they had.
+
+    Raises:
+        ValueError: a state does not fit its part.
+    """
+    with Rollback() as rollback:
+        for name, part in parts.items():
+            try:
+                rollback.load(part, states[name])
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the state is not that of a {type(part).__name__}: {error!r}") from error

@@ -31,7 +31,7 @@ def test_a_generator_of_a_device_that_is_not_here_is_left_out(device):
     assert not parts._is_here(torch.device(device))
     rb = ReplayBuffer(storage=PackedStorage(4), batch_size=2)
     state = torch.Generator().get_state()
-    parts.restore_default_generator({device: state})
+    parts.restore_default_generators({device: state})
     with pytest.warns(UserWarning, match="not here"):
         parts.restore_generator(rb, {"device": device, "state": state})
     assert rb._rng is None
@@ -67,13 +67,13 @@ def test_generators_of_gpus_that_are_not_here_are_left_out(monkeypatch):
     with pytest.warns(UserWarning, match="generator is of cuda:1, which is not here"):
         parts.restore_generator(rb, {"device": "cuda:1", "state": state})
     assert rb._rng is generator
-    parts.restore_default_generator({"cuda:1": state})
+    parts.restore_default_generators({"cuda:1": state})
     saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None, "prefetched": ()}, "writer": {"state": {}}}
     rest = {
         "trajectories": [],
         "generator": {"device": "cuda:1", "state": state},
         "default_generator": {"cuda:2": state},
     }
-    parts.refuse_malformed(saved | rest)
+    parts.refuse_malformed(rb, saved | rest)
     with pytest.raises((RuntimeError, TypeError)):
-        parts.refuse_malformed(saved | rest | {"default_generator": {"cpu": state[:5]}})
+        parts.refuse_malformed(rb, saved | rest | {"default_generator": {"cpu": state[:5]}})
