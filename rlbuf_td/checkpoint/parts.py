@@ -228,8 +228,8 @@ def _is_here(device: torch.device) -> bool:
 class Rollback:
     """Loads states into parts. If an error leaves the ``with`` block, the parts get back the states they had.
 
-    Samplers and writers of this package that offer ``snapshot`` are not restored, because their state may be large: they
-    refuse a state before they change, and must come last.
+    Samplers of this package, which offer ``snapshot``, are not restored because their state may be large: they refuse a
+    state before they change, and must come last.
     """
 
     def __init__(self) -> None:
