@@ -13,10 +13,10 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_, relabel_
+from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_
 from rlbuf_td.kernels.rows import copy_rows_, put_values_
 from rlbuf_td.samplers.common import uniform_numbers
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, shared_like
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.rows import Rows
@@ -30,16 +30,13 @@ TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is looked up once a storage."""
+    """What is looked up once per storage."""
 
-    columns: TensorDictBase
     trajectories: TrajectoryIndex
     outcomes: Outcomes
-    device: torch.device
-    shared: Rows | None  # the rows, if they share the outcomes: then these are no column
-    outcome_key: tuple[str, ...]
+    rows: Rows | None  # if outcomes are deduplicated: then they are not a column
     goal_keys: list[tuple[str, ...]]
-    base: int  # address of all rows, if they are rows of bytes on the CPU, else 0
+    base: int  # address of all rows, if they are whole rows of bytes on the CPU, else 0
     offsets: tuple[int, int]  # of the goals in such a row; twice the same if there is one
 
 
@@ -120,7 +117,7 @@ class HindsightSampler(SamplerWrapper):
                 f"HindsightSampler wraps a sampler that draws single rows, got a {type(sampler).__name__}: put it "
                 f"inside, {type(sampler).__name__}(HindsightSampler(...), ...)"
             )
-        super().__init__(sampler)
+        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
         self.strategy = strategy
@@ -129,8 +126,6 @@ class HindsightSampler(SamplerWrapper):
         self.her_ratio = her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
-        self._bound: _Bound | None = None
-        self.done_key, self.traj_key = done_key, traj_key
 
     @property
     def her_ratio(self) -> float:
@@ -162,14 +157,8 @@ class HindsightSampler(SamplerWrapper):
         return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        bound = self._bound_to(storage)
-        uniform = uniform_numbers(drawn.shape[0], self._rng, bound.device)
-        return partial(self._relabel_, bound, len(storage), drawn, uniform)
-
-    def _bound_to(self, storage: Storage) -> _Bound:
-        if self._bound is None or self._bound.columns is not storage._storage:
-            self._bound = self._bind(storage)
-        return self._bound
+        uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
+        return partial(self._relabel_, self._bound_to(storage), len(storage), drawn, uniform)
 
     def _relabel_(
         self,
@@ -182,26 +171,22 @@ class HindsightSampler(SamplerWrapper):
         owner: torch.Tensor | None,
         is_blank: bool = False,
     ) -> None:
-        """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, ``live`` being written."""
+        """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, of ``live`` written ones."""
         boundaries, law = bound.trajectories.boundaries(), self._law
-        if is_blank and isinstance(boundaries, BitBoundaries):
+        if is_blank and isinstance(boundaries, BitBoundaries):  # read the rows and relabel them in one pass
             block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
             given = boundaries, drawn, uniform, law, live, bound.outcomes
             mask = read_relabelled_(*given, bound.base, block, bound.offsets)
-        elif bound.shared is not None:
+        else:
             rows, mask = choose_goals(boundaries, drawn, uniform, law, live)
             if owner is not None:
                 rows, mask = rows[owner], mask[owner]
-            outcomes = bound.shared.column_at(bound.outcome_key, rows)
+            outcomes = bound.outcomes.column
+            if bound.rows is not None:
+                outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
+                rows = torch.arange(len(rows), device=rows.device)
             for key in bound.goal_keys:
-                copy_rows_(leaf_of(batch, key), outcomes, torch.arange(len(rows), device=rows.device), mask)
-        elif owner is None:
-            goals = [leaf_of(batch, key) for key in bound.goal_keys]
-            mask = relabel_(boundaries, drawn, uniform, law, live, bound.outcomes, goals)
-        else:
-            rows, mask = (chosen[owner] for chosen in choose_goals(boundaries, drawn, uniform, law, live))
-            for key in bound.goal_keys:
-                copy_rows_(leaf_of(batch, key), bound.outcomes.column, rows, mask)
+                copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
         reward = leaf_of(batch, self.reward_key)
         new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
@@ -212,24 +197,23 @@ class HindsightSampler(SamplerWrapper):
         set_entries_(batch, {"relabeled": mask})
 
     def _reads(self, storage: Storage) -> bool:
-        return self._bound is not None and self._bound.base != 0
+        return self._bound_to(storage).base != 0
 
     def _bind(self, storage: Storage) -> _Bound:
-        """Look at a storage's columns.
+        """Look up a storage's columns.
 
         Raises:
             KeyError: one is not there.
             ValueError: goals differ from outcomes.
         """
-        trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
-        boundaries = trajectories.boundaries()
+        trajectories = self._trajectories(storage)
         outcome_key = "next", *self.achieved_goal_key
         outcomes = _needed(storage, outcome_key, "say where outcomes are with achieved_goal_key")
         _needed(storage, self.reward_key, "say where the reward is with reward_key")
         if self.terminated_fn is not None:
             _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
         goals = {self.goal_key: _needed(storage, self.goal_key, "say where the desired goal is with goal_key")}
-        next_goal = _found(storage, ("next", *self.goal_key))
+        next_goal = column_of(storage, ("next", *self.goal_key))
         if next_goal is not None:
             goals |= {("next", *self.goal_key): next_goal}
         for key, goal in goals.items():
@@ -239,11 +223,12 @@ class HindsightSampler(SamplerWrapper):
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
         rows = storage.rows if isinstance(storage, PackedStorage) else None
-        base = rows.whole_rows_address if rows is not None and isinstance(boundaries, BitBoundaries) else 0
+        is_on_cpu = isinstance(trajectories.boundaries(), BitBoundaries)
+        base = rows.whole_rows_address if rows is not None and is_on_cpu else 0
         offsets = [goal.data_ptr() - base for goal in goals.values()]
-        found = storage._storage, trajectories, Outcomes.of(outcomes), device_of(storage)
-        shared = rows if outcomes.is_meta else None
-        return _Bound(*found, shared, outcome_key, list(goals), base, (offsets[0], offsets[-1]))
+        deduplicated = rows if outcomes.is_meta else None
+        outcome_column = Outcomes.of(outcomes)
+        return _Bound(trajectories, outcome_column, deduplicated, list(goals), base, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         """Set the flags of relabelled rows anew."""
@@ -266,16 +251,8 @@ class HindsightSampler(SamplerWrapper):
     def _settings(self) -> dict[str, Any]:
         return {"her_ratio": self.her_ratio, "only_finished": self.only_finished}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_bound": None}
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, her_ratio={self.her_ratio:g}, strategy={self.strategy!r})"
-
-
-def _found(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
-    column = column_of(storage, key)
-    return shared_like(storage, key) if column is None else column
 
 
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
@@ -284,7 +261,7 @@ def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor
     Raises:
         KeyError: it is not stored.
     """
-    column = _found(storage, key)
+    column = column_of(storage, key)
     if column is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
     return column

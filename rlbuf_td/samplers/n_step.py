@@ -11,9 +11,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
-from rlbuf_td.kernels.rows import copy_rows_
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
@@ -25,15 +24,12 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryInd
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is looked up once a storage."""
+    """What is looked up once per storage."""
 
-    columns: TensorDictBase
     trajectories: TrajectoryIndex
+    reward: torch.Tensor  # the column, [T * E, ...]
     ends: list[tuple[str, ...]]  # the flags, any of which ends a trajectory
-    lanes: int
-    cells: int
-    parts: Parts | None  # of a row of bytes, on the CPU
-    address: int  # of the rows
+    compiled: tuple[Rows, Parts] | None  # rows of bytes on the CPU, and what of each the compiled loop takes
 
 
 class NStepSampler(SamplerWrapper):
@@ -97,13 +93,11 @@ class NStepSampler(SamplerWrapper):
                 f"NStepSampler wraps a sampler that draws single transitions, got a {type(sampler).__name__}: "
                 "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
             )
-        super().__init__(sampler)
+        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
         self.n_steps, self.gamma = n_steps, gamma
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
             raise ValueError(f"the reward of a transition lies in 'next', got reward_key={reward_key!r}")
-        self.done_key, self.traj_key = as_tuple(done_key), traj_key
-        self._bound: _Bound | None = None
 
     @property
     def n_steps(self) -> int:
@@ -135,13 +129,7 @@ class NStepSampler(SamplerWrapper):
         return super().prepare_graph(storage, batch_size), self._n_steps
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        bound = self._bound_to(storage)
-        return partial(self._look_ahead_, storage, bound, super()._reviser(storage, drawn))
-
-    def _bound_to(self, storage: Storage) -> _Bound:
-        if self._bound is None or self._bound.columns is not storage._storage:
-            self._bound = self._bind(storage)
-        return self._bound
+        return partial(self._look_ahead_, storage, self._bound_to(storage), super()._reviser(storage, drawn))
 
     def _look_ahead_(
         self,
@@ -153,108 +141,91 @@ class NStepSampler(SamplerWrapper):
         owner: torch.Tensor | None,
         is_blank: bool = False,
     ) -> None:
-        """Make n-step transitions of a batch that nobody has revised, or of blank memory."""
-        boundaries, reward = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key)
-        if revise is None and bound.parts is not None and isinstance(boundaries, BitBoundaries):
-            rows, parts, given = storage.all_rows(), bound.parts, (flat, self._n_steps, self._gamma, reward.ndim)
+        """Make n-step transitions of a batch that is not revised yet, or of blank memory.
 
-            def copy(target: int, is_blank: bool) -> torch.Tensor:
-                live = len(storage) if is_blank else 0
-                return n_step_(boundaries, bound.address, target, parts, *given, live)
-
-            start = reward.data_ptr() - rows.layout.offsets[self.reward_key]
-            steps = rows.assemble(copy, start, len(flat), is_blank)
+        There are two ways: a compiled loop over rows of bytes, which takes 1.7 times as long as a plain sample, and
+        tensor operations for all else (rows that a wrapper inside revises, other devices, TorchRL's storages).
+        """
+        boundaries, dims = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key).ndim
+        if revise is None and bound.compiled is not None and isinstance(boundaries, BitBoundaries):
+            steps = self._compiled_(*bound.compiled, boundaries, batch, flat, len(storage), is_blank)
         else:
-            has_columns = not getattr(storage, "deduplicated", None)
-            if revise is None and isinstance(boundaries, FlagBoundaries) and has_columns:
-                steps = self._by_walk_(storage, boundaries, batch, flat)
-            elif revise is None:
-                steps = self._by_columns_(storage, bound, batch, flat)
-            else:
-                steps = self._by_windows_(storage, bound, revise, batch, flat, owner)
-            steps = steps.view(-1, *[1] * (reward.ndim - 1))
+            steps = self._general_(storage, bound, boundaries, revise, batch, flat, owner)
+            steps = steps.view(-1, *[1] * (dims - 1))
         set_entries_(batch, {"steps_to_next_obs": steps})
 
-    def _reads(self, storage: Storage) -> bool:
-        return self._bound is not None and self._bound.parts is not None
-
-    def _by_walk_(
-        self, storage: Storage, boundaries: FlagBoundaries, batch: TensorDictBase, flat: torch.Tensor
+    def _compiled_(
+        self,
+        rows: Rows,
+        parts: Parts,
+        boundaries: BitBoundaries,
+        batch: TensorDictBase,
+        flat: torch.Tensor,
+        live: int,
+        is_blank: bool,
     ) -> torch.Tensor:
-        """Do so by reading rewards, and then what else is taken from last rows; return the numbers of steps."""
-        reward = column_of(storage, self.reward_key)
-        total, taken, last = sums_ahead(boundaries, flat, reward, self._n_steps, self._gamma)
-        moved = taken > 1
-        for key, leaf in walk(batch.get("next"), ("next",)):
-            if key == self.reward_key:
-                leaf.copy_(total)
-            else:
-                copy_rows_(leaf, column_of(storage, key), last, moved)
-        return taken
+        """Return the numbers of steps, ``[B, 1, ...]``."""
+        reward = leaf_of(batch, self.reward_key)
 
-    def _by_columns_(self, storage: Storage, bound: _Bound, batch: TensorDictBase, flat: torch.Tensor) -> torch.Tensor:
-        """Do so by reading the rewards and flags of all steps, and the last rows; return the numbers of steps."""
-        rows, n, boundaries = flat.shape[0], self._n_steps, bound.trajectories.boundaries()
-        window, ahead = windows(boundaries, flat, n, bound.lanes, bound.cells)
-        gamma = discount_of(boundaries, self._gamma)
-        end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
-        for key in bound.ends:
-            end |= _column(storage, key)[window].reshape(rows, n, -1).any(2)
-        total, taken = n_step_sums(_column(storage, self.reward_key)[window], end, ahead, gamma)
-        last = rows_at(storage, window.gather(1, taken[:, None] - 1)[:, 0])
-        for key, leaf in walk(batch.get("next"), ("next",)):
-            leaf.copy_(total if key == self.reward_key else leaf_of(last, key))
-        return taken
+        def copy(target: int, is_blank: bool) -> torch.Tensor:
+            given = flat, self._n_steps, self._gamma, reward.ndim, live if is_blank else 0
+            return n_step_(boundaries, rows.matrix.data_ptr(), target, parts, *given)
 
-    def _by_windows_(
+        start = reward.data_ptr() - rows.layout.offsets[self.reward_key]
+        return rows.assemble(copy, start, len(flat), is_blank)
+
+    def _general_(
         self,
         storage: Storage,
         bound: _Bound,
-        revise: Revise,
+        boundaries: Boundaries,
+        revise: Revise | None,
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do so by reading the rows of all steps, revised; return the numbers of steps."""
-        rows, n, boundaries = flat.shape[0], self._n_steps, bound.trajectories.boundaries()
-        window, ahead = windows(boundaries, flat, n, bound.lanes, bound.cells)
-        window, gamma = window.flatten(), discount_of(boundaries, self._gamma)
-        steps = rows_at(storage, window)
-        revise(batch, flat, owner)
-        owners = torch.arange(rows, device=flat.device) if owner is None else owner
-        revise(steps, window, owners.repeat_interleave(n))
-        end = torch.zeros(rows, n, dtype=torch.bool, device=flat.device)
-        for key in bound.ends:
-            end |= leaf_of(steps, key).reshape(rows, n, -1).any(2)
-        reward = leaf_of(steps, self.reward_key)
-        total, taken = n_step_sums(reward.view(rows, n, *reward.shape[1:]), end, ahead, gamma)
-        last = torch.arange(rows, device=flat.device) * n + taken - 1
+        """Return the numbers of steps, ``[B]``."""
+        n = self._n_steps
+        if revise is None:
+            total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self._gamma)
+            after = rows_at(storage, last)
+        else:  # a revision may change rewards and flags: read all rows of all steps
+            window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
+            steps, first = rows_at(storage, window.flatten()), torch.arange(len(flat), device=flat.device)
+            revise(batch, flat, owner)
+            revise(steps, window.flatten(), (first if owner is None else owner).repeat_interleave(n))
+            end = torch.zeros_like(window, dtype=torch.bool)
+            for key in bound.ends:
+                end |= leaf_of(steps, key).reshape(*window.shape, -1).any(2)
+            reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
+            total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self._gamma))
+            after = steps.select("next")[first * n + taken - 1]
         for key, leaf in walk(batch.get("next"), ("next",)):
-            leaf.copy_(total if key == self.reward_key else leaf_of(steps, key).index_select(0, last))
+            leaf.copy_(total if key == self.reward_key else leaf_of(after, key))
         return taken
 
     def _bind(self, storage: Storage) -> _Bound:
-        """Look at a storage's columns.
+        """Look up a storage's columns.
 
         Raises:
             KeyError: the reward is not there.
-            TypeError: it is of no floating dtype.
+            TypeError: it is not of a floating dtype.
         """
-        trajectories = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
+        trajectories = self._trajectories(storage)
         boundaries = trajectories.boundaries()
         reward = column_of(storage, self.reward_key)
-        if reward is None:
+        if reward is None or reward.is_meta:
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
         if not reward.is_floating_point():
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
-        columns = storage._storage
-        lanes = columns.batch_size[1 : storage.ndim].numel()
         rows = storage.rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
-        parts, address = None, 0
-        if rows is not None and reward.dtype in _REWARDS and rows.can_assemble:
-            parts, address = _parts_of(rows, storage.ndim, self.reward_key), rows.matrix.data_ptr()
-        cells, ends = columns.batch_size[0] * lanes, trajectories.end_keys()
-        return _Bound(columns, trajectories, ends, lanes, cells, parts, address)
+        if rows is None or reward.dtype not in (torch.float32, torch.float64) or not rows.can_assemble:
+            return _Bound(trajectories, reward, trajectories.end_keys(), None)
+        parts = _parts_of(rows, storage.ndim, self.reward_key)
+        return _Bound(trajectories, reward, trajectories.end_keys(), (rows, parts))
+
+    def _reads(self, storage: Storage) -> bool:
+        return self._bound_to(storage).compiled is not None
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -263,18 +234,8 @@ class NStepSampler(SamplerWrapper):
     def _settings(self) -> dict[str, Any]:
         return {"n_steps": self.n_steps, "gamma": self.gamma}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_bound": None}
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"
-
-
-def _column(storage: Storage, key: tuple[str, ...]) -> torch.Tensor:
-    column = column_of(storage, key)
-    if column is None:
-        raise KeyError(f"{show_key(key)} is not stored in the rows themselves")
-    return column
 
 
 def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
@@ -302,6 +263,3 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, width))
     return joined
-
-
-_REWARDS = torch.float32, torch.float64

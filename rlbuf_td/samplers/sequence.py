@@ -10,16 +10,15 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.episodes import Boundaries
 from rlbuf_td.samplers.common import permutation
-from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, columns_of, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # of draws for windows that fit, on the CPU
-_BLIND_ROUNDS = 8  # the same on CUDA, where nobody looks whether they were needed
+_BLIND_ROUNDS = 8  # on CUDA, where the host does not wait to see whether all fit
 
 
 class SequenceSampler(SamplerWrapper):
@@ -104,11 +103,10 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"priority must be 'max' or 'mix', got {priority!r}")
         if not 0.0 <= eta <= 1.0:
             raise ValueError(f"eta must be between 0 and 1, got {eta}")
-        super().__init__(sampler)
+        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
         self.length, self.burn_in, self.boundary = int(length), int(burn_in), boundary
         self.priority_rule, self.eta = priority, float(eta)
         self.init_key = as_tuple(init_key)
-        self.done_key, self.traj_key = as_tuple(done_key), traj_key
 
     @property
     def window(self) -> int:
@@ -151,48 +149,35 @@ class SequenceSampler(SamplerWrapper):
 
     def _anchors(self, storage: Storage, count: int) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
         """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
-        boundaries = TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
+        boundaries = self._trajectories(storage).boundaries()
         anchors, info = draw_from(self.innermost, storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
-        if self.boundary == "strict":
-            return self._redraw(storage, boundaries, anchors, info, back, ahead)
-        return anchors, info, back, ahead
-
-    def _redraw(
-        self,
-        storage: Storage,
-        boundaries: Boundaries,
-        anchors: torch.Tensor,
-        info: dict[Any, Any],
-        back: torch.Tensor,
-        ahead: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
-        """Draw again for windows that do not fit."""
+        if self.boundary != "strict":
+            return anchors, info, back, ahead
         is_on_host = backend_of(anchors) == "numba"
         for _ in range(_ROUNDS if is_on_host else _BLIND_ROUNDS):
             fits = (back >= self.burn_in) & (ahead >= self.length - 1)
             if is_on_host and bool(fits.all()):
-                break
-            others, other_info = draw_from(self.innermost, storage, len(anchors))
-            # Stratified draws have a part of the rows for each place, which may not hold a single one that fits.
-            order = permutation(len(anchors), self._rng, anchors.device)
+                return anchors, info, back, ahead
+            others, other_info = draw_from(self.innermost, storage, count)
+            # A stratified draw gives each place a part of the rows, in which perhaps no row fits: shuffle the places.
+            order = permutation(count, self._rng, anchors.device)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
             back, ahead, _ = boundaries.reach(anchors, self.window)
-        else:
-            if is_on_host:
-                raise RuntimeError(
-                    f"in {_ROUNDS} draws of {len(anchors)} anchors hardly any had a window of {self.window} rows "
-                    "within its trajectory: take shorter windows, or boundary='pad'"
-                )
+        if is_on_host:
+            raise RuntimeError(
+                f"in {_ROUNDS} draws of {count} anchors hardly any had a window of {self.window} rows "
+                "within its trajectory: take shorter windows, or boundary='pad'"
+            )
         return anchors, info, back, ahead
 
     def _windows(
         self, storage: Storage, anchors: torch.Tensor, back: torch.Tensor, ahead: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the flat rows of windows, ``[B * L]``, and which of them are real, ``[B, L]``."""
-        size = storage._storage.batch_size[: storage.ndim]
+        size = columns_of(storage).batch_size[: storage.ndim]
         lanes = size[1:].numel()
         if self.boundary == "shift":
             shift = (self.length - 1 - ahead).clamp(min=0).minimum(back)
@@ -230,7 +215,7 @@ class SequenceSampler(SamplerWrapper):
         """
         inner = super().prepare_graph(storage, self._windows_of(batch_size))
         # The index reads rows that it was not told of here, outside of the graph.
-        TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key).boundaries()
+        self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
     # -- priorities

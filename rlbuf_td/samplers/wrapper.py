@@ -16,6 +16,7 @@ from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
 
 Revise: TypeAlias = Callable[..., None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).
@@ -45,12 +46,16 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     innermost: Sampler
     """The sampler that draws the rows."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(
+        self, sampler: Sampler, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
+    ) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
         self.sampler = sampler
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
         self.innermost = sampler if self._inner is None else self._inner.innermost
+        self.done_key, self.traj_key = as_tuple(done_key), traj_key
+        self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     # -- drawing
@@ -79,8 +84,20 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         return flat, info, batch
 
     def _reads(self, storage: Storage) -> bool:
-        """Return whether the reviser that was made last reads the rows itself: one pass through memory for both."""
+        """Whether the reviser reads the rows itself, in the pass through memory that revises them."""
         return False
+
+    def _bind(self, storage: Storage) -> Any:
+        """Look up what does not change while the storage keeps its columns."""
+
+    def _bound_to(self, storage: Storage) -> Any:
+        columns = columns_of(storage)
+        if self._bound is None or self._bound[0] is not columns:
+            self._bound = columns, self._bind(storage)
+        return self._bound[1]
+
+    def _trajectories(self, storage: Storage) -> TrajectoryIndex:
+        return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows, and return their index with the revised entries: ``{key: [B, ...]}``, nested keys included."""
@@ -221,7 +238,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
             setattr(self, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return self.__dict__ | {"_bound": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -241,21 +258,21 @@ def rows_at(storage: Storage, flat: torch.Tensor) -> TensorDictBase:
     return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
 
 
+def columns_of(storage: Storage) -> TensorDictBase:
+    """Return the columns of a storage of TensorDicts, ``[T, *lanes]``, as views."""
+    return storage._storage
+
+
 def column_of(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
-    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view.
+    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored.
 
-    None if it is not stored, or if rows share it: then :func:`shared_like` says what it holds.
+    Of a deduplicated key it is a tensor on the device "meta", without values.
     """
-    column = leaf_of(storage._storage, key)
-    return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
-
-
-def shared_like(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
-    """Return a tensor without memory that is like a column which rows share, ``[T * E, ...]``; None for others."""
     leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
-    if leaf is None:
-        return None
-    return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
+    if leaf is not None:
+        return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
+    column = leaf_of(columns_of(storage), key)
+    return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:

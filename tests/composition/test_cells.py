@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,6 @@ RECIPES = {
     "sequence over n-step": Recipe(sequence=True, n_step=True),
     "all": Recipe(sequence=True, n_step=True, hindsight=True),
 }
-ASKED = [*RECIPES][:5]
 FILLS = {"filling": 0.6, "full": 1.0, "wrapped": 2.4}
 POOLED = partial(PackedStorage, share_next=True)
 POOLED_GOALS = partial(PackedStorage, share_next=["achieved_goal"])
@@ -185,41 +185,27 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("buffer", [*BUFFERS][:4])
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("recipe", ASKED)
-@pytest.mark.parametrize("kind", SAMPLERS)
+def cells() -> list[tuple[str, str, str, int, str]]:
+    """Return every wrapper over every buffer and sampler, the dims and fills in turn; foreign storages over one."""
+    places, rows = [*product((1, 2), FILLS)], [*product(BUFFERS, SAMPLERS)]
+    rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
+    turns = product(enumerate(rows), enumerate(RECIPES))
+    return [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "buffer", "ndim", "fill"), cells())
 def test_every_cell_is_what_brute_force_says(kind, recipe, ndim, fill, buffer):
     check(kind, RECIPES[recipe], ndim, fill, buffer)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ASKED])
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("kind", ["uniform", "proportional"])
-@pytest.mark.parametrize("buffer", [*BUFFERS][:2])
-def test_wrappers_within_wrappers(buffer, kind, ndim, recipe):
-    check(kind, RECIPES[recipe], ndim, "wrapped", buffer)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("buffer", [*BUFFERS][2:])
-def test_over_torchrls_storage(buffer, ndim, recipe):
-    check("proportional", RECIPES[recipe], ndim, "wrapped", buffer)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)])
 def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
     monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
     check("uniform", RECIPES[recipe], ndim, fill, "ours")
 
 
-@pytest.mark.parametrize("recipe", ["hindsight", "n-step", "n-step over hindsight"])
-@pytest.mark.parametrize("strategy", ["final", "episode", "random"])
-@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("recipe", ["hindsight", "n-step over hindsight"])
+@pytest.mark.parametrize(("strategy", "ndim"), [("final", 1), ("episode", 2), ("random", 2)])
 def test_other_strategies(ndim, strategy, recipe):
     check("uniform", replace(RECIPES[recipe], strategy=strategy), ndim, "wrapped", "ours")
 

@@ -103,5 +103,5 @@ class Lockstep(RuleBasedStateMachine):
 
 TestLockstep = Lockstep.TestCase
 TestLockstep.settings = settings(
-    max_examples=120, stateful_step_count=15, deadline=None, derandomize=True, database=None
+    max_examples=40, stateful_step_count=15, deadline=None, derandomize=True, database=None
 )

@@ -93,9 +93,10 @@ def test_it_is_short():
     assert len(inspect.getsource(RecentSampler).splitlines()) < 40
 
 
-@pytest.mark.parametrize("kind", BUFFERS)
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("written", [14, 20, 47])  # filling, full, wrapped
+@pytest.mark.parametrize(
+    ("kind", "lanes", "written"),  # wrapped, filling, wrapped, full
+    [*zip([*BUFFERS], [0, 3, 3, 0], [47, 14, 47, 20], strict=True)],
+)
 def test_each_batch_of_a_round_follows_its_law(kind, lanes, written):
     rb = buffer(kind, lanes, written, RecentSampler(ETA, UPDATES, LEAST), batch=4_000)
     steps, cells, rounds = min(written, 20), max(1, lanes), 100

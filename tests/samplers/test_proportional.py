@@ -51,8 +51,7 @@ def check(rb: ReplayBuffer) -> None:
     sum_tree.check(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.6, 1.0, 1.5])
-@pytest.mark.parametrize("rows", [1, 2, 9, 100])
+@pytest.mark.parametrize(("alpha", "rows"), [(0.6, 1), (1.0, 2), (0.5, 9), (0.0, 100), (0.6, 100), (1.5, 100)])
 def test_independent_draws_follow_the_law(alpha, rows):
     rb = buffer(128, rows, alpha=alpha, stratified=False)
     td_error = torch.linspace(-2.0, 3.0, rows)
@@ -65,7 +64,7 @@ def test_independent_draws_follow_the_law(alpha, rows):
     torch.testing.assert_close(rb.sampler.probability(torch.arange(rows)), probability)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64, 300])
+@pytest.mark.parametrize("batch", [7, 64, 300])
 def test_in_a_stratified_batch_a_row_comes_as_often_as_the_law_says_and_never_far_from_it(batch):
     rb = buffer(128, 100, alpha=0.6)
     td_error = torch.rand(100, generator=torch.Generator().manual_seed(1)) * 4

@@ -94,6 +94,11 @@ class FlagBoundaries:
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
     @property
+    def lanes(self) -> int:
+        """Number of lanes."""
+        return self.cut.shape[1]
+
+    @property
     def numbers(self) -> DeviceScalars:
         """What kernels that look rows up here read: a law of goals, a discount factor."""
         found = self.__dict__.get("_numbers")

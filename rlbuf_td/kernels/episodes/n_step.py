@@ -49,7 +49,7 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 
 
 def sums_ahead(
-    boundaries: FlagBoundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
+    boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the rewards that are stored from each row on, up to the end of its trajectory.
 
@@ -63,8 +63,7 @@ def sums_ahead(
     Returns:
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
     """
-    steps, lanes = boundaries.cut.shape
-    window, ahead = windows(boundaries, rows, n, lanes, steps * lanes)
+    window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
