@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
-
-from tests.sanitizer import sanitized
 
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,18 +43,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return torch.device(request.param)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def watched_launches() -> Iterator[None]:
-    """Let every launch in Triton's interpreter be watched for what would go wrong on a GPU."""
-    try:
-        import triton
-    except ImportError:
-        yield
-        return
-    with sanitized() if triton.knobs.runtime.interpret else nullcontext():
-        yield
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.sorted import SortedOrder
-from rlbuf_td.kernels.rows import gather_rows, staleness
+from rlbuf_td.kernels.rank_order.reference import SortedOrder
+from rlbuf_td.kernels.rows import gather_rows, skip_ring
 from rlbuf_td.kernels.sum_tree import SumTree
 
 SIZES = [100, 101, 350, 999, 1_000]  # of a buffer that fills
@@ -132,12 +132,12 @@ def test_what_looks_along_trajectories_compiles_once_while_the_buffer_fills(devi
 
 
 def test_leaving_out_stale_rows_compiles_once(device):
-    compiled = whole(lambda index, stamp, clock, last: staleness.skip_ring(index, stamp, clock, last, 50, 1))
+    compiled = whole(lambda index, stamp, clock, last: skip_ring(index, stamp, clock, last, 50, 1))
     index, stamp = torch.arange(40, device=device), torch.full((40,), 40, device=device)
     for clock in (40, 45, 50, 70):
         now, last = torch.tensor(clock, device=device), torch.tensor((clock - 1) % 50, device=device)
         kept, count = compiled(index, stamp, now, last)
-        expected, stale = staleness.skip_ring(index, stamp, clock, (clock - 1) % 50, 50, 1)
+        expected, stale = skip_ring(index, stamp, clock, (clock - 1) % 50, 50, 1)
         assert torch.equal(kept, expected)
         assert int(count) == int(stale)
 
@@ -159,7 +159,7 @@ class Learner:
         data = TensorDict({"observation": torch.randn(n, 4), "action": action, "next": after}, [n])
         self.rb.extend(data.to(device))
         self.rows.fill_(len(self.rb))
-        assert self.sampler.tree.on_device.claims.device == device
+        assert self.sampler.tree.device_state.largest.device == device
 
     def step(self, tree: SumTree, matrix: Tensor, layout: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
         uniform = torch.rand(32, dtype=torch.float64, device=matrix.device)

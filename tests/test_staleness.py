@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.envs.transforms import DoubleToFloat
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
-from rlbuf_td.kernels.rows import staleness
+from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
 from tests.waiting import waiting_is_an_error
 
@@ -306,8 +306,8 @@ def test_kernels_and_specification_agree(steps, lanes, clock, seed):
     stamp = clock - torch.randint(-2, 2 * steps, (40,), generator=draw)  # may wrap at 2**63
     last = int(torch.randint(-1, steps, (), generator=draw))
     written = clock - torch.randint(2 * steps, (steps * lanes,), generator=draw)
-    ring = staleness.skip_ring(index, stamp, clock, last, steps, lanes)
-    newer = staleness.skip_newer(index, stamp, clock, written)
+    ring = row_kernels.skip_ring(index, stamp, clock, last, steps, lanes)
+    newer = row_kernels.skip_newer(index, stamp, clock, written)
     age = torch.stack([torch.tensor((last - int(i) // lanes) % steps) for i in index])
     since = torch.tensor([_wrapped(clock - int(s)) for s in stamp])
     stale = (index >= 0) & ((since < 0) | (age < since))
@@ -318,8 +318,8 @@ def test_kernels_and_specification_agree(steps, lanes, clock, seed):
     assert torch.equal(newer[0], torch.where(stale, -1, index))
     assert newer[1] == stale.sum()
     for since in (0, 1, steps - 1, steps):  # all stamps alike
-        recent = staleness.skip_recent(index, since, last, steps, lanes)
-        alike = staleness.skip_ring(index, torch.full((40,), _wrapped(clock - since)), clock, last, steps, lanes)
+        recent = row_kernels.skip_recent(index, since, last, steps, lanes)
+        alike = row_kernels.skip_ring(index, torch.full((40,), _wrapped(clock - since)), clock, last, steps, lanes)
         assert torch.equal(recent[0], alike[0])
         assert recent[1] == alike[1]
 
@@ -336,13 +336,13 @@ def test_the_specification_in_torch_ops_agrees_with_the_twins(monkeypatch):
 
     def all_three():
         return (
-            staleness.skip_ring(index, stamp, 100, 5, 8, 3),
-            staleness.skip_newer(index, stamp, 100, written),
-            staleness.skip_recent(index, 3, 1, 8, 3),
+            row_kernels.skip_ring(index, stamp, 100, 5, 8, 3),
+            row_kernels.skip_newer(index, stamp, 100, written),
+            row_kernels.skip_recent(index, 3, 1, 8, 3),
         )
 
     fast = all_three()
-    monkeypatch.setattr(staleness, "_is_on_cpu", lambda index: False)
+    monkeypatch.setattr(row_kernels, "_is_on_cpu", lambda index: False)
     slow = all_three()
     for one, other in zip(fast, slow, strict=True):
         assert torch.equal(one[0], other[0])

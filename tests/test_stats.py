@@ -22,7 +22,7 @@ from torchrl.record import CSVLogger, TensorboardLogger
 
 from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
 from rlbuf_td.diagnostics import episode_reader as steps
-from rlbuf_td.kernels.episodes import statistics_cpu as _episodes_numba
+from rlbuf_td.kernels.episodes import statistics as _episodes_numba
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]

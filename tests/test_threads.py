@@ -19,10 +19,10 @@ from tensordict import TensorDict
 
 import rlbuf_td.kernels
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rows import staleness
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "proportional": ProportionalSampler,
@@ -215,7 +215,7 @@ def _big_order() -> Callable[[], object]:
 
 def _big_staleness() -> Callable[[], object]:
     index, stamp = torch.randint(1000, (50_000_000,)), torch.zeros(50_000_000, dtype=torch.long)
-    return lambda: staleness.skip_ring(index, stamp, 1, 5, 500, 2)
+    return lambda: row_kernels.skip_ring(index, stamp, 1, 5, 500, 2)
 
 
 def share_without_others(work: Callable[[], object]) -> float:
@@ -254,9 +254,9 @@ def test_loops_let_other_threads_run(make_work):
 
 def test_every_compiled_function_lets_go_of_the_interpreter():
     found = 0
-    for module in pkgutil.iter_modules(rlbuf_td.kernels.__path__):
-        if module.name.endswith("_numba"):
-            for name, thing in vars(importlib.import_module(f"rlbuf_td.kernels.{module.name}")).items():
+    for module in pkgutil.walk_packages(rlbuf_td.kernels.__path__, "rlbuf_td.kernels."):
+        if not module.name.endswith("cuda"):
+            for name, thing in vars(importlib.import_module(module.name)).items():
                 if hasattr(thing, "targetoptions"):
                     assert thing.targetoptions.get("nogil"), f"{module.name}.{name}"
                     found += 1

@@ -147,7 +147,7 @@ class EpisodeStats:
     def _count(self, steps: Steps) -> None:
         global _kernel
         if _kernel is None:
-            from rlbuf_td.kernels.episodes import statistics_cpu as _episodes_numba
+            from rlbuf_td.kernels.episodes import statistics as _episodes_numba
 
             _kernel = _episodes_numba
         shape, strides, columns, _ = steps

@@ -1,18 +1,22 @@
-"""Which of a kernel's forms runs: the one place where that is decided.
+"""Which backend of a kernel runs: the one place where that is decided.
 
-================= ==============================================================================
-``"numba"``       the CPU's twins; memory on the CPU
-``"triton"``      the GPU's twins; memory on a CUDA device, and Triton is installed
-``"torch"``       the specification: any other device, or no Triton, or a graph that is being compiled
-================= ==============================================================================
+============== =====================================================================================================
+``"numba"``    compiled loops, for memory on the CPU
+``"triton"``   GPU kernels of the sum tree and of the reach of trajectories, for memory on a CUDA device with Triton
+``"torch"``    the reference: everything else on a CUDA device, any other device, and graphs of ``torch.compile``
+============== =====================================================================================================
 
-``"triton"`` and ``"torch"`` are the *device paths*: nothing on them waits for the host, so that what cannot be refused
-without looking is skipped and counted instead.
+Nothing on ``"triton"`` and ``"torch"`` waits for the device. Both therefore skip and count what ``"numba"`` refuses.
+
+Set the environment variable ``RLBUF_TD_TRITON=0``, or call :func:`enable_triton`, to do without Triton. Where it is
+used, the first use on each device compares it with the reference (:func:`agrees_with_reference`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -24,32 +28,72 @@ from torch import Tensor
 Backend: TypeAlias = Literal["numba", "torch", "triton"]
 
 _forced: Backend | None = None
+_triton_is_enabled = os.environ.get("RLBUF_TD_TRITON", "1") != "0"
+_agrees: dict[tuple[str, torch.device], bool] = {}
 _is_compiling = torch.compiler.is_compiling
 
 
 def backend_of(memory: Tensor) -> Backend:
-    """Return the form that works on this memory."""
+    """Return the backend that works on this memory; operations without a Triton kernel take ``"torch"`` for it."""
     if _forced is not None:
         return _forced
     if _is_compiling():
         return "torch"
     if memory.is_cpu:
         return "numba"
-    return "triton" if memory.is_cuda and has_triton() else "torch"
+    return "triton" if memory.is_cuda and _triton_is_enabled and _has_triton() else "torch"
+
+
+def enable_triton(enabled: bool = True) -> None:
+    """Let kernels on CUDA devices use Triton, where it is installed, or only torch ops.
+
+    Example:
+        >>> enable_triton(False)
+        >>> enable_triton()
+    """
+    global _triton_is_enabled
+    _triton_is_enabled = enabled
 
 
 @cache
-def has_triton() -> bool:
-    """Return whether Triton is installed; it is imported by the twins only."""
+def _has_triton() -> bool:
+    """Return whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
+def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
+    """Return whether a Triton kernel may be used on a device: whether it does what the reference does.
+
+    Args:
+        operation: the kernel's name.
+        device: where it is to run.
+        compare: runs kernel and reference on a small random case, and raises if they differ. It is called once per
+            operation and device; if it raises (when compiling fails, too), one warning names the error.
+    """
+    key = operation, device
+    if key not in _agrees:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # comparing would wait for the device
+        _agrees[key] = False
+        try:
+            compare(device)
+            _agrees[key] = True
+        except Exception as error:  # noqa: BLE001  whatever is wrong with Triton, the reference still works
+            warnings.warn(
+                f"the Triton kernel of the {operation} does not work on {device}, torch operations take its place: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return _agrees[key]
+
+
 @contextmanager
-def forced(path: Backend) -> Iterator[None]:
-    """Let one form run whatever the device: for tests and comparisons.
+def forced(backend: Backend) -> Iterator[None]:
+    """Use one backend on every device, for tests and comparisons.
 
     ``"triton"`` on the CPU needs Triton's interpreter: ``TRITON_INTERPRET=1``, set before anything imports Triton.
-    Objects remember what they were made for: make them inside.
+    Objects remember which backend they were made for: make them inside.
 
     Example:
         >>> from rlbuf_td.kernels.sum_tree import SumTree, update_
@@ -58,7 +102,7 @@ def forced(path: Backend) -> Iterator[None]:
         tensor(2., dtype=torch.float64)
     """
     global _forced
-    before, _forced = _forced, path
+    before, _forced = _forced, backend
     try:
         yield
     finally:

@@ -10,9 +10,6 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.sum_tree.device import ALPHA as TREE_ALPHA
-from rlbuf_td.kernels.sum_tree.device import BETA as TREE_BETA
-from rlbuf_td.kernels.sum_tree.device import DRAWN, EPS, NAMED
 from rlbuf_td.samplers.common import EMPTY, exponent
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.shared.numbers import SharedNumbers
@@ -139,8 +136,7 @@ class ProportionalSampler(Prioritized):
             >>> ProportionalSampler.nbytes_for(1_000_000)
             19429312
         """
-        claims = 4 * sum_tree.padded(capacity) if torch.device(device).type == "cuda" else 0
-        return claims + sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
+        return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
     @classmethod
     def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -202,7 +198,7 @@ class _TreePriorities:
         sum_tree.reweigh_(self.tree, self.weighed[0], self.eps)
 
     def clear(self) -> None:
-        sum_tree.clear_(self.tree)
+        self.tree.clear_()
 
     def share_memory_(self) -> None:
         self.tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self.tree.tensors().items()})
@@ -217,8 +213,5 @@ class _TreePriorities:
         sum_tree.rebuild_(self.tree)
 
     def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
-        if backend_of(self.tree.weight) == "numba":
-            return None, None
-        state = self.tree.on_device
-        state.take((TREE_ALPHA, EPS, TREE_BETA, DRAWN, NAMED), (self.weighed[0], self.eps, beta, rows, rows))
-        return state.largest, state
+        largest = sum_tree.prepare_capture(self.tree, self.weighed[0], self.eps, beta, rows)
+        return largest, None if largest is None else self.tree.device_state

@@ -9,10 +9,15 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.kernels.rank_order import RankOrder, make_order, order_bytes
-from rlbuf_td.kernels.rank_order.device import NAMED, DeviceOrder
-from rlbuf_td.kernels.rank_order.law import cumulative, mass, rank_law, ranks_of_mass
-from rlbuf_td.kernels.rank_order.sorted import SortedOrder
+from rlbuf_td.kernels.rank_order import (
+    RankOrder,
+    cumulative,
+    make_order,
+    mass,
+    order_bytes,
+    rank_law,
+    ranks_of_mass,
+)
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
@@ -180,8 +185,7 @@ class RankSampler(Prioritized):
 
     def forget_order(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`: sort again at the next draw."""
-        if isinstance(self.order, SortedOrder):
-            self.order.forget_order()
+        self.order.forget_order()
 
 
 class _RankPriorities:
@@ -234,9 +238,4 @@ class _RankPriorities:
         self.reweigh(alpha)
 
     def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
-        if not isinstance(self.order, DeviceOrder):
-            return None, self.order
-        state = self.order.on_device
-        state.take(self.law, beta)
-        state.numbers.set_(NAMED, rows)
-        return state.largest, self.order
+        return self.order.prepare_capture(self.law, beta, rows), self.order

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.kernels.rows import staleness
 from rlbuf_td.storages.batch_rows import first_of_row, inner_dims
 from rlbuf_td.storages.indexing import flat_rows
 from rlbuf_td.storages.shared.numbers import NumberOf, SharedNumbers
@@ -109,7 +109,7 @@ class WriteClock:
 
     def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:
         """Do what :meth:`skip_rewritten` does for rows that were all stamped ``since`` steps ago."""
-        return staleness.skip_recent(flat, min(since, steps), self._numbers[_LAST], steps, lanes)
+        return row_kernels.skip_recent(flat, min(since, steps), self._numbers[_LAST], steps, lanes)
 
     # -- what writes tell
 
@@ -176,8 +176,8 @@ class WriteClock:
         numbers = self._numbers
         now, last, by_row = numbers[_NOW], numbers[_LAST], numbers[_BY_ROW]
         if by_row and self._written is not None:
-            return staleness.skip_newer(flat, stamp, now, self._written)
-        return staleness.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
+            return row_kernels.skip_newer(flat, stamp, now, self._written)
+        return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
 
     # -- state
 

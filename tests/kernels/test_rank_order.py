@@ -17,7 +17,7 @@ from rlbuf_td.kernels.rank_order import LARGEST, as_float32, make_order
 from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
-from rlbuf_td.kernels.rank_order.sorted import SortedOrder
+from rlbuf_td.kernels.rank_order.reference import SortedOrder
 from tests.kernels.orders import VALUES, NaiveOrder, empty
 from tests.waiting import waiting_is_an_error
 
@@ -30,7 +30,7 @@ class LockstepWithSorting(RuleBasedStateMachine):
         self.capacity = capacity
         self.naive = NaiveOrder(capacity)
         self.order = ChunkedOrder(empty(capacity))
-        self.specification = SortedOrder(empty(capacity))
+        self.reference = SortedOrder(empty(capacity))
 
     @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1.2), kind=st.sampled_from(sorted(VALUES)))
     def update(self, seed: int, share: float, kind: str) -> None:
@@ -39,8 +39,9 @@ class LockstepWithSorting(RuleBasedStateMachine):
         index = torch.from_numpy(rng.integers(-1, self.capacity, n))
         td_error = torch.from_numpy(VALUES[kind](rng, n).astype(np.float32))
         self.naive.update(index.tolist(), td_error.tolist())
+        self.reference.update_(index, td_error, self.capacity)
         largest = self.order.update_(index, td_error, self.capacity)
-        assert largest == float(self.specification.update_(index, td_error, self.capacity) or 0.0)
+        assert largest == float(torch.where(index < 0, -1.0, td_error.abs()).max())
 
     @rule(seed=st.integers(0, 2**32), share=st.floats(0, 1), magnitude=st.sampled_from([0.0, 0.5, 1.0, 3.0]))
     def fill(self, seed: int, share: float, magnitude: float) -> None:
@@ -48,7 +49,7 @@ class LockstepWithSorting(RuleBasedStateMachine):
         count = min(self.capacity - start, 1 + int(share * self.capacity))
         self.naive.update(list(range(start, start + count)), [magnitude] * count)
         self.order.fill_(start, count, magnitude)
-        self.specification.fill_(start, count, magnitude)
+        self.reference.fill_(start, count, magnitude)
 
     @rule()
     def restore(self) -> None:
@@ -62,8 +63,8 @@ class LockstepWithSorting(RuleBasedStateMachine):
         every = torch.arange(self.capacity)
         expected = self.naive.ranks()
         assert self.order.ranks_of(every).tolist() == expected
-        assert self.specification.ranks_of(every).tolist() == expected
-        assert int(self.order.count()) == int(self.specification.count()) == max(expected)
+        assert self.reference.ranks_of(every).tolist() == expected
+        assert int(self.order.count()) == int(self.reference.count()) == max(expected)
 
 
 TestLockstepWithSorting = LockstepWithSorting.TestCase
@@ -76,7 +77,7 @@ TestLockstepWithSorting.settings = settings(
 def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 40_000
-    order, twin = ChunkedOrder(empty(capacity)), SortedOrder(empty(capacity))
+    order, reference = ChunkedOrder(empty(capacity)), SortedOrder(empty(capacity))
     every, groups = torch.arange(capacity), set()
     for step in range(60):
         if step % 4 == 0:
@@ -84,16 +85,16 @@ def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> Non
             count = min(capacity - start, int(rng.integers(1, 30_000)))
             magnitude = float(rng.integers(4)) / 2
             order.fill_(start, count, magnitude)
-            twin.fill_(start, count, magnitude)
+            reference.fill_(start, count, magnitude)
         else:
             n = int(rng.integers(1, 8_000))
             index = torch.from_numpy(rng.integers(-1, capacity, n))
             values = VALUES[sorted(VALUES)[rng.integers(len(VALUES))]](rng, n)
             td_error = torch.from_numpy(values.astype(np.float32))
             order.update_(index, td_error, capacity)
-            twin.update_(index, td_error, capacity)
+            reference.update_(index, td_error, capacity)
         order.check_valid()
-        assert torch.equal(order.ranks_of(every), twin.ranks_of(every))
+        assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
         groups.add(int(order.chunks.head[_rank_chunks.GROUPS]))
     assert len(groups) > 3  # otherwise this test has not tested what it says
 
@@ -125,7 +126,7 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
     capacity, batch = 20_000, 512
     rng = np.random.default_rng(0)
     start = torch.from_numpy(rng.random(capacity).astype(np.float32))
-    order, twin = ChunkedOrder(start), SortedOrder(start.clone())
+    order, reference = ChunkedOrder(start), SortedOrder(start.clone())
     every = torch.arange(capacity)
     for step in range(60):
         index = {
@@ -135,10 +136,10 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
         }[rows]
         td_error = torch.from_numpy(ADVERSARIES[adversary](step, batch).astype(np.float32))
         order.update_(torch.from_numpy(index), td_error, capacity)
-        twin.update_(torch.from_numpy(index), td_error, capacity)
+        reference.update_(torch.from_numpy(index), td_error, capacity)
         if step % 10 == 9:
             order.check_valid()
-            assert torch.equal(order.ranks_of(every), twin.ranks_of(every))
+            assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
 
 
 def test_a_million_new_rows_at_the_maximum_rank_in_order_of_row_in_full_chunks() -> None:
@@ -174,7 +175,7 @@ def test_ties_are_ranked_by_row_and_the_sign_does_not_count() -> None:
     assert order.ranks_of(torch.arange(6)).tolist() == [1, 3, 0, 4, 0, 2]
 
 
-def test_of_a_row_that_is_named_twice_the_last_one_counts() -> None:
+def test_the_last_error_of_a_duplicate_row_counts() -> None:
     for order in (ChunkedOrder(empty(3)), SortedOrder(empty(3))):
         order.update_(torch.tensor([0, 1, 0, -1, 2, 0]), torch.tensor([9.0, 2.0, 8.0, 7.0, 3.0, 1.0]), rows=3)
         assert order.magnitude.tolist() == [1.0, 2.0, 3.0]
@@ -186,15 +187,24 @@ def test_of_a_row_that_is_named_twice_the_last_one_counts() -> None:
     [([0, 1], [1.0, float("nan")]), ([0, 1], [float("-inf"), 1.0]), ([0, 4], [1.0, 1.0]), ([-2, 1], [1.0, 1.0])],
     ids=["nan", "infinite", "row_too_high", "row_too_low"],
 )
-@pytest.mark.parametrize("order_type", [ChunkedOrder, SortedOrder])
-def test_a_bad_batch_is_refused_and_changes_nothing(
-    order_type: type[ChunkedOrder] | type[SortedOrder], index: list[int], td_error: list[float]
-) -> None:
-    order = order_type(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
+def test_a_bad_batch_is_refused_and_changes_nothing(index: list[int], td_error: list[float]) -> None:
+    order = ChunkedOrder(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
     for dtype in (torch.float32, torch.float64):
         assert order.update_(torch.tensor(index), torch.tensor(td_error, dtype=dtype), rows=4) is None
     assert order.magnitude.tolist() == pytest.approx([0.1, 0.2, -1.0, 0.3, -1.0])
     assert order.ranks_of(torch.arange(5)).tolist() == [3, 2, 0, 1, 0]
+
+
+def test_the_reference_skips_bad_errors_and_counts_them() -> None:
+    order = SortedOrder(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
+    index = torch.tensor([0, 1, 4, -1, 3, 2])
+    td_error = torch.tensor([1.0, torch.nan, 9.0, torch.nan, -torch.inf, -0.5])
+    assert order.update_(index, td_error, rows=4) == 1.0
+    assert order.magnitude.tolist() == pytest.approx([1.0, 0.2, 0.5, 0.3, -1.0])
+    assert order.update_(index[:1], td_error[:1] / 2, rows=4) == 1.0  # the largest so far
+    assert order.update_(index[:1], td_error[:1] * 2, rows=4, counts=False) == 2.0
+    assert order.update_(index[:1], td_error[:1] / 2, rows=4) == 1.0
+    assert int(order.refused) == 2
 
 
 def test_errors_beyond_float32_count_as_the_largest_float32() -> None:
@@ -214,18 +224,16 @@ def test_a_row_out_of_range_has_no_rank() -> None:
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
 @pytest.mark.parametrize("stratified", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 1.5])
-def test_the_twin_draws_the_same_rows_and_weights_as_the_specification(
-    alpha: float, stratified: bool, norm: str | None
-) -> None:
+def test_draws_are_those_of_the_reference(alpha: float, stratified: bool, norm: str | None) -> None:
     law = rank_law(alpha)
     for n in (1, 2, 100, 1_024, 1_025, 30_000):
         torch.manual_seed(n)
         magnitude = torch.rand(n)
-        order, twin = ChunkedOrder(magnitude), SortedOrder(magnitude)
+        order, reference = ChunkedOrder(magnitude), SortedOrder(magnitude)
         uniform = torch.rand(300, dtype=torch.float64)
         uniform[0], uniform[-1] = 0.0, 1.0 - 2.0**-53
         drawn = order.draw(law, uniform, stratified=stratified, beta=0.5, norm=norm)
-        expected = twin.draw(law, uniform, stratified=stratified, beta=0.5, norm=norm)
+        expected = reference.draw(law, uniform, stratified=stratified, beta=0.5, norm=norm)
         assert drawn is not None
         assert expected is not None
         assert torch.equal(drawn[0], expected[0])
@@ -253,9 +261,8 @@ def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
 
 
 def test_an_empty_order_draws_nothing() -> None:
-    uniform = torch.rand(4, dtype=torch.float64)
-    for order in (ChunkedOrder(empty(3)), SortedOrder(empty(3))):
-        assert order.draw(rank_law(0.7), uniform, stratified=True, beta=0.5, norm=None) is None
+    uniform, order = torch.rand(4, dtype=torch.float64), ChunkedOrder(empty(3))
+    assert order.draw(rank_law(0.7), uniform, stratified=True, beta=0.5, norm=None) is None
 
 
 def test_an_order_built_at_once_equals_one_built_by_updates() -> None:
@@ -290,10 +297,10 @@ def test_a_stale_order_is_sorted_again_after_the_updates_it_was_allowed() -> Non
     assert order.ranks_of(every).tolist() == [1, 3, 4, 2]  # a new row is known at once
 
 
-def test_the_specification_runs_on_the_device_without_waiting_for_it(device: torch.device) -> None:
+def test_the_order_runs_on_the_device_without_waiting_for_it(device: torch.device) -> None:
     torch.manual_seed(0)
     order = make_order(torch.full((5_000,), -1.0, device=device))
-    twin = SortedOrder(empty(5_000))
+    reference = SortedOrder(empty(5_000))
     index, td_error = torch.randint(-1, 5_000, (4_000,)), torch.randn(4_000)
     uniform = torch.rand(256, dtype=torch.float64)
     law, moved = rank_law(0.7), rank_law(0.7, device)
@@ -301,8 +308,8 @@ def test_the_specification_runs_on_the_device_without_waiting_for_it(device: tor
     with waiting_is_an_error(device):
         order.update_(arguments[0], arguments[1], 5_000)
         drawn = order.draw(moved, arguments[2], stratified=True, beta=0.5, norm="buffer")
-    twin.update_(index, td_error, 5_000)
-    expected = twin.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
+    reference.update_(index, td_error, 5_000)
+    expected = reference.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
     assert drawn is not None
     assert expected is not None
     assert torch.equal(drawn[0].cpu(), expected[0])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlbuf_td.kernels.compiled import masses as of_numba
 from rlbuf_td.kernels.strata import masses, step_of
-from rlbuf_td.kernels.strata.cpu import masses as of_numba
 from tests.statistics import assert_follows
 
 ONE = torch.ones((), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The sum tree: twin against specification, invariants, edges."""
+"""The sum tree: CPU backend against reference, invariants, edges."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree
-from rlbuf_td.kernels.sum_tree import reference as specification
+from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree, reference
 from tests.statistics import assert_follows, power
+
+
+def reference_update(tree: SumTree, index: torch.Tensor, td_error: torch.Tensor, *numbers: float) -> float:
+    changed, largest, _ = reference.assign(tree, index, td_error, *numbers)
+    reference.repair(tree, changed)
+    return float(largest)
 
 
 def naive_weights(capacity: int, history: list[tuple[torch.Tensor, torch.Tensor]], alpha: float, eps: float) -> dict:
@@ -41,12 +46,12 @@ def histories(draw: st.DrawFn):
 
 @settings(max_examples=60, deadline=None)
 @given(histories(), st.sampled_from([0.0, 0.5, 0.6, 1.0, 2.0]), st.sampled_from([0.0, 1e-6]))
-def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha, eps):
+def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps):
     capacity, history = case
     tree, spec = SumTree.empty(capacity), SumTree.empty(capacity)
     for step, (index, td_error) in enumerate(history):
         largest = sum_tree.update_(tree, index, td_error, capacity, alpha, eps)
-        assert largest == specification.update(spec, index, td_error, capacity, alpha, eps)[0]
+        assert largest == reference_update(spec, index, td_error, capacity, alpha, eps)
         sum_tree.check(tree, alpha, eps)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
@@ -60,7 +65,7 @@ def test_twin_and_specification_agree_bit_for_bit_after_every_update(case, alpha
 
 @settings(max_examples=60, deadline=None)
 @given(histories(), st.booleans(), st.sampled_from(["buffer", "batch", None]), st.integers(1, 70), st.integers(0, 99))
-def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(case, stratified, norm, batch, seed):
+def test_cpu_and_reference_draw_the_same_rows_and_never_one_of_weight_zero(case, stratified, norm, batch, seed):
     capacity, history = case
     tree = SumTree.empty(capacity)
     for index, td_error in history:
@@ -72,7 +77,7 @@ def test_twin_and_specification_draw_the_same_rows_and_never_one_of_weight_zero(
         assert not (tree.weight > 0).any()
         return
     rows, importance = drawn
-    spec_rows, spec_importance = specification.draw(tree, uniform, stratified, capacity, 0.4, norm)
+    spec_rows, spec_importance = reference.draw(tree, uniform, stratified, capacity, 0.4, norm)
     assert torch.equal(rows, spec_rows)
     torch.testing.assert_close(importance, spec_importance)
     assert (tree.weight[rows] > 0).all()
@@ -93,7 +98,7 @@ def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
         assert torch.equal(tensor, updated.tensors()[name]), name
 
 
-def test_of_a_row_named_twice_the_last_error_stays(device):
+def test_the_last_error_of_a_duplicate_row_stays(device):
     tree = SumTree.empty(10, device)
     index = torch.tensor([3, 3, 5, 3], device=device)
     sum_tree.update_(tree, index, torch.tensor([9.0, 8.0, 7.0, 2.0], device=device), 10, 1.0, 0.0)
@@ -115,11 +120,11 @@ def test_a_batch_with_a_bad_error_is_refused_whole(bad):
 
 def test_the_torch_path_keeps_the_old_priority_where_an_error_is_bad():
     tree = SumTree.empty(4)
-    specification.update(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
+    reference_update(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
     index = torch.tensor([0, 1, -1, 2])
-    specification.update(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 4, 1.0, 0.0)
+    reference_update(tree, index, torch.tensor([5.0, float("nan"), 9.0, float("inf")]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
-    specification.update(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 4, 1.0, 0.0)
+    reference_update(tree, torch.tensor([-1, -1]), torch.tensor([9.0, 9.0]), 4, 1.0, 0.0)
     assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
 
 

@@ -170,7 +170,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
             monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.update", lambda *state: spoil(state[1]))
             monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.fill", lambda *state: spoil(state[1]))
         else:
-            monkeypatch.setattr("rlbuf_td.kernels.rank_order.update_cpu.update_rows", lambda st, *_: lose(st))
+            monkeypatch.setattr("rlbuf_td.kernels.rank_order.cpu_update.update_rows", lambda st, *_: lose(st))
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil(magnitude) -> None:

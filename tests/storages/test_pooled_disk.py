@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels.rows import read_ahead
+from rlbuf_td.kernels.rows import cpu_loops
+from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from tests.catalogue import assert_same
 from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes
@@ -45,7 +46,7 @@ def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypat
         asked.append(arguments)
         return True
 
-    monkeypatch.setattr(read_ahead.twin(), "is_absent", is_absent)
+    monkeypatch.setattr(cpu_loops(), "is_absent", is_absent)
     plain, mapped = PackedStorage(400, ndim=ndim), PackedStorage(400, ndim=ndim, scratch_dir=tmp_path, **HOW[how])
     data = Lanes(2, 0).steps(200, 0.1) if ndim > 1 else Lanes(1, 0).steps(300, 0.1)[:, 0]
     for storage in (plain, mapped):
@@ -68,7 +69,7 @@ def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypat
         mapped.get(torch.tensor([0, len(data)]))
 
 
-@pytest.mark.skipif(not read_ahead.IS_KNOWN, reason="the system does not tell what is in memory")
+@pytest.mark.skipif(not IS_KNOWN, reason="the system does not tell what is in memory")
 @pytest.mark.parametrize("how", HOW)
 def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 20_000
@@ -78,13 +79,13 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
         storage.set(range(start, start + 100), data)
     expected = storage.gather(torch.arange(100))
     asked: list[Any] = []
-    ask = read_ahead.twin().ask_for_rows
+    ask = cpu_loops().ask_for_rows
 
     def noted(*arguments: int) -> None:
         asked.append(arguments)
         ask(*arguments)
 
-    monkeypatch.setattr(read_ahead.twin(), "ask_for_rows", noted)
+    monkeypatch.setattr(cpu_loops(), "ask_for_rows", noted)
     storage.gather(torch.arange(100))
     assert not asked
     del storage

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 
 WORD = 64
 
@@ -82,8 +82,12 @@ class FlagBoundaries:
         Returns:
             ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
         """
-        if backend_of(cells) == "triton":
-            return gpu_twin().reach(self, cells, within)
+        if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
+            return _triton().reach(self, cells, within)
+        return self.scan(cells, within)
+
+    def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as :meth:`reach`, in torch ops: look at all rows once after each write."""
         if is_capturing():  # rows will have been written by the next time
             back, ahead = self._scan()
         else:
@@ -155,7 +159,7 @@ class BitBoundaries:
 
     @property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
-        """What the loops of ``_reach_numba`` take; right as long as this object lives and is not shared anew."""
+        """What the loops of the CPU take; right as long as this object lives and is not shared anew."""
         numbers = self.__dict__.get("_bitmap")
         if numbers is None:
             addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
@@ -166,14 +170,14 @@ class BitBoundaries:
         """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
         names = _NO_NAMES if name is None else name.numpy()
         bits = self.bits.numpy().view(np.uint64)
-        twin().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
+        _cpu().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
-        reach_twin().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
+        _cpu().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def clear(self) -> None:
@@ -210,30 +214,6 @@ def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 
 
-@cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import cpu as _boundaries_numba
-
-    return _boundaries_numba
-
-
-@cache
-def reach_twin() -> ModuleType:
-    """Return the numba twin that reads."""
-    from rlbuf_td.kernels.episodes import reach_cpu as _reach_numba
-
-    return _reach_numba
-
-
-@cache
-def gpu_twin() -> ModuleType:
-    """Return the Triton twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import cuda as _boundaries_triton
-
-    return _boundaries_triton
-
-
 def flags(bits: BitBoundaries) -> FlagBoundaries:
     """Return the same boundaries as flags, for tests."""
     flagged = FlagBoundaries(bits.steps, bits.lanes)
@@ -257,3 +237,30 @@ def check(bits: BitBoundaries) -> None:
         at = torch.arange(below.shape[1])
         if not torch.equal((above[:, at // WORD] >> (at % WORD)) & 1, (below != 0).long()):
             raise AssertionError(f"level {level} does not summarise the one below")
+
+
+def _compare(device: torch.device) -> None:
+    """Raise unless Triton's kernel says what the reference says, on three lanes of 500 steps."""
+    generator = torch.Generator().manual_seed(0)
+    boundaries = FlagBoundaries(500, 3, device)
+    boundaries.write(0, 500, (torch.rand(500, 3, generator=generator) < 0.01).to(device), None)
+    cells = torch.randint(1_500, (64,), generator=generator).to(device)
+    for within in (None, 20):
+        found, expected = _triton().reach(boundaries, cells, within), boundaries.scan(cells, within)
+        torch.testing.assert_close(found, expected)
+
+
+@cache
+def _cpu() -> ModuleType:
+    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import cpu
+
+    return cpu
+
+
+@cache
+def _triton() -> ModuleType:
+    """Return the Triton backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import cuda
+
+    return cuda

@@ -1,20 +1,181 @@
-"""Writing the bitmap of cuts on the CPU: the loops of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
+"""The bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries` on the CPU.
 
-All take the bitmap as ``bits, starts``: in ``bits[e]`` lie the cuts of lane ``e``, level ``k`` from word ``starts[k]``
-on, and from ``starts[-1]`` on which steps are over. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next
-one says whether any bit of word ``w`` below is set.
+In ``bits[e]`` lie the cuts of lane ``e``, level ``k`` from word ``starts[k]`` on, and from ``starts[-1]`` on which
+steps end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next one says whether any bit of
+word ``w`` below is set.
+
+Loops that read take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane,
+address of the starts of the levels, how many levels, time steps, lanes. Numba would count references to arrays at each
+call of a function, which takes longer than the look-up.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
-_ONE, _SIX, _63 = np.uint64(1), np.uint64(6), np.uint64(63)
+from rlbuf_td.kernels.compiled import inlined, kernel, load_int64, load_uint64, prefetch
+
+_ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
 
 
-@_kernel
+def _counter(instruction: str) -> Any:
+    def count(typing_context: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return getattr(builder, instruction)(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+        return types.uint64(types.uint64), generate
+
+    return intrinsic(count)
+
+
+_trailing_zeros, _leading_zeros = _counter("cttz"), _counter("ctlz")  # of a word that is not 0
+
+
+@inlined
+def _start(bitmap, level):
+    """Return the first word of a level; that after the last one begins what is over."""
+    return np.uint64(load_int64(bitmap[2] + 8 * level))
+
+
+@inlined
+def _word(bitmap, lane, position):
+    return load_uint64(bitmap[0] + 8 * (lane * bitmap[1] + np.int64(position)))
+
+
+@inlined
+def _bit(bitmap, lane, start, t):
+    return (_word(bitmap, lane, start + (np.uint64(t) >> _SIX)) >> (np.uint64(t) & _63)) & _ONE != 0
+
+
+@inlined
+def expect(bitmap, cell):
+    """Start loading the word that knows whether a row is a cut."""
+    t, lane = split(cell, bitmap[5])
+    prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
+
+
+@kernel
+def _descend(bitmap, lane, level, position, first):
+    """Follow the first (or last) set bit of each level down to the rows."""
+    while level > 0:
+        level -= 1
+        word = _word(bitmap, lane, _start(bitmap, level) + position)
+        bit = _trailing_zeros(word) if first else _63 - _leading_zeros(word)
+        position = (position << _SIX) + bit
+    return np.int64(position)
+
+
+@kernel
+def _next_above(bitmap, lane, position):
+    """Return the first cut in word ``position`` or a later one, by the summaries; -1 if there is none."""
+    for level in range(1, bitmap[3]):
+        at = _start(bitmap, level) + (position >> _SIX)
+        if at >= _start(bitmap, level + 1):
+            return np.int64(-1)
+        word = _word(bitmap, lane, at) & (_ALL << (position & _63))
+        if word != 0:
+            position = ((position >> _SIX) << _SIX) + _trailing_zeros(word)
+            return _descend(bitmap, lane, level, position, True)
+        position = (position >> _SIX) + _ONE
+    return np.int64(-1)
+
+
+@kernel
+def _previous_above(bitmap, lane, position):
+    """Return the last cut in word ``position`` or an earlier one, by the summaries; -1 if there is none."""
+    for level in range(1, bitmap[3]):
+        word = _word(bitmap, lane, _start(bitmap, level) + (position >> _SIX)) & (_ALL >> (_63 - (position & _63)))
+        if word != 0:
+            position = ((position >> _SIX) << _SIX) + (_63 - _leading_zeros(word))
+            return _descend(bitmap, lane, level, position, False)
+        position >>= _SIX
+        if position == 0:
+            return np.int64(-1)
+        position -= _ONE
+    return np.int64(-1)
+
+
+@kernel
+def _ahead_beyond(bitmap, lane, t):
+    """Return :func:`steps_ahead` where no cut is among the 64 steps from ``t`` on."""
+    last = _next_above(bitmap, lane, (np.uint64(t) >> _SIX) + _ONE)
+    if last >= 0:
+        return last - t
+    first = _word(bitmap, lane, np.uint64(0))
+    last = np.int64(_trailing_zeros(first)) if first != 0 else _next_above(bitmap, lane, _ONE)
+    return last + bitmap[4] - t
+
+
+@inlined
+def steps_ahead(bitmap, lane, t):
+    """Return how many steps after step ``t`` of a lane its trajectory ends."""
+    position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
+    window = _word(bitmap, lane, position) >> bit  # of 64 steps: the answer is there more often than in a word
+    if position + _ONE < _start(bitmap, 1):
+        window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
+    return np.int64(_trailing_zeros(window)) if window != 0 else _ahead_beyond(bitmap, lane, t)
+
+
+@kernel
+def _previous(bitmap, lane, t):
+    """Return the last cut at ``t`` or earlier, -1 if there is none."""
+    if t < 0:
+        return np.int64(-1)
+    position = np.uint64(t)
+    word = _word(bitmap, lane, position >> _SIX) & (_ALL >> (_63 - (position & _63)))
+    position >>= _SIX
+    if word != 0:
+        return np.int64((position << _SIX) + (_63 - _leading_zeros(word)))
+    return np.int64(-1) if position == 0 else _previous_above(bitmap, lane, position - _ONE)
+
+
+@kernel
+def steps_back(bitmap, lane, t):
+    """Return how many steps before step ``t`` of a lane its trajectory begins."""
+    before, steps = _previous(bitmap, lane, t - 1), bitmap[4]
+    return t - before - 1 if before >= 0 else t + steps - _previous(bitmap, lane, steps - 1) - 1
+
+
+@inlined
+def is_cut(bitmap, lane, t):
+    """Return whether the step after step ``t`` of a lane does not follow it."""
+    return _bit(bitmap, lane, np.uint64(0), t)
+
+
+@inlined
+def is_over(bitmap, lane, t):
+    """Return whether a trajectory ended with step ``t``, which may lie beyond the end of the ring."""
+    return _bit(bitmap, lane, _start(bitmap, bitmap[3]), t - bitmap[4] if t >= bitmap[4] else t)
+
+
+@inlined
+def split(cell, lanes):
+    """Return time step and lane of a flat row."""
+    if lanes == 1:
+        return cell, np.int64(0)
+    t = np.int64(np.uint64(cell) // np.uint64(lanes))
+    return t, cell - t * lanes
+
+
+@kernel
+def reach(bitmap, cells, within, back, ahead, ended):
+    """Write how far the trajectories of rows reach; see :meth:`FlagBoundaries.reach`."""
+    for i in range(len(cells)):
+        t, lane = split(cells[i], bitmap[5])
+        back[i] = min(steps_back(bitmap, lane, t), within)
+        ahead[i] = min(steps_ahead(bitmap, lane, t), within)
+        ended[i] = is_over(bitmap, lane, t + ahead[i])
+
+
+# -- writing
+
+
+@kernel
 def _set(bits, lane, starts, t):
     """Set bit ``t``, and those above it."""
     t = np.uint64(t)
@@ -27,7 +188,7 @@ def _set(bits, lane, starts, t):
         t >>= _SIX
 
 
-@_kernel
+@kernel
 def _clear(bits, lane, starts, t):
     """Clear bit ``t``, and those above it that have nothing set below any more."""
     t = np.uint64(t)
@@ -40,14 +201,14 @@ def _clear(bits, lane, starts, t):
         t >>= _SIX
 
 
-@_kernel
+@kernel
 def _is_over(bits, lane, starts, t):
     """Return whether a trajectory ended with step ``t``."""
     t = np.uint64(t)
     return (bits[lane, np.uint64(starts[-1]) + (t >> _SIX)] >> (t & _63)) & _ONE != 0
 
 
-@_kernel
+@kernel
 def _put_over(bits, lane, starts, t, value):
     """Set whether a trajectory ended with step ``t``."""
     t = np.uint64(t)
@@ -55,7 +216,7 @@ def _put_over(bits, lane, starts, t, value):
     bits[lane, word] = bits[lane, word] | bit if value else bits[lane, word] & ~bit
 
 
-@_kernel
+@kernel
 def _assign(bits, lane, starts, t, value):
     if value:
         _set(bits, lane, starts, t)
@@ -63,7 +224,7 @@ def _assign(bits, lane, starts, t, value):
         _clear(bits, lane, starts, t)
 
 
-@_kernel
+@kernel
 def write(bits, starts, head, end, name, named, start, count):
     """Take in ``count`` steps from ``start`` on; see :meth:`FlagBoundaries.write`."""
     steps, lanes = end.shape

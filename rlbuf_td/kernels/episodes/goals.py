@@ -126,7 +126,7 @@ def _on_cpu(
     count = cells.shape[0]
     mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
     given = count, cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
-    if not twin().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *places, *given):
+    if not _cpu().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *places, *given):
         refuse_rows(cells, live)
     return mask
 
@@ -145,7 +145,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        twin().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
+        _cpu().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
@@ -174,8 +174,8 @@ def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, in
 
 
 @cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import goals_cpu as _goals_numba
+def _cpu() -> ModuleType:
+    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import batches_cpu
 
-    return _goals_numba
+    return batches_cpu

@@ -142,14 +142,14 @@ def n_step_(
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
     given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
-    if not twin().n_step(boundaries.bitmap, *parts[:-1], *given):
+    if not _cpu().n_step(boundaries.bitmap, *parts[:-1], *given):
         refuse_rows(rows, live)
     return steps
 
 
 @cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import n_step_cpu as _n_step_numba
+def _cpu() -> ModuleType:
+    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.episodes import batches_cpu
 
-    return _n_step_numba
+    return batches_cpu

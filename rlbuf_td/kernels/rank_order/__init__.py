@@ -2,10 +2,9 @@
 
 Two classes have the methods of :class:`RankOrder` and give the same ranks after any history:
 
-- :class:`~rlbuf_td.kernels.rank_order.sorted.SortedOrder`, the specification, sorts the magnitudes when asked. It
-  runs on
-  any device without waiting for it.
-- :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` changes in O(log N) a row: it is what the CPU uses.
+- :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts the magnitudes when asked. It runs on any device
+  without waiting for it.
+- :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` changes in O(log N) per row: the CPU uses it.
 
 Magnitudes are float32: errors that are equal as float32 are a tie, and larger ones count as the largest float32.
 """
@@ -18,17 +17,20 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.rank_order.law import RankLaw
+from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
+from rlbuf_td.kernels.rank_order.chunks import allocate
+from rlbuf_td.kernels.rank_order.law import RankLaw, cumulative, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.rank_order.reference import LARGEST, SortedOrder, as_float32
 
-#: Larger errors count as this one.
-LARGEST = torch.finfo(torch.float32).max
+__all__ = ["LARGEST", "ChunkedOrder", "RankLaw", "RankOrder", "SortedOrder", "as_float32", "cumulative", "make_order"]
+__all__ += ["mass", "order_bytes", "rank_law", "ranks_of_mass"]
 
 
 class RankOrder(Protocol):
     """What a rank-based sampler asks of an order over ``capacity`` rows. ``B`` is the length of a batch."""
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
-        """Give rows ``|td_error|``; -1 is skipped, and of a row that is named twice the last one stays.
+        """Give rows ``|td_error|``; -1 is skipped, and the last error of a duplicate row stays.
 
         Args:
             index: ``[B]`` int64.
@@ -81,12 +83,15 @@ class RankOrder(Protocol):
     def refused(self) -> Tensor | int:
         """How many NaN or infinite errors have been left out; 0 on the CPU, which refuses the whole batch."""
 
+    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
+        """Copy host-side settings to where captured graphs read them.
 
-def as_float32(td_error: Tensor) -> Tensor:
-    """Return errors as float32; finite ones stay finite."""
-    if td_error.dtype is torch.float32:
-        return td_error
-    return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
+        Returns:
+            Where the largest magnitude seen is kept, a 0-dim tensor; ``None`` on the CPU.
+        """
+
+    def forget_order(self) -> None:
+        """Take note that a captured graph has changed magnitudes."""
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
@@ -94,23 +99,14 @@ def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without.
-        stale_updates: of an order that sorts when asked; the others are always exact.
+        stale_updates: of an order that sorts when asked; on the CPU the order is always exact.
     """
-    path = backend_of(magnitude)
-    if path != "numba":
-        from rlbuf_td.kernels.rank_order.sorted import SortedOrder
-
-        return SortedOrder(magnitude, stale_updates)
-    from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-
-    return ChunkedOrder(magnitude)
+    return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
 
 
 def order_bytes(capacity: int, device: torch.device) -> int:
-    """Return the bytes of what :func:`make_order` makes for so many rows."""
+    """Return the bytes of what :func:`make_order` makes for ``capacity`` rows."""
     if device.type == "cuda":
         return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
-    from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
-
     with torch.device("meta"):  # shapes without memory
-        return sum(tensor.nbytes for tensor in _rank_chunks.allocate(capacity).values())
+        return sum(tensor.nbytes for tensor in allocate(capacity).values())

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rank_order import LARGEST, as_float32
-from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
-from rlbuf_td.kernels.rank_order.chunks import ROWS, Chunks
+from rlbuf_td.kernels.rank_order.check import check_valid
+from rlbuf_td.kernels.rank_order.chunks import ROWS, Chunks, allocate, clear, views
 from rlbuf_td.kernels.rank_order.law import RankLaw
+from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
 from rlbuf_td.kernels.strata import step_of
 
 #: From this many rows on, ``fill_`` goes through the old keys in their order.
@@ -26,15 +26,14 @@ class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
     Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on the CPU. The layout and its invariants are
-    told in :mod:`rlbuf_td.kernels.rank_order.chunks`. Nothing depends on which values are stored: equal ones,
-    monotone ones
-    and adversarial ones cost the same.
+    told in :mod:`rlbuf_td.kernels.rank_order.chunks`. Which values are stored does not matter: equal, monotone and
+    adversarial ones cost the same.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without; copied.
 
     Cost: a draw is O(B log N), an update O(B (128 + log N)); a fill sorts and deletes what the rows had.
-    15 to 27 bytes a row, about 22 after random updates.
+    15 to 27 bytes per row, about 22 after random updates.
 
     Example:
         >>> order = ChunkedOrder(torch.full((5,), -1.0))
@@ -45,12 +44,12 @@ class ChunkedOrder:
     """
 
     def __init__(self, magnitude: Tensor) -> None:
-        self._adopt(_rank_chunks.allocate(len(magnitude)))
+        self._adopt(allocate(len(magnitude)))
         self._fill_with(magnitude)
 
     def _adopt(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
-        self._chunks = _rank_chunks.views(tensors)
+        self._chunks = views(tensors)
         self._magnitude = tensors["bits"].view(torch.float32)
         # The loops let go of the GIL, and a prefetching buffer draws while priorities are updated.
         self._lock = Lock()
@@ -58,14 +57,14 @@ class ChunkedOrder:
     def _fill_with(self, magnitude: Tensor) -> None:
         if bool((magnitude >= 0).any()):
             self._magnitude.copy_(magnitude)
-            keys = _update().keys_of(self._chunks.bits)
+            keys = _cpu_update().keys_of(self._chunks.bits)
             keys.sort()
-            _update().append_sorted(self._chunks, keys)
+            _cpu_update().append_sorted(self._chunks, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.assign_`. O(N log N)."""
         with self._lock:
-            _rank_chunks.clear(self._tensors)
+            clear(self._tensors)
             self._fill_with(magnitude)
 
     def share_memory_(self) -> None:
@@ -73,6 +72,12 @@ class ChunkedOrder:
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     refused = 0
+
+    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
+        """Do nothing: the CPU captures no graphs."""
+
+    def forget_order(self) -> None:
+        """Do nothing: no graph changes magnitudes."""
 
     @property
     def magnitude(self) -> Tensor:
@@ -87,10 +92,10 @@ class ChunkedOrder:
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B (128 + log N))."""
         flat, error = index.numpy(), as_float32(td_error).numpy()
-        if not _update().acceptable(flat, error, rows):
+        if not _cpu_update().acceptable(flat, error, rows):
             return None
         with self._lock:
-            return _update().update_rows(self._chunks, flat, error)
+            return _cpu_update().update_rows(self._chunks, flat, error)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.fill_`. O(count), and the deletion of the old keys."""
@@ -100,12 +105,12 @@ class ChunkedOrder:
         with self._lock:
             if count < _MANY:
                 index = np.arange(start, start + count)
-                _update().update_rows(self._chunks, index, np.full(count, value))
+                _cpu_update().update_rows(self._chunks, index, np.full(count, value))
                 return
-            old = _update().take_range(self._chunks, start, start + count)
+            old = _cpu_update().take_range(self._chunks, start, start + count)
             old.sort()
-            _update().delete_sorted(self._chunks, old)
-            _update().insert_range(self._chunks, start, start + count, value.view(np.int32))
+            _cpu_update().delete_sorted(self._chunks, old)
+            _cpu_update().insert_range(self._chunks, start, start + count, value.view(np.int32))
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -113,11 +118,11 @@ class ChunkedOrder:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B log N)."""
         batch = uniform.shape[0]
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
-        twin = _draw()
-        mode = twin.BUFFER if norm == "buffer" else twin.BATCH if norm == "batch" else 2
+        cpu = _cpu()
+        mode = cpu.BUFFER if norm == "buffer" else cpu.BATCH if norm == "batch" else 2
         st, step = self._chunks, step_of(batch, stratified)
         with self._lock:
-            drawn = twin.draw(
+            drawn = cpu.draw(
                 *(st.head, st.top_tree, st.top_group, st.before, st.child, st.keys),
                 *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, step, mode, index, weight),
             )
@@ -127,7 +132,7 @@ class ChunkedOrder:
         """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
         with self._lock:
-            inside = _find().ranks_of(self._chunks, index.numpy(), ranks)
+            inside = _cpu().ranks_of(self._chunks, index.numpy(), ranks)
         if not inside:
             low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
@@ -139,8 +144,6 @@ class ChunkedOrder:
 
     def check_valid(self) -> None:
         """Raise an AssertionError unless every internal invariant holds; for tests. O(N log N)."""
-        from rlbuf_td.kernels.rank_order.check import check_valid
-
         check_valid(self._chunks)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,25 +159,17 @@ class ChunkedOrder:
             self.__init__(state["magnitude"])  # type: ignore[misc]
 
 
-# The loops are imported, and compiled or read from disk, on first use.
+@cache
+def _cpu() -> ModuleType:
+    """Return the loops that read, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.rank_order import cpu
+
+    return cpu
 
 
 @cache
-def _find() -> ModuleType:
-    from rlbuf_td.kernels.rank_order import find_cpu as _rank_find_numba
+def _cpu_update() -> ModuleType:
+    """Return the loops that change."""
+    from rlbuf_td.kernels.rank_order import cpu_update
 
-    return _rank_find_numba
-
-
-@cache
-def _update() -> ModuleType:
-    from rlbuf_td.kernels.rank_order import update_cpu as _rank_update_numba
-
-    return _rank_update_numba
-
-
-@cache
-def _draw() -> ModuleType:
-    from rlbuf_td.kernels.rank_order import draw_cpu as _rank_draw_numba
-
-    return _rank_draw_numba
+    return cpu_update

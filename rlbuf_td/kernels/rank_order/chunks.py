@@ -1,4 +1,4 @@
-"""The state of the chunked order: three levels of plain tensors, and the numpy views that the loops work on.
+"""The layout of the chunked order: three levels of plain tensors, and the NumPy views that the loops work on.
 
 - A **chunk** holds up to ``WIDTH`` keys in ascending order (``keys[c, :fill[c]]``).
 - A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower

@@ -1,17 +1,170 @@
-"""The specification of an update and a draw by rank, in torch ops: on any device, without waiting for it."""
+"""The reference: magnitudes that are sorted when someone asks, in torch ops on any device, without waiting for it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rank_order import as_float32
-from rlbuf_td.kernels.rank_order.law import RankLaw, mass, ranks_of_mass
+from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
+from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
+
+#: Larger errors count as this one.
+LARGEST = torch.finfo(torch.float32).max
+
+
+def as_float32(td_error: Tensor) -> Tensor:
+    """Return errors as float32; finite ones stay finite."""
+    if td_error.dtype is torch.float32:
+        return td_error
+    return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
+
+
+class DeviceState:
+    """What captured graphs read and change, always in the same memory.
+
+    Attributes:
+        numbers: ``ALPHA``, ``SHIFT`` (of the law), ``BETA`` and ``NAMED`` (rows that updates may name).
+        law: the law, over these numbers.
+        largest: 0-dim float64, the largest magnitude seen, -1 before any.
+        unseen: the same for magnitudes that are not counted as seen.
+        refused: 0-dim int64, how many NaN or infinite errors have been left out.
+    """
+
+    ALPHA, SHIFT, BETA, NAMED = range(4)
+
+    def __init__(self, device: torch.device) -> None:
+        with outside_inference_mode():
+            self.numbers = DeviceScalars(4, device)
+            head = torch.zeros(HEAD, dtype=torch.float64, device=device)
+            self.law = RankLaw(self.numbers[self.ALPHA], head, self.numbers[self.SHIFT])
+            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.refused = torch.zeros((), dtype=torch.int64, device=device)
+        self._given: RankLaw | None = None
+
+    def put(self, law: RankLaw, beta: float, rows: int) -> None:
+        """Copy host-side settings to where captured graphs read them."""
+        if law is not self._given:
+            self._given = law
+            self.law.head.copy_(law.head)
+            self.numbers.set_(self.ALPHA, law.alpha)
+            self.numbers.set_(self.SHIFT, law.shift)
+        self.numbers.set_(self.BETA, beta)
+        self.numbers.set_(self.NAMED, rows)
+
+
+class SortedOrder:
+    """Sort when asked, if something has changed since: O(N log N), on the device.
+
+    Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on any device.
+
+    Args:
+        magnitude: ``[capacity]`` float32, -1 for rows without; owned by the order from now on.
+        stale_updates: sort again only when there have been more updates than this; 0 is exact.
+    """
+
+    def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
+        self._magnitude = magnitude
+        self._stale_updates = stale_updates
+        self._behind = -1  # updates since the last sort; -1 before the first
+        self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
+        self._by_row: Tensor | None = None
+        self._device_state: DeviceState | None = None
+
+    @property
+    def device_state(self) -> DeviceState:
+        """What captured graphs read and change, made at first use."""
+        if self._device_state is None:
+            self._device_state = DeviceState(self._magnitude.device)
+        return self._device_state
+
+    @property
+    def refused(self) -> Tensor | int:
+        """How many NaN or infinite errors have been left out."""
+        return 0 if self._device_state is None else self._device_state.refused
+
+    @property
+    def magnitude(self) -> Tensor:
+        """``[capacity]`` float32, -1 for rows without; to be read only."""
+        return self._magnitude
+
+    def share_memory_(self) -> None:
+        """Refuse: what is known of the order is known to one process.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("an order on a device cannot be shared by several processes")
+
+    def assign_(self, magnitude: Tensor) -> None:
+        """Take over other magnitudes, and forget the largest that was seen."""
+        self._magnitude.copy_(magnitude)
+        if self._device_state is not None:
+            self._device_state.largest.fill_(-1.0)
+        self.forget_order()
+
+    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
+        """Copy host-side settings to where captured graphs read them; return where the largest magnitude is kept."""
+        self.device_state.put(law, beta, rows)
+        return self.device_state.largest
+
+    def forget_order(self) -> None:
+        """Sort again at the next question: a captured graph has changed magnitudes."""
+        self._behind = -1
+
+    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
+        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B log B)."""
+        state = self.device_state
+        given, refused = write(self._magnitude, index, td_error, state.numbers[state.NAMED] if is_capturing() else rows)
+        largest = state.largest if counts else state.unseen
+        largest.copy_(torch.maximum(largest, given))
+        state.refused.add_(refused)
+        self._behind += self._behind >= 0
+        return largest
+
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        """Give ``count`` rows from ``start`` on one magnitude. O(count)."""
+        value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
+        self._magnitude[start : start + count] = value
+        self._behind = -1  # a row that is new must be known at once
+
+    def _refresh(self) -> None:
+        if 0 <= self._behind <= self._stale_updates:
+            return
+        # Stable, so that ties are by row; rows without a magnitude, -1, come last.
+        self._by_rank = self._magnitude.sort(descending=True, stable=True).indices
+        self._by_row = None
+        self._count = (self._magnitude >= 0).sum()
+        self._behind = 0
+
+    def draw(
+        self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B) after the sort."""
+        self._refresh()
+        power: float | Tensor = beta
+        if is_capturing():
+            law, power = self.device_state.law, self.device_state.numbers[DeviceState.BETA]
+        ranks, weight = draw_ranks(law, self._count, uniform, stratified=stratified, beta=power, norm=norm)
+        return self._by_rank[ranks - 1], weight
+
+    def ranks_of(self, index: Tensor) -> Tensor:
+        """Return ranks of rows, int64; 0 for a row without a magnitude. O(B) after the sort."""
+        self._refresh()
+        if self._by_row is None:
+            self._by_row = torch.empty_like(self._by_rank)
+            self._by_row[self._by_rank] = torch.arange(1, len(self._by_rank) + 1, device=self._by_rank.device)
+        return torch.where(self._magnitude[index] >= 0, self._by_row[index], 0)
+
+    def count(self) -> Tensor:
+        """Return how many rows have a magnitude, a 0-dim int64 tensor."""
+        self._refresh()
+        return self._count
 
 
 def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Give rows the magnitudes of errors, as :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_` says.
+    """Give rows the magnitudes of errors,; the last error of a duplicate row stays.
 
     Returns:
         The largest magnitude given, -1 if none, and how many errors were left out; 0-dim.
@@ -19,7 +172,7 @@ def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int | Tensor
     named = (index >= 0) & (index < rows)
     valid = named & td_error.isfinite()
     given = as_float32(td_error).abs()
-    # Every mention of a row is given the value of its last one, and every skipped mention repeats the last valid
+    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid
     # row: the order of the scatter cannot matter, and no shape depends on data.
     ordered, order = torch.where(valid, index, -1).sort(stable=True)
     target = torch.where(ordered < 0, ordered[-1], ordered)
@@ -32,7 +185,7 @@ def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int | Tensor
 def draw_ranks(
     law: RankLaw, rows: Tensor, uniform: Tensor, *, stratified: bool, beta: float | Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the ranks that :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw` draws, and their float32 weights.
+    """Return the ranks that :meth:`SortedOrder.draw` draws, and their float32 weights.
 
     ``rows`` is how many rows have a magnitude, 0-dim.
     """

@@ -1,6 +1,6 @@
-"""Copying parts of rows: from a storage's columns into a batch's, where both are strided views of something larger.
+"""Rows: copying parts of them, and which of them have been rewritten since they were sampled.
 
-Cost O(B * bytes). On the CPU the numba twin copies bytes in place; elsewhere torch ops do, without waiting.
+Columns are strided views of something larger. Nothing waits for the device where memory is not on the CPU.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from math import inf
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
     size, width = target.element_size(), target.shape[1:].numel()
-    twin().copy_rows(
+    cpu_loops().copy_rows(
         target.data_ptr(),
         target.stride(0) * size,
         source.data_ptr(),
@@ -93,7 +93,7 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         size = 4 if dtype is torch.float32 else 8
-        return twin().put_values(
+        return cpu_loops().put_values(
             target.data_ptr(),
             target.stride(0) * size,
             values.data_ptr(),
@@ -132,9 +132,90 @@ def is_dense(column: Tensor) -> bool:
     return column.ndim == 1 or not len(column) or column[0].is_contiguous()
 
 
-@cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.rows import cpu as _columns_numba
+# -- which sampled rows have been rewritten since
+#
+# A clock counts the time steps that have been written; a stamp is its value when a row was sampled. All numbers are
+# int64 and may wrap: only differences count. A stamp from the future (of another buffer, or of a time that a load has
+# undone) says nothing of the row: it counts as rewritten.
 
-    return _columns_numba
+
+def skip_ring(
+    index: Tensor, stamp: Tensor, clock: int, last: int, steps: int, lanes: int
+) -> tuple[Tensor, int | Tensor]:
+    """Skip the rows that a ring has rewritten since they were sampled.
+
+    A ring writes one time step after the other: the step written ``a`` steps before the newest one has been rewritten
+    since a stamp if more than ``a`` have been written.
+
+    Args:
+        index: ``[B]`` int64 flat rows ``t * lanes + lane``, contiguous; -1 means "skip".
+        stamp: ``[B]`` int64, contiguous.
+        clock: how many time steps have been written.
+        last: the one that was written last.
+        steps: capacity in time steps.
+        lanes: rows a time step.
+
+    Returns:
+        ``index`` with -1 in place of rewritten rows, and how many (on CUDA as a 0-dim tensor).
+    """
+    if _is_on_cpu(index):
+        return _on_cpu(cpu_loops().skip_ring, index, stamp, clock, last, steps, lanes)
+    since = clock - stamp
+    age = (last - index // lanes) % steps
+    return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))
+
+
+def skip_recent(index: Tensor, since: int, last: int, steps: int, lanes: int) -> tuple[Tensor, int | Tensor]:
+    """Skip the rows among the last ``since`` time steps of a ring: :func:`skip_ring` where all stamps are the same."""
+    if _is_on_cpu(index):
+        given, skip = (index.data_ptr(), index.shape[0], since, last, steps, lanes), cpu_loops().skip_recent
+        if not skip(0, *given):
+            return index, 0
+        kept = torch.empty_like(index)
+        return kept, skip(kept.data_ptr(), *given)
+    return _skipped(index, (index >= 0) & ((last - index // lanes) % steps < since))
+
+
+def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
+    """Skip the rows that have been rewritten since they were sampled, going by when each was written.
+
+    Args:
+        index: as for :func:`skip_ring`.
+        stamp: as for :func:`skip_ring`.
+        clock: as for :func:`skip_ring`.
+        written: ``[N]`` int64, the clock after each row's last write.
+
+    Returns:
+        As :func:`skip_ring`.
+    """
+    if _is_on_cpu(index):
+        return _on_cpu(cpu_loops().skip_newer, index, stamp, clock, written.data_ptr(), len(written))
+    inside = (index >= 0) & (index < len(written))
+    newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
+    return _skipped(index, inside & newer)
+
+
+def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(stale, -1, index), stale.sum()
+
+
+def _is_on_cpu(index: Tensor) -> bool:
+    return backend_of(index) == "numba"
+
+
+def _on_cpu(skip: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tensor, int]:
+    """Count first: that there is something to skip is rare."""
+    given = index.data_ptr(), stamp.data_ptr(), index.shape[0]
+    count = skip(0, *given, *others)
+    if not count:
+        return index, 0
+    kept = torch.empty_like(index)
+    return kept, skip(kept.data_ptr(), *given, *others)
+
+
+@cache
+def cpu_loops() -> ModuleType:
+    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.rows import cpu
+
+    return cpu

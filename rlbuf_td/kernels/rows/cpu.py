@@ -1,16 +1,36 @@
-"""The loops of :mod:`rlbuf_td.kernels.rows` on the CPU. A column is an address and a stride in bytes."""
+"""The loops of :mod:`rlbuf_td.kernels.rows` on the CPU: copies, stale rows, and pages of mapped files, by address."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from rlbuf_td.kernels.rows.memory_cpu import copy_bytes, load_bool, load_float32, load_float64, load_int64
+from rlbuf_td.kernels.compiled import (
+    copy_bytes,
+    inlined,
+    kernel,
+    load_bool,
+    load_float32,
+    load_float64,
+    load_int32,
+    load_int64,
+    load_uint8,
+    pointer,
+)
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
+_PAGE, _WILL_NEED = 4096, 3
+_SAMPLED = 16
 
 
-@_kernel
+# -- copies: a column is an address and a stride in bytes
+
+
+@kernel
 def copy_rows(target, target_stride, source, source_stride, width, count, rows, mask):
     """Copy ``width`` bytes of some rows; see :func:`rlbuf_td.kernels.rows.copy_rows_`."""
     for i in range(count):
@@ -18,7 +38,7 @@ def copy_rows(target, target_stride, source, source_stride, width, count, rows, 
             copy_bytes(target + i * target_stride, source + load_int64(rows + 8 * i) * source_stride, width)
 
 
-@_kernel
+@kernel
 def put_values(target, target_stride, values, values_stride, double, count, mask):
     """Copy some values unless one is NaN; see :func:`rlbuf_td.kernels.rows.put_values_`."""
     for i in range(count):
@@ -31,3 +51,147 @@ def put_values(target, target_stride, values, values_stride, double, count, mask
         if load_bool(mask + i):
             copy_bytes(target + i * target_stride, values + i * values_stride, width)
     return -1
+
+
+# -- stale rows: each function takes the address for the rows that are left (0: nowhere), those of ``index`` and
+# ``stamp``, and their length, and returns how many rows it skips
+
+
+@kernel
+def _difference(a: int, b: int) -> int:
+    """Subtract as int64 wraps: of signed numbers the compiler assumes that they do not."""
+    return np.int64(np.uint64(a) - np.uint64(b))
+
+
+@kernel
+def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
+    """See :func:`rlbuf_td.kernels.rows.skip_ring`."""
+    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
+    left = carray(pointer(kept), rows if kept else 0, np.int64)
+    count = 0
+    for j in range(rows):
+        row = given[j]
+        since = _difference(clock, stamps[j])
+        if since != 0 and row >= 0:
+            age = last - (row // lanes if lanes > 1 else row)
+            if age < 0:
+                age += steps
+            if since < 0 or age < since:
+                row = -1
+                count += 1
+        if kept:
+            left[j] = row
+    return count
+
+
+@kernel
+def skip_recent(kept: int, index: int, rows: int, since: int, last: int, steps: int, lanes: int) -> int:
+    """See :func:`rlbuf_td.kernels.rows.skip_recent`."""
+    given, left = carray(pointer(index), rows, np.int64), carray(pointer(kept), rows if kept else 0, np.int64)
+    count = 0
+    for j in range(rows):
+        row = given[j]
+        age = last - (row // lanes if lanes > 1 else row)
+        if age < 0:
+            age += steps
+        if row >= 0 and age < since:
+            row = -1
+            count += 1
+        if kept:
+            left[j] = row
+    return count
+
+
+@kernel
+def skip_newer(kept: int, index: int, stamp: int, rows: int, clock: int, written: int, total: int) -> int:
+    """See :func:`rlbuf_td.kernels.rows.skip_newer`; ``written`` is an address of ``total`` int64."""
+    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
+    times = carray(pointer(written), total, np.int64)
+    left = carray(pointer(kept), rows if kept else 0, np.int64)
+    count = 0
+    for j in range(rows):
+        row = given[j]
+        if 0 <= row < total and (_difference(times[row], stamps[j]) > 0 or _difference(clock, stamps[j]) < 0):
+            row = -1
+            count += 1
+        if kept:
+            left[j] = row
+    return count
+
+
+# -- pages of mapped files
+
+
+def _of_libc(name: str) -> Any:
+    """Return a function of three integers that the C library has."""
+
+    def call(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word = ir.IntType(64)
+            kind = ir.FunctionType(word, [word, word, word])
+            function = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.call(function, arguments)
+
+        return types.int64(types.int64, types.int64, types.int64), generate
+
+    return intrinsic(call)
+
+
+_madvise, _mincore = _of_libc("madvise"), _of_libc("mincore")
+
+
+@kernel
+def is_absent(base, stride, cells, count):
+    """Return whether one of some rows of a batch is not in memory."""
+    found = np.zeros(1, np.uint8)
+    step = max(1, count // _SAMPLED)
+    for i in range(0, count, step):
+        page = (base + load_int64(cells + 8 * i) * stride) // _PAGE * _PAGE
+        found[0] = 1
+        _mincore(page, np.int64(_PAGE), np.int64(found.ctypes.data))
+        if load_uint8(np.int64(found.ctypes.data)) & 1 == 0:
+            return True
+    return False
+
+
+@inlined
+def _ask(first, last, until):
+    """Ask for the pages from ``first`` to ``last``, but those before ``until``; return where the next ones begin."""
+    first = max(first // _PAGE * _PAGE, until)
+    last = -(-last // _PAGE) * _PAGE
+    if last > first:
+        _madvise(first, last - first, np.int64(_WILL_NEED))
+    return max(last, until)
+
+
+@kernel
+def ask_for_rows(base, stride, live, cells, count):
+    """Ask for rows, which are named in order."""
+    until, first, last = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(count):
+        cell = load_int64(cells + 8 * i)
+        if cell < 0 or cell >= live:
+            continue
+        at = base + cell * stride
+        if at // _PAGE > -(-last // _PAGE):  # what lies together is asked for at once
+            until = _ask(first, last, until)
+            first = at
+        last = at + stride
+    _ask(first, last, until)
+
+
+@kernel
+def ask_for_entries(base, width, ids, names, row_bytes, live, cells, count):
+    """Ask for the entries that rows name; ``ids`` is where the first row's names begin."""
+    until = np.int64(0)
+    for i in range(count):
+        cell, before = load_int64(cells + 8 * i), np.int64(-1)
+        for j in range(names if 0 <= cell < live else 0):
+            name = np.int64(load_int32(ids + cell * row_bytes + 4 * j))
+            if name == before or name == 0:
+                continue
+            at = base + (name - 1) * width
+            if j == 0 or at < until - _PAGE or at + width > until:
+                last = at + width * (2 if width < _PAGE else 1)  # the next one mostly lies behind it
+                until = _ask(at, last, np.int64(0))
+            before = name

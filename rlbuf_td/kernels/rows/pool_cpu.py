@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from rlbuf_td.kernels.episodes.reach_cpu import inlined
-from rlbuf_td.kernels.rows.memory_cpu import (
+from rlbuf_td.kernels.compiled import (
     copy_bytes,
+    inlined,
+    kernel,
     load_int32,
     load_int64,
     prefetch,
@@ -16,7 +16,6 @@ from rlbuf_td.kernels.rows.memory_cpu import (
     store_int64,
 )
 
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
 _ROWS, _ENTRIES = 20, 8  # rows, and entries of so many rows, that begin to come before they are needed
 _MOST_LINES = 4  # of an entry that are asked for: what follows comes by itself
 
@@ -63,7 +62,7 @@ def _copy_piece(groups, parts, g, name, piece, side, to):
                 copy_bytes(target + o * parts[p, PITCH], at + parts[p, INTO] + o * inner, inner)
 
 
-@_kernel
+@kernel
 def read(groups, parts, runs, own, own_bytes, live, cells, order, count, target, row_bytes):
     """Put rows together in ``target``; see :func:`rlbuf_td.kernels.rows.pool.read_`. Return whether all are live."""
     for begun in range(count + _ROWS):
@@ -342,7 +341,7 @@ def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, sta
     store_int64(counters + 8, used)
 
 
-@_kernel
+@kernel
 def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, deferred):
     """Release and fill rows one by one; see :func:`rlbuf_td.kernels.rows.pool.write_`."""
     for g in range(len(groups)):

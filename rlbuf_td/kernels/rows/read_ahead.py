@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import mmap
 import sys
-from functools import cache
-from types import ModuleType
 
 from torch import Tensor
 
+from rlbuf_td.kernels.rows import cpu_loops
 from rlbuf_td.kernels.rows.pool import Table
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
@@ -31,10 +30,10 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
         return None
     cells = cells.contiguous()
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
-    if not twin().is_absent(base, stride, cells.data_ptr(), len(cells)):
+    if not cpu_loops().is_absent(base, stride, cells.data_ptr(), len(cells)):
         return None
     cells, order = cells.sort()
-    twin().ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
+    cpu_loops().ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
     return order
 
 
@@ -44,12 +43,4 @@ def ask_for_entries(table: Table, cells: Tensor) -> None:
     base, stride = rows.data_ptr(), rows.stride(0)
     for group, entries in zip(table.groups, table.entries, strict=True):
         where = base + group.ids, group.names, stride, len(rows), cells.data_ptr(), len(cells)
-        twin().ask_for_entries(entries.data_ptr(), group.nbytes, *where)
-
-
-@cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.rows import read_ahead_cpu as _read_ahead_numba
-
-    return _read_ahead_numba
+        cpu_loops().ask_for_entries(entries.data_ptr(), group.nbytes, *where)

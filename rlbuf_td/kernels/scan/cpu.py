@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from rlbuf_td.kernels.addresses import pointer
+from rlbuf_td.kernels.compiled import pointer
 
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract"}}
 

@@ -7,18 +7,16 @@ each. Unsigned indices spare numba's check for negative ones.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
-from rlbuf_td.kernels.strata.cpu import masses
-from rlbuf_td.kernels.sum_tree import BLOCK, LARGEST, REFUSED, SMALLEST
+from rlbuf_td.kernels.compiled import kernel, masses
+from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
-#: The Python error model would check every division for zero, which keeps loops from being vectorised.
-_kernel = njit(cache=True, nogil=True, error_model="numpy")
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
 
 
-@_kernel
+@kernel
 def _weight(magnitude, alpha, eps):
     priority = magnitude + eps
     if priority <= 0.0:
@@ -26,7 +24,7 @@ def _weight(magnitude, alpha, eps):
     return min(max(priority**alpha, SMALLEST), LARGEST)
 
 
-@_kernel
+@kernel
 def _set_block(weight, sums, minima, block):
     """Recompute one block; return whether its minimum changed."""
     row = block << _SHIFT
@@ -43,7 +41,7 @@ def _set_block(weight, sums, minima, block):
     return changed
 
 
-@_kernel
+@kernel
 def _set_group(sums, before, first, above):
     """Recompute the group whose members begin at ``first``; its sum goes to ``above``."""
     total = 0.0
@@ -57,7 +55,7 @@ def _set_group(sums, before, first, above):
         last -= _ONE
 
 
-@_kernel
+@kernel
 def _smallest_of(minima, first):
     smallest = np.inf
     for k in range(BLOCK):
@@ -65,7 +63,7 @@ def _smallest_of(minima, first):
     return smallest
 
 
-@_kernel
+@kernel
 def _raise_minimum(starts, minima, node):
     """Recompute the minima above a block until one does not change."""
     for k in range(starts.shape[0] - 1):
@@ -77,7 +75,7 @@ def _raise_minimum(starts, minima, node):
         minima[above] = smallest
 
 
-@_kernel
+@kernel
 def _acceptable(index, td_error, rows):
     good = True
     for j in range(index.shape[0]):
@@ -85,7 +83,7 @@ def _acceptable(index, td_error, rows):
     return good
 
 
-@_kernel
+@kernel
 def update(starts, magnitude, weight, sums, before, minima, index, td_error, rows, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
     if not _acceptable(index, td_error, rows):
@@ -109,7 +107,7 @@ def update(starts, magnitude, weight, sums, before, minima, index, td_error, row
     return largest
 
 
-@_kernel
+@kernel
 def _sum_upwards(starts, sums, before, node, count):
     """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
     for k in range(starts.shape[0] - 1):
@@ -124,7 +122,7 @@ def _sum_upwards(starts, sums, before, node, count):
             _set_group(sums, before, start + (group << _SHIFT), above + group)
 
 
-@_kernel
+@kernel
 def fill(starts, magnitude, weight, sums, before, minima, start, count, value, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.fill_`."""
     magnitude[start : start + count] = value
@@ -140,7 +138,7 @@ def fill(starts, magnitude, weight, sums, before, minima, start, count, value, a
             minima[above] = _smallest_of(minima, members)
 
 
-@_kernel
+@kernel
 def rebuild(starts, magnitude, weight, sums, before, minima):
     """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
     blocks = weight.shape[0] // BLOCK
@@ -155,7 +153,7 @@ def rebuild(starts, magnitude, weight, sums, before, minima):
             minima[above] = _smallest_of(minima, members)
 
 
-@_kernel
+@kernel
 def _descend(starts, before, mass, node):
     """Go from the root to the blocks: in each group, to the last member that begins within the mass."""
     for k in range(starts.shape[0] - 2, -1, -1):
@@ -169,7 +167,7 @@ def _descend(starts, before, mass, node):
             node[j] = (node[j] << _SHIFT) | member
 
 
-@_kernel
+@kernel
 def _draw_in_blocks(weight, mass, node):
     """Go on to the row, by halves, whose sums are added on the way."""
     for j in range(node.shape[0]):
@@ -191,7 +189,7 @@ def _draw_in_blocks(weight, mass, node):
         node[j] = row | uint64((mass[j] >= weight[row]) & (weight[row | _ONE] > 0.0))
 
 
-@_kernel
+@kernel
 def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, beta, mode, index, importance):
     """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none.
 
@@ -214,7 +212,7 @@ def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, b
     return True
 
 
-@_kernel
+@kernel
 def _importance(weight, row, smallest, beta, importance):
     exponent = np.float32(-beta)
     for j in range(row.shape[0]):

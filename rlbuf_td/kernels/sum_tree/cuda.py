@@ -1,78 +1,28 @@
-"""GPU twins of :mod:`rlbuf_td.kernels.sum_tree`.
+"""Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`: drawing, and recomputing what lies above changed rows.
 
-A draw descends as the specification does: a thread a draw, and one cache line of ``before`` a level. All batch sizes
-cost about the same per draw then; to scan the sums of large blocks instead would read a hundred times as much.
-
-An update takes two or three launches, since a launch is the only thing that all programs wait for: (1) every mention
-of a row claims it; (2) winners write (where one program holds the batch, in the launch of the claims); (3) every dirty
-subtree of 512 rows is recomputed, and the program that ends last recomputes what is above: each releases its subtree
-by counting itself, and who finds that all others are counted has acquired them. Sums are added in the order of the
-specification, so that equal weights give equal bits. A weight is ``exp(alpha log p)`` where the specification has
-``pow``: they may differ in the last bits.
+A draw descends as the reference does: one thread per draw, and one cache line of ``before`` per level. Changes are
+repaired in two launches, for a launch is the only thing that all programs wait for: every program of the first one
+recomputes a subtree of 512 rows, and the only program of the second one everything above. Sums are added in the order
+of the reference, so that equal weights give equal bits.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlbuf_td.kernels import strata
 from rlbuf_td.kernels.dispatch import launching_on
-from rlbuf_td.kernels.strata import step_of
-from rlbuf_td.kernels.strata.cuda import masses
-from rlbuf_td.kernels.sum_tree.duplicates_cuda import mentions, passes, take_note, winners
+from rlbuf_td.kernels.sum_tree.tree import SumTree
 
-ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = (tl.constexpr(at) for at in range(6))  # as in _sum_tree_device
-SMALLEST, LARGEST = tl.constexpr(1e-290), tl.constexpr(1e290)
 WIDTH = tl.constexpr(8)  # sum_tree.BLOCK
 SUBTREE = tl.constexpr(512)  # rows of three levels
+FIRST = tl.constexpr(strata.FIRST)
 
 #: Products that are not rounded would lead a draw to another row than its mass says, even to one of weight 0.
 _EXACT = {"enable_fp_fusion": False}
-
-
-@triton.jit
-def _weight_of(magnitude, numbers):
-    alpha = tl.load(numbers + ALPHA)
-    priority = magnitude + tl.load(numbers + EPS)
-    positive = priority > 0
-    weight = tl.exp(alpha * tl.log(tl.where(positive, priority, 1.0)))
-    weight = tl.minimum(tl.maximum(weight, SMALLEST), LARGEST)
-    return tl.where(positive, weight, tl.where(alpha == 0, 1.0, 0.0))
-
-
-@triton.jit
-def _begin(ended):
-    """Let the next launch count its programs from 0, whatever has become of the one before."""
-    if tl.program_id(0) == 0:
-        tl.store(ended, 0)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _assign(
-    index, td_error, count, numbers, claims, magnitude, weight, largest, refused, ended,
-    CLAIM: tl.constexpr, WRITE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Let mentions claim their rows, or winners write, or both where one program holds the batch."""
-    at, row, error, named, valid = mentions(index, td_error, count, numbers + NAMED, SIZE)
-    wins = winners(claims, row, at, valid, CLAIM, WRITE)
-    if WRITE:
-        tl.store(magnitude + row, error, mask=wins)
-        tl.store(weight + row, _weight_of(error, numbers), mask=wins)
-        take_note(largest, refused, error, named, valid)
-        _begin(ended)
-
-
-@triton.jit(do_not_specialize=["start", "count"])
-def _fill(start, count, entry, numbers, magnitude, weight, ended, SIZE: tl.constexpr):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    value = tl.zeros([SIZE], tl.float64) + tl.load(entry)
-    tl.store(magnitude + start + at, value, mask=at < count)
-    tl.store(weight + start + at, _weight_of(value, numbers), mask=at < count)
-    _begin(ended)
 
 
 @triton.jit
@@ -115,15 +65,15 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 
 @triton.jit(do_not_specialize=["first"])
 def _repair(
-    index, first, numbers, weight, sums, before, minima, blocks, starts, levels, nodes, ended,
-    BY_MENTION: tl.constexpr, LEVELS: tl.constexpr, SIZE: tl.constexpr,
+    rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute a subtree of 512 rows, that of a mention, or one counted from ``first``; the last one, all above."""
+    """Recompute a subtree of 512 rows: that of a row, or one counted from ``first``.
+
+    Programs of one subtree write the same values, each before it reads them.
+    """
     subtree = first + tl.program_id(0).to(tl.int64)
-    if BY_MENTION:
-        row = tl.load(index + tl.program_id(0))
-        named = (row >= 0) & (row < tl.load(numbers + NAMED).to(tl.int64))
-        subtree = tl.where(named, row, 0) // SUBTREE  # of a skipped mention any subtree, which is then as it was
+    if BY_ROW:
+        subtree = tl.load(rows + tl.program_id(0)) // SUBTREE
     block = subtree * 64 + tl.arange(0, 64)
     _set_blocks(weight, sums, minima, block, block < blocks)
     if LEVELS > 0:
@@ -135,15 +85,11 @@ def _repair(
         tl.debug_barrier()
         group = subtree + tl.arange(0, 1)
         _set_groups(sums, before, minima, tl.load(starts + 1), tl.load(starts + 2), group, group >= 0)
-    if LEVELS > 2:
-        tl.debug_barrier()  # only what all threads have done is released
-        if tl.atomic_add(ended, 1) == tl.num_programs(0) - 1:
-            _finish(sums, before, minima, starts, levels, nodes, SIZE)
 
 
 @triton.jit
 def _finish(sums, before, minima, starts, levels, nodes, SIZE: tl.constexpr):
-    """Recompute everything above subtrees, of which there are so many nodes, up to the root."""
+    """Recompute everything above subtrees, ``nodes`` of them, up to the root: one program."""
     for at in range(2, levels):
         groups = (nodes + 7) // 8
         start, above = tl.load(starts + at), tl.load(starts + at + 1)
@@ -162,7 +108,7 @@ def _go(mass, left, right):
 
 @triton.jit(do_not_specialize=["count", "step"])
 def _draw(
-    uniform, numbers, weight, sums, before, minima, starts, index, importance, count, step, levels,
+    uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Draw rows. NORM: 0 divides by the buffer's largest importance weight, 2 by nothing; 1 returns plain weights."""
@@ -170,7 +116,13 @@ def _draw(
     inside = at < count
     root = tl.load(starts + levels)
     total = tl.load(sums + root)
-    mass = masses(uniform, at, count, step, total, STRATIFIED)
+    mass = tl.load(uniform + at, mask=inside, other=0.0)
+    if STRATIFIED:  # as strata.masses
+        first = (tl.load(uniform) * FIRST).to(tl.int64)
+        segment = (first + at.to(tl.int64) * step) % count
+        mass = (segment.to(tl.float64) + mass) * (total / count)
+    else:
+        mass = mass * total
     node = tl.zeros([SIZE], tl.int64)
     for down in range(levels):
         line = tl.load(starts + levels - 1 - down) + node * WIDTH
@@ -200,73 +152,58 @@ def _draw(
     if NORM == 1:
         tl.store(importance + at, chosen, mask=inside)
     else:
-        unit = tl.load(minima + root) if NORM == 0 else total / tl.load(numbers + DRAWN)
+        unit = tl.load(minima + root) if NORM == 0 else total / tl.load(rows)
         log = tl.log(chosen / unit)
-        tl.store(importance + at, tl.exp(-tl.load(numbers + BETA) * log).to(tl.float32), mask=inside)
+        tl.store(importance + at, tl.exp(-tl.load(beta) * log).to(tl.float32), mask=inside)
 
 
-def update(tree: Any, index: Tensor, td_error: Tensor, largest: Tensor) -> None:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.update_`; the tree's ``on_device`` holds the numbers and the counters."""
-    count, state = index.shape[0], tree.on_device
-    own = state.claims, tree.magnitude, tree.weight, largest, state.refused, state.ended
-    given = index, td_error, count, state.numbers.tensor, *own
-    with launching_on(index):
-        for grid, options in passes(count):
-            _assign[grid](*given, **options, **_EXACT)
-        subtrees = triton.cdiv(tree.weight.shape[0], SUBTREE.value)
-        _recompute(tree, index if count < subtrees else None, 0, min(count, subtrees))
+def repair(tree: SumTree, rows: Tensor) -> None:
+    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.repair`."""
+    subtrees = triton.cdiv(tree.weight.shape[0], SUBTREE.value)
+    if rows.shape[0] < subtrees:
+        _recompute(tree, rows, 0, rows.shape[0])
+    else:
+        _recompute(tree, None, 0, subtrees)
 
 
-def fill(tree: Any, start: int, count: int, entry: Tensor) -> None:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.fill_`; ``entry`` is the magnitude, 0-dim float64."""
+def repair_range(tree: SumTree, start: int, count: int) -> None:
+    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.repair_range`."""
     first, last = start // SUBTREE.value, (start + count - 1) // SUBTREE.value
-    with launching_on(entry):
-        state = tree.on_device
-        given = start, count, entry, state.numbers.tensor, tree.magnitude, tree.weight, state.ended
-        _fill[(triton.cdiv(count, 256),)](*given, SIZE=256, **_EXACT)
-        _recompute(tree, None, first, last + 1 - first)
+    _recompute(tree, None, first, last + 1 - first)
 
 
-def rebuild(tree: Any) -> None:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
+def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) -> None:
+    """Recompute the subtrees of ``rows``, or ``programs`` subtrees from ``first`` on, and everything above."""
+    starts, blocks = tree.device_state.starts, tree.weight.shape[0] // WIDTH.value
+    levels, nodes = starts.shape[0] - 1, triton.cdiv(blocks, 64)
+    above = tree.sums, tree.before, tree.minima
     with launching_on(tree.weight):
-        tree.on_device.ended.zero_()
-        _recompute(tree, None, 0, triton.cdiv(tree.weight.shape[0], SUBTREE.value))
+        named = starts if rows is None else rows
+        options = {"BY_ROW": rows is not None, "LEVELS": min(levels, 2), "num_warps": 4}
+        _repair[(programs,)](named, first, tree.weight, *above, blocks, starts, **options, **_EXACT)
+        if levels > 2:
+            size = min(512, max(32, triton.next_power_of_2(triton.cdiv(nodes, 8))))
+            _finish[(1,)](*above, starts, levels, nodes, SIZE=size, num_warps=4, **_EXACT)
 
 
-def _recompute(tree: Any, index: Tensor | None, first: int, programs: int) -> None:
-    """Recompute the subtrees that ``index`` names, or so many from ``first`` on, and everything above.
-
-    No program has been counted yet.
-    """
-    state, blocks = tree.on_device, tree.weight.shape[0] // WIDTH.value
-    levels = state.starts.shape[0] - 1
-    named = state.numbers.tensor if index is None else index
-    nodes = triton.cdiv(blocks, 64)
-    size = min(512, max(32, triton.next_power_of_2(triton.cdiv(nodes, 8))))
-    given = named, first, state.numbers.tensor, tree.weight, tree.sums, tree.before, tree.minima, blocks, state.starts
-    options = {"BY_MENTION": index is not None, "LEVELS": min(levels, 3), "SIZE": size, "num_warps": 4}
-    _repair[(programs,)](*given, levels, nodes, state.ended, **options, **_EXACT)
-
-
-def draw(tree: Any, uniform: Tensor, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.draw`: one launch, unless ``norm`` is the batch's."""
-    count, state = uniform.shape[0], tree.on_device
-    by_batch = norm == "batch"
+def draw(
+    tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
+) -> tuple[Tensor, Tensor]:
+    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.draw`: one launch, unless ``norm`` is the batch's."""
+    count, starts, by_batch = uniform.shape[0], tree.device_state.starts, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
     size = 64 if count <= 16_384 else 128
     with launching_on(uniform):
-        given = uniform, state.numbers.tensor, tree.weight, tree.sums, tree.before, tree.minima, state.starts
         _draw[(triton.cdiv(count, size),)](
-            *given,
-            *(index, importance, count, step_of(count, stratified), state.starts.shape[0] - 1),
+            *(uniform, rows, beta, tree.weight, tree.sums, tree.before, tree.minima, starts, index, importance),
+            *(count, strata.step_of(count, stratified), starts.shape[0] - 1),
             STRATIFIED=stratified,
             NORM=1 if by_batch else 0 if norm == "buffer" else 2,
             SIZE=size,
-            num_warps=max(1, size // 32),
+            num_warps=size // 32,
             **_EXACT,
         )
     if by_batch:
-        importance = (importance / importance.amin()).pow(-state.numbers[BETA.value]).to(torch.float32)
+        importance = (importance / importance.amin()).pow(-beta).to(torch.float32)
     return index, importance

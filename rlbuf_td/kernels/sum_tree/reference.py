@@ -1,4 +1,4 @@
-"""The specification of :mod:`rlbuf_td.kernels.sum_tree` in torch ops: any device, no host synchronisation.
+"""The reference of :mod:`rlbuf_td.kernels.sum_tree` in torch ops: any device, no host synchronisation.
 
 Rows, alpha, beta and eps may be numbers, or 0-dim tensors where a graph is to see them change.
 """
@@ -6,21 +6,12 @@ Rows, alpha, beta and eps may be numbers, or 0-dim tensors where a graph is to s
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.strata import masses
-
-if TYPE_CHECKING:
-    from rlbuf_td.kernels.sum_tree import SumTree
-
-Number: TypeAlias = float | Tensor
-
-BLOCK = 8
-#: Weights are kept within these bounds, so that no sum overflows and no positive priority becomes 0.
-SMALLEST, LARGEST = 1e-290, 1e290
+from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, SMALLEST, Number, SumTree
 
 
 def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
@@ -30,12 +21,16 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
     return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
 
 
-def update(
+def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
-) -> tuple[Tensor, Tensor]:
-    """Set priorities; return the largest magnitude set, -1 if none, and how many were refused, 0-dim tensors."""
-    # Every mention of a row is given the value of the last one, and every skipped mention repeats the last valid row,
-    # so that the order of the scatter cannot matter and nothing depends on how many are skipped.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set magnitudes and weights; the nodes above them are to be repaired.
+
+    Returns:
+        ``[B]`` int64, the rows that have changed; the largest magnitude set, -1 if none; how many were refused.
+    """
+    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid row: the
+    # order of the scatter cannot matter then, and no shape depends on how many are skipped.
     magnitude = td_error.to(torch.float64).abs()
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()
@@ -46,23 +41,26 @@ def update(
     value = torch.where(target < 0, tree.magnitude[row], magnitude[last])
     tree.magnitude[row] = value
     tree.weight[row] = torch.where(value < 0, 0.0, weight_of(value, alpha, eps))
-    repair(tree, row // BLOCK)
-    return torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
+    return row, torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
 
 
-def repair(tree: SumTree, block: Tensor) -> None:
-    """Recompute the blocks named, and everything above them."""
+def repair(tree: SumTree, rows: Tensor) -> None:
+    """Recompute everything above rows, ``[B]`` int64."""
+    _repair_blocks(tree, rows // BLOCK)
+
+
+def repair_range(tree: SumTree, start: int, count: int) -> None:
+    """Recompute everything above ``count`` rows from ``start`` on."""
+    _repair_blocks(tree, torch.arange(start // BLOCK, (start + count - 1) // BLOCK + 1, device=tree.weight.device))
+
+
+def _repair_blocks(tree: SumTree, block: Tensor) -> None:
     weight = tree.weight.view(-1, BLOCK)[block]
     tree.sums[block] = _block_sum(weight)
     tree.minima[block] = torch.where(weight > 0, weight, torch.inf).amin(1)
     for start, above in pairwise(tree.starts):
         block = block // BLOCK
         _set_groups(tree, start, above, block)
-
-
-def rebuild(tree: SumTree) -> None:
-    """Compute everything above the weights anew."""
-    repair(tree, torch.arange(tree.weight.shape[0] // BLOCK, device=tree.weight.device))
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
@@ -80,7 +78,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _pairs(weight: Tensor) -> Tensor:
-    """Add neighbours: one level up, in the order in which the twin adds, so that both give the same bits."""
+    """Add neighbours: one level up, in the order of the other backends, so that all give the same bits."""
     return weight[:, 0::2] + weight[:, 1::2]
 
 

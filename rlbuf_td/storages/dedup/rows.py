@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from rlbuf_td.kernels.rows import new_rows
 from rlbuf_td.kernels.rows.pool import Table, assemble_, check, grow_, read_, rebuild_, write_
-from rlbuf_td.kernels.rows.pool_by_steps import write_by_steps_
+from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup.layout import ENTRY_IDS, DedupLayout, Sections
 from rlbuf_td.storages.rows import Rows, T, from_start, last_of_each

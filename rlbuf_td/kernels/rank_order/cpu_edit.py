@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlbuf_td.kernels.compiled import bare, move_items
 from rlbuf_td.kernels.rank_order.chunks import (
     FULL,
     GROUPS,
@@ -20,8 +21,7 @@ from rlbuf_td.kernels.rank_order.chunks import (
     WIDTH,
     Chunks,
 )
-from rlbuf_td.kernels.rank_order.find_cpu import count_below, find_place
-from rlbuf_td.kernels.rank_order.jit import bare, move
+from rlbuf_td.kernels.rank_order.cpu import count_below, find_place
 
 _HALF = WIDTH // 2
 
@@ -226,7 +226,7 @@ def insert_key(st: Chunks, p: int, s: int, key: int) -> bool:
         n = st.fill[c]
     g = st.top_group[p]
     at = count_below(keys, c, n, key)
-    move(keys, c, at + 1, at, n - at)
+    move_items(keys, c, at + 1, at, n - at)
     keys[c, at] = key
     st.fill[c] = n + 1
     add_count(st.before, g, s, st.size[g], 1)
@@ -254,7 +254,7 @@ def delete_key(st: Chunks, p: int, s: int, key: int) -> bool:
     c = st.child[g, s]
     n = st.fill[c]
     at = count_below(keys, c, n, key)
-    move(keys, c, at, at + 1, n - at - 1)
+    move_items(keys, c, at, at + 1, n - at - 1)
     st.fill[c] = n - 1
     add_count(st.before, g, s, st.size[g], -1)
     add_total(st, p, -1)

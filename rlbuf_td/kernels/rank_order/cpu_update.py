@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlbuf_td.kernels.compiled import bare, compiled, move_items
 from rlbuf_td.kernels.rank_order.chunks import ABSENT, GROUPS, ROWS, WIDTH, Chunks
-from rlbuf_td.kernels.rank_order.edit_cpu import (
+from rlbuf_td.kernels.rank_order.cpu import (
+    BLOCK,
+    count_below,
+    fetch_chunk,
+    find_in_chunks,
+    find_place,
+    find_places,
+    key_of,
+    next_bound,
+)
+from rlbuf_td.kernels.rank_order.cpu_edit import (
     add_count,
     add_total,
     delete_key,
@@ -16,17 +27,6 @@ from rlbuf_td.kernels.rank_order.edit_cpu import (
     rebuild_totals,
     split_chunk,
 )
-from rlbuf_td.kernels.rank_order.find_cpu import (
-    BLOCK,
-    count_below,
-    fetch_chunk,
-    find_in_chunks,
-    find_place,
-    find_places,
-    key_of,
-    next_bound,
-)
-from rlbuf_td.kernels.rank_order.jit import bare, compiled, move
 
 #: How many chunks ahead of the one that is being changed are fetched.
 AHEAD = 4
@@ -144,7 +144,7 @@ def _delete_sorted_block(
         # What lies between one deleted key and the next moves down by the number deleted so far.
         while i < n and chunk[i] == c:
             stop = at[i + 1] if i + 1 < n and chunk[i + 1] == c else np.int64(st.fill[c])
-            move(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
+            move_items(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
             i += 1
         gone = i - begin
         p, s = pos[begin], slot[begin]
@@ -197,7 +197,7 @@ def _insert_run(st: Chunks, p: int, s: int, at: int, key: int, end: int) -> int:
     c = st.child[g, s]
     n = st.fill[c]
     count = end - key + 1
-    move(st.keys, c, at + count, at, n - at)
+    move_items(st.keys, c, at + count, at, n - at)
     for t in range(count):
         st.keys[c, at + t] = key + t
     st.fill[c] = n + count

@@ -6,19 +6,17 @@ Steps are walked in the order of time, lanes inside, so that episodes come out i
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
-from rlbuf_td.kernels.addresses import pointer
+from rlbuf_td.kernels.compiled import compiled, pointer
 
 SUM, MEAN, LAST = 0, 1, 2
 FREE = np.iinfo(np.int64).min  # the key of a slot that no episode uses
 PADDING = -1  # the trajectory number that TorchRL gives to rows that are none
 STEPS, EPISODES, WRITES = 0, 1, 2  # places in ``counters``
 
-_kernel = njit(cache=True, nogil=True)
 
-
-@_kernel
+@compiled
 def _slot(keys, key, hint):
     """Return the slot of an open episode, or a free one for it, or -1 if there is neither; look at ``hint`` first."""
     slots, free = keys.shape[0], -1
@@ -31,19 +29,19 @@ def _slot(keys, key, hint):
     return free
 
 
-@_kernel
+@compiled
 def _number(address, row, is_double):
     if is_double:
         return carray(pointer(address), row + 1, np.float64)[row]
     return np.float64(carray(pointer(address), row + 1, np.float32)[row])
 
 
-@_kernel
+@compiled
 def _flag(address, row):
     return carray(pointer(address), row + 1, np.uint8)[row]
 
 
-@_kernel
+@compiled
 def _finish(slot, now, reduction, lengths, sums, record):
     """Write what an episode amounts to: when it ended, its length, its metrics."""
     record[0] = now
@@ -52,7 +50,7 @@ def _finish(slot, now, reduction, lengths, sums, record):
         record[2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
 
 
-@_kernel
+@compiled
 def count_steps(
     start,
     shape,

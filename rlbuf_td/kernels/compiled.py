@@ -1,0 +1,195 @@
+"""What the loops that numba compiles share: decorators, memory by address, and where a batch's draws fall.
+
+Unboxing an array takes longer than many of these loops, so they take addresses. Callers vouch that the memory is there,
+and keep its tensors alive.
+
+Numba's cache on disk notices a change of a function's own file only, and functions call each other across files: delete
+``__pycache__`` after a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from rlbuf_td.kernels.strata import FIRST
+
+#: Decorate a loop. The Python error model would check every division for zero, which keeps loops from being vectorised.
+kernel = njit(cache=True, nogil=True, error_model="numpy")
+#: Decorate what is called once per row.
+inlined = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+#: Decorate a function that allocates, or that is called from Python, and whose helpers are :func:`bare`.
+compiled = njit(cache=True, nogil=True)
+
+
+def bare(function: Callable[..., Any]) -> Any:
+    """Decorate a helper that makes no array: numba then counts no references, which would double its time."""
+    try:
+        return njit(cache=True, nogil=True, _nrt=False)(function)
+    except KeyError:  # a numba without that option: the same results, slower
+        return compiled(function)
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """Turn an integer into a pointer, for ``numba.carray``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.intp), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy ``count`` bytes from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, since, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Start loading the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit_prefetch(builder, builder.inttoptr(arguments[0], cgutils.voidptr_t))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def prefetch_item(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
+    """Start loading the cache line of ``array[row, column]`` (int64); indices are not checked."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _emit_prefetch(builder, _item(context, builder, signature, arguments, arguments[2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
+
+
+def _emit_prefetch(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [address.type, *[ir.IntType(32)] * 3])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+    builder.call(function, [address, for_reading, keep, data])
+
+
+@intrinsic
+def move_items(typing_context: Any, array: Any, row: Any, to: Any, start: Any, count: Any) -> Any:
+    """Copy ``array[row, start:start + count]`` (int64) to ``array[row, to:to + count]``; the two may overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target = _item(context, builder, signature, arguments, arguments[2])
+        source = _item(context, builder, signature, arguments, arguments[3])
+        size = builder.mul(arguments[4], ir.Constant(ir.IntType(64), 8))
+        cgutils.raw_memmove(builder, target, source, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, types.int64, types.int64), generate
+
+
+def _item(context: Any, builder: Any, signature: Any, arguments: Any, column: Any) -> Any:
+    """Emit the address of ``array[row, column]``."""
+    array = context.make_array(signature.args[0])(context, builder, arguments[0])
+    offset = builder.add(builder.mul(arguments[1], builder.extract_value(array.shape, 1)), column)
+    return builder.bitcast(builder.gep(array.data, [offset]), ir.IntType(8).as_pointer())
+
+
+@inlined
+def same_bytes(first, second, count):
+    """Return whether ``count`` bytes at two addresses are the same."""
+    at = np.int64(0)
+    while at + 64 <= count:
+        difference = np.int64(0)
+        for word in range(8):
+            difference |= load_int64(first + at + 8 * word) ^ load_int64(second + at + 8 * word)
+        if difference != 0:
+            return False
+        at += 64
+    while at + 8 <= count:
+        if load_int64(first + at) != load_int64(second + at):
+            return False
+        at += 8
+    while at + 4 <= count:
+        if load_int32(first + at) != load_int32(second + at):
+            return False
+        at += 4
+    while at < count:
+        if load_uint8(first + at) != load_uint8(second + at):
+            return False
+        at += 1
+    return True
+
+
+@inlined
+def prefetch_row(address, width):
+    """Start loading ``width`` bytes at an address."""
+    for line in range(0, width, 64):
+        prefetch(address + line)
+    prefetch(address + width - 1)
+
+
+def _loader(kind: types.Type) -> Any:
+    """Return a function that reads a value of a type at an address."""
+
+    def load(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = ir.PointerType(context.get_data_type(kind))
+            return context.unpack_value(builder, kind, builder.inttoptr(arguments[0], pointer))
+
+        return kind(types.int64), generate
+
+    return intrinsic(load)
+
+
+def _storer(kind: types.Type) -> Any:
+    """Return a function that writes a value of a type at an address."""
+
+    def store(typing_context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = ir.PointerType(context.get_data_type(kind))
+            context.pack_value(builder, kind, arguments[1], builder.inttoptr(arguments[0], pointer))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), generate
+
+    return intrinsic(store)
+
+
+load_uint8 = _loader(types.uint8)
+load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
+load_int32, store_int32 = _loader(types.int32), _storer(types.int32)
+load_int64, store_int64 = _loader(types.int64), _storer(types.int64)
+load_uint64 = _loader(types.uint64)
+load_float32, store_float32 = _loader(types.float32), _storer(types.float32)
+load_float64, store_float64 = _loader(types.float64), _storer(types.float64)
+
+
+@kernel
+def masses(uniform, total, step, out):
+    """Put the mass before each draw into ``out``, which may be ``uniform``; ``step``: see ``step_of``."""
+    batch = uniform.shape[0]
+    if step == 0:
+        for j in range(batch):
+            out[j] = uniform[j] * total
+        return
+    width = total / batch
+    segment = np.int64(uniform[0] * FIRST) % batch
+    for j in range(batch):
+        out[j] = (segment + uniform[j]) * width
+        segment += step
+        if segment >= batch:
+            segment -= batch

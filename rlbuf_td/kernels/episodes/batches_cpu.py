@@ -1,0 +1,200 @@
+"""Hindsight goals and n-step sums on the CPU: rows of bytes by address."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlbuf_td.kernels.compiled import (
+    copy_bytes,
+    inlined,
+    kernel,
+    load_float32,
+    load_float64,
+    load_int32,
+    load_int64,
+    prefetch,
+    prefetch_row,
+    store_bool,
+    store_float32,
+    store_float64,
+    store_int32,
+    store_int64,
+)
+from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
+
+_GOALS_SOON = 16  # rows whose bits begin to come before their goals are chosen
+_GOALS_AHEAD = 24  # goals that begin to come before the first one is copied
+_STEPS_SOON = 16  # the same for n-step sums
+_STEPS_AHEAD = 9  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
+_SMALL = 64  # bytes that a loop copies in less time than a call to ``memcpy`` takes
+
+
+# -- hindsight
+
+
+@inlined
+def _choose(bitmap, thresholds, only_finished, live, cell, pick):
+    """Return the row that gives ``cell`` its goal, -1 for none."""
+    future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
+    if pick >= episode:
+        return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
+    steps, lanes = bitmap[4], bitmap[5]
+    t, lane = split(cell, lanes)
+    ahead = steps_ahead(bitmap, lane, t)
+    if only_finished and not is_over(bitmap, lane, t + ahead):
+        return np.int64(-1)
+    if pick < future:
+        t += min(np.int64(pick / future * (ahead + 1)), ahead)
+    elif pick < final:
+        t += ahead
+    else:
+        back = steps_back(bitmap, lane, t)
+        t += min(np.int64((pick - final) / (episode - final) * (back + ahead + 1)), back + ahead) - back
+    return (t - steps if t >= steps else t + steps if t < 0 else t) * lanes + lane
+
+
+@kernel
+def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, mask):
+    """Write the rows chosen for ``cells``, and whether each is relabelled."""
+    for i in range(len(cells)):
+        row = _choose(bitmap, thresholds, only_finished, live, cells[i], uniform[i])
+        mask[i] = row >= 0
+        rows[i] = row if row >= 0 else cells[i]
+
+
+@kernel
+def relabel(
+    bitmap, thresholds, only_finished, live,
+    outcomes, stride, width, first, first_stride, second, second_stride, base, block, count, cells, uniform, mask,
+):  # fmt: skip
+    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
+
+    If there is a ``base``, from where all rows of ``stride`` bytes lie, the rows are copied to ``block`` first. Return
+    whether these were among the ``live`` ones.
+    """
+    rows = np.empty(count, np.int64)
+    in_words = width <= _SMALL and width % 4 == 0
+    for begun in range(count + _GOALS_AHEAD):
+        if begun + _GOALS_SOON < count:
+            expect(bitmap, load_int64(cells + 8 * (begun + _GOALS_SOON)))
+        if begun < count:
+            cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
+            if cell < 0 or cell >= live:
+                return False
+            row = _choose(bitmap, thresholds, only_finished, live, cell, pick)
+            rows[begun] = row
+            store_bool(mask + begun, row >= 0)
+            if base:
+                prefetch_row(base + cell * stride, stride)
+            if row >= 0:
+                prefetch(outcomes + row * stride)
+        i = begun - _GOALS_AHEAD
+        if i >= 0 and base:
+            cell = load_int64(cells + 8 * i)
+            copy_bytes(block + i * stride, base + cell * stride, stride)
+        if i >= 0 and rows[i] >= 0:
+            outcome = outcomes + rows[i] * stride
+            if in_words:
+                for offset in range(0, width, 4):
+                    value = load_int32(outcome + offset)
+                    store_int32(first + i * first_stride + offset, value)
+                    store_int32(second + i * second_stride + offset, value)
+            else:
+                copy_bytes(first + i * first_stride, outcome, width)
+                copy_bytes(second + i * second_stride, outcome, width)
+    return True
+
+
+# -- n steps
+
+
+@inlined
+def _expect(source, lanes, row_bytes, reward, taken, kept, end, cell, last, k, reads):
+    """Start loading what an n-step transition of ``cell`` reads: few lines, for memory is what it waits for."""
+    at = source + cell * row_bytes
+    if k == 1:
+        if reads:
+            prefetch_row(at, row_bytes)
+        return
+    if reads:
+        for part in range(kept, end, 16):
+            prefetch_row(at + load_int64(part), load_int64(part + 8))
+    for _ in range(k):
+        prefetch(at + reward)
+        at += lanes * row_bytes
+    at = source + last * row_bytes
+    for part in range(taken, kept, 16):
+        prefetch_row(at + load_int64(part), load_int64(part + 8))
+
+
+@inlined
+def _copy_parts(to, since, first, end):
+    """Copy the byte ranges that the numbers from ``first`` to ``end`` name."""
+    for part in range(first, end, 16):
+        offset = load_int64(part)
+        copy_bytes(to + offset, since + offset, load_int64(part + 8))
+
+
+@inlined
+def _reward_at(address, double):
+    return load_float64(address) if double else np.float64(load_float32(address))
+
+
+@inlined
+def _walk(bitmap, cell, n):
+    """Return how many steps, at most n, a trajectory goes on from ``cell``, itself included, and the last row."""
+    steps, lanes = bitmap[4], bitmap[5]
+    t, lane = split(cell, lanes)
+    k = 1
+    while k < n and not is_cut(bitmap, lane, t):
+        t = t + 1 if t + 1 < steps else 0
+        k += 1
+    return k, t * lanes + lane
+
+
+@kernel
+def n_step(
+    bitmap, reward, features, double, row_bytes, ranges, taken_parts, parts,
+    source, batch, count, rows, taken, n, gamma, live,
+):  # fmt: skip
+    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.episodes.n_step.n_step_`.
+
+    Return whether all rows were among the ``live`` ones, which is asked only if there are any.
+    """
+    steps, lanes, width, reads = bitmap[4], bitmap[5], 8 if double else 4, live > 0
+    kept, end = ranges + 16 * taken_parts, ranges + 16 * parts
+    lasts = np.empty(count, np.int64)
+    for begun in range(count + _STEPS_AHEAD):
+        if begun + _STEPS_SOON < count:
+            expect(bitmap, load_int64(rows + 8 * (begun + _STEPS_SOON)))
+        if begun < count:
+            cell = load_int64(rows + 8 * begun)
+            if reads and (cell < 0 or cell >= live):
+                return False
+            k, lasts[begun] = _walk(bitmap, cell, n)
+            store_int64(taken + 8 * begun, k)
+            _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k, reads)
+        i = begun - _STEPS_AHEAD
+        if i < 0:
+            continue
+        cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), batch + i * row_bytes
+        if k == 1:
+            if reads:
+                copy_bytes(to, source + cell * row_bytes, row_bytes)
+            continue
+        if reads:
+            _copy_parts(to, source + cell * row_bytes, kept, end)
+        for feature in range(features):
+            at, here = reward + feature * width, cell
+            total = _reward_at(source + here * row_bytes + at, double)
+            discount = 1.0
+            for _ in range(1, k):
+                here = here + lanes if here + lanes < steps * lanes else here + lanes - steps * lanes
+                discount *= gamma
+                total += discount * _reward_at(source + here * row_bytes + at, double)
+            if double:
+                store_float64(to + at, total)
+            else:
+                store_float32(to + at, np.float32(total))
+        _copy_parts(to, source + lasts[i] * row_bytes, ranges, kept)
+    return True

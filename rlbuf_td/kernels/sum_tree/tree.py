@@ -1,0 +1,161 @@
+"""The state of a sum tree: plain tensors, and what device backends keep beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.device_scalars import DeviceScalars, outside_inference_mode
+from rlbuf_td.kernels.huge_pages import advise_huge_pages
+
+#: A number, or a 0-dim tensor that a graph sees change.
+Number: TypeAlias = float | Tensor
+
+BLOCK = 8
+#: Weights are kept within these bounds, so that no sum overflows and no positive priority becomes 0.
+SMALLEST, LARGEST = 1e-290, 1e290
+#: What an update returns instead of a magnitude when it refuses a batch.
+REFUSED = -2.0
+
+
+class DeviceState:
+    """What a tree has beside its state on a device other than the CPU, always in the same memory.
+
+    Attributes:
+        numbers: ``ALPHA``, ``EPS``, ``BETA``, ``DRAWN`` (rows that are drawn from), ``NAMED`` (rows that updates may
+            name) and ``ENTRY`` (the magnitude of new rows).
+        largest: 0-dim float64, the largest magnitude seen since the tree was cleared, -1 before any.
+        unseen: the same for magnitudes that are not counted as seen.
+        refused: 0-dim int64, how many NaN or infinite errors have been left out.
+        starts: ``[levels + 1]`` int64, where the levels begin.
+    """
+
+    ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = range(6)
+
+    def __init__(self, starts: list[int], device: torch.device) -> None:
+        with outside_inference_mode():
+            self.numbers = DeviceScalars(6, device)
+            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self.refused = torch.zeros((), dtype=torch.int64, device=device)
+            self.starts = torch.tensor(starts, device=device)
+
+    def put(self, **values: Number) -> tuple[Number, ...]:
+        """Copy host-side numbers to where captured graphs read them; return them as kernels are to read them."""
+        if torch.compiler.is_compiling():
+            return tuple(values.values())
+        found = []
+        for name, value in values.items():
+            place = getattr(self, name)
+            self.numbers.set_(place, value)
+            found.append(self.numbers[place])
+        return tuple(found)
+
+
+@dataclass
+class SumTree:
+    """The state: plain tensors, which may be shared, saved and moved.
+
+    Attributes:
+        magnitude: ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 for rows without.
+        weight: ``[8 * blocks]`` float64, 0 for rows without.
+        sums: the levels one after the other, each padded to whole groups, the blocks first and the root last.
+        before: the same for the sums of the members before each member of a group.
+        minima: the same for minima, infinite where nothing is positive.
+    """
+
+    magnitude: Tensor
+    weight: Tensor
+    sums: Tensor
+    before: Tensor
+    minima: Tensor
+    _arrays: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _device_state: DeviceState | None = field(default=None, init=False, repr=False, compare=False)
+
+    NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
+
+    @classmethod
+    def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
+        """Return a tree for ``capacity`` rows, none of which has a priority yet. Takes less than 20 bytes per row."""
+        rows = padded(capacity)
+        nodes = _starts(rows)[-1] + BLOCK
+        tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
+        tree.clear_()
+        return tree
+
+    def clear_(self) -> None:
+        """Forget all priorities. O(N)."""
+        self.magnitude.fill_(-1.0)
+        self.weight.zero_()
+        self.sums.zero_()
+        self.before.fill_(torch.inf)
+        self.before[::BLOCK] = 0.0
+        self.minima.fill_(torch.inf)
+        if self._device_state is not None:
+            self._device_state.largest.fill_(-1.0)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each level begins in ``sums``, ``before`` and ``minima``."""
+        return _starts(self.weight.shape[0])
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all weights, 0-dim."""
+        return self.sums[self.starts[-1]]
+
+    @property
+    def smallest(self) -> Tensor:
+        """The smallest positive weight, 0-dim; infinite if there is none."""
+        return self.minima[self.starts[-1]]
+
+    @property
+    def device_state(self) -> DeviceState:
+        """What device backends need, made at first use."""
+        if self._device_state is None:
+            self._device_state = DeviceState(self.starts, self.weight.device)
+        return self._device_state
+
+    @property
+    def refused(self) -> Tensor | int:
+        """How many NaN or infinite errors have been left out; the CPU refuses the whole batch instead."""
+        return 0 if self._device_state is None else self._device_state.refused
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state by name."""
+        return {name: getattr(self, name) for name in self.NAMES}
+
+    def arrays(self) -> tuple[Any, ...]:
+        """Return the starts of the levels and the state as NumPy views, made once per tree."""
+        if self._arrays is None:
+            starts = np.array(self.starts, np.uint64)
+            self._arrays = (starts, *(tensor.numpy() for tensor in self.tensors().values()))
+        return self._arrays
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        return self.tensors()  # without the NumPy views, which would come back as copies
+
+
+def padded(capacity: int) -> int:
+    """Return the number of rows that a tree for ``capacity`` rows has: whole blocks."""
+    return -(-capacity // BLOCK) * BLOCK
+
+
+def _starts(rows: int) -> list[int]:
+    starts, size = [0], rows // BLOCK
+    while size > 1:
+        size = -(-size // BLOCK)
+        starts.append(starts[-1] + size * BLOCK)
+    return starts
+
+
+def _memory(size: int, device: torch.device | str) -> Tensor:
+    with outside_inference_mode():
+        memory = torch.empty(size, dtype=torch.float64, device=device)
+    if not memory.is_cuda:
+        advise_huge_pages(memory)
+    return memory
