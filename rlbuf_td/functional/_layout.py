@@ -1,14 +1,13 @@
-"""Checks, and the way from TorchRL's shapes (``[*batch, T, *F]``) to the kernels' ``[L, T, F]``."""
+"""Checks of inputs, and reshaping from TorchRL's ``[*batch, T, *F]`` to the kernels' ``[L, T, F]``."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
-
-__all__ = ["TimeLayout", "coefficient"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -26,14 +25,7 @@ class TimeLayout:
 
     @classmethod
     def of(cls, function: str, time_dim: int, values: dict[str, Tensor], others: dict[str, Tensor]) -> TimeLayout:
-        """Check the inputs of ``function``; ``values`` (floating) set the dtype returned.
-
-        Raises:
-            TypeError: an input is no tensor; a value is not of floating dtype; ``done`` or ``terminated`` is
-                not bool.
-            ValueError: shapes or devices differ, a tensor has no elements, or there is no dimension
-                ``time_dim``.
-        """
+        """Check the inputs of ``function``: types, shapes, devices, dtypes; ``values`` set the dtype returned."""
         inputs = values | others
         for name, x in inputs.items():
             if not isinstance(x, Tensor):
@@ -54,35 +46,31 @@ class TimeLayout:
                 f"{function}: time_dim={time_dim} does not exist in inputs of shape {tuple(first.shape)}. "
                 "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
             )
-        out_dtype = values[next(iter(values))].dtype
-        for x in values.values():
-            out_dtype = torch.promote_types(out_dtype, x.dtype)
-        compute_dtype = out_dtype
-        for x in others.values():
-            compute_dtype = torch.promote_types(compute_dtype, x.dtype)
+        out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
+        compute_dtype = reduce(torch.promote_types, (x.dtype for x in others.values()), out_dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
         return cls(function, first.shape, time_dim % first.ndim, first.device, compute_dtype, out_dtype)
 
     @property
     def lanes_steps_features(self) -> tuple[int, int, int]:
-        """``(L, T, F)``: the elements before, along and behind time."""
+        """``(L, T, F)``: the sizes before, along and after time."""
         t = self.time_dim
         return math.prod(self.shape[:t]), self.shape[t], math.prod(self.shape[t + 1 :])
 
     def flags(self, x: Tensor) -> Tensor:
-        """Bring a bool tensor to ``[L, T, F]``."""
+        """Reshape a bool tensor to ``[L, T, F]``."""
         return x.detach().reshape(self.lanes_steps_features)
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Bring a tensor to ``[L, T, F]`` and the dtype to compute in, out of the graph."""
+        """Reshape a tensor to ``[L, T, F]``, in the dtype to compute in, detached."""
         return x.detach().reshape(self.lanes_steps_features).to(self.compute_dtype)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Bring a result back to the shape and dtype of the inputs."""
+        """Return a result in the shape and dtype of the inputs."""
         return x.reshape(self.shape).to(self.out_dtype)
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
-        """Check gamma, lmbda or a threshold; a float stays one, a tensor becomes ``[L, T, F]``."""
+        """Check gamma or lmbda; a float stays a float, a tensor becomes ``[L, T, F]``."""
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:

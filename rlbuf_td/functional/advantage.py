@@ -10,8 +10,6 @@ from torch import Tensor
 from rlbuf_td.functional._layout import TimeLayout
 from rlbuf_td.kernels import scan
 
-__all__ = ["generalized_advantage_estimate"]
-
 
 def generalized_advantage_estimate(
     gamma: float | Tensor,
@@ -63,7 +61,6 @@ def generalized_advantage_estimate(
         >>> value_target.flatten().tolist()
         [1.75, 1.5, 1.0]
     """
-    name = "generalized_advantage_estimate"
     if terminated is None:
         terminated = done
     sizes = _plain_sizes(state_value, next_state_value, reward, done, terminated, time_dim)
@@ -72,12 +69,9 @@ def generalized_advantage_estimate(
         out = scan.gae_contiguous(gamma, lmbda, state_value, next_state_value, reward, done, terminated, *sizes)
         if out is not None:
             return out
-    layout = TimeLayout.of(
-        name,
-        time_dim,
-        {"state_value": state_value, "next_state_value": next_state_value},
-        {"reward": reward, "done": done, "terminated": terminated},
-    )
+    values = {"state_value": state_value, "next_state_value": next_state_value}
+    others = {"reward": reward, "done": done, "terminated": terminated}
+    layout = TimeLayout.of("generalized_advantage_estimate", time_dim, values, others)
     advantage, target = scan.gae(
         layout.coefficient("gamma", gamma),
         layout.coefficient("lmbda", lmbda),
@@ -93,10 +87,9 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return ``(L, T, F)`` if the CPU kernel can take the tensors as they are, else None; never raises.
+    """Return ``(L, T, F)`` if the CPU kernel can take the tensors as they are, else ``None``; never raises.
 
-    Short rollouts are dominated by overhead: this is the shortest form of the checks in :class:`TimeLayout`,
-    for the ordinary case only. Whatever it does not recognise goes there.
+    A fast form of the checks in :class:`TimeLayout`, since overhead dominates short rollouts.
     """
     try:
         dtype, shape = value.dtype, value.shape

@@ -1,4 +1,4 @@
-"""Returns: what a step is worth, from the rewards and values that came after it."""
+"""Returns: the value of a step, from the rewards and values after it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rlbuf_td.functional._layout import TimeLayout
 from rlbuf_td.kernels import scan
-
-__all__ = ["td1_return_estimate", "td_lambda_return_estimate"]
 
 
 def td_lambda_return_estimate(
@@ -58,26 +56,8 @@ def td_lambda_return_estimate(
         >>> td_lambda_return_estimate(0.5, 0.0, one, one, done).flatten().tolist()
         [1.5, 1.0]
     """
-    name = "td_lambda_return_estimate"
-    terminated = done if terminated is None else terminated
-    layout = TimeLayout.of(
-        name,
-        time_dim,
-        {"next_state_value": next_state_value},
-        {"reward": reward, "done": done, "terminated": terminated},
-    )
-    if rolling_gamma is False and not (layout.is_per_step(gamma) or layout.is_per_step(lmbda)):
-        raise ValueError(f"{name}: rolling_gamma=False needs a gamma or lmbda of the inputs' shape; got one value.")
-    g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda)
-    bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
-    ends = layout.flags(done)
-    rewards = layout.numbers(reward)
-    if rolling_gamma is False:
-        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, rewards, ends))
-    ends = _with_last_step(ends)
-    mixed = torch.where(ends, bootstrap, (1 - lam) * bootstrap)
-    returns = scan.reverse_scan(rewards + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
-    return layout.restore(returns)
+    name, inputs = "td_lambda_return_estimate", (next_state_value, reward, done, terminated)
+    return _estimate(name, time_dim, gamma, lmbda, rolling_gamma, *inputs)
 
 
 def td1_return_estimate(
@@ -125,45 +105,50 @@ def td1_return_estimate(
         >>> td1_return_estimate(0.5, one, one, done).flatten().tolist()
         [1.75, 1.5]
     """
-    name = "td1_return_estimate"
+    name, inputs = "td1_return_estimate", (next_state_value, reward, done, terminated)
+    return _estimate(name, time_dim, gamma, None, rolling_gamma, *inputs)
+
+
+def _estimate(
+    name: str,
+    time_dim: int,
+    gamma: float | Tensor,
+    lmbda: float | Tensor | None,  # None: a Monte Carlo return, TD(1)
+    rolling_gamma: bool | None,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None,
+) -> Tensor:
+    """Return the TD(lambda) estimate, or that of TD(1)."""
     terminated = done if terminated is None else terminated
-    layout = TimeLayout.of(
-        name,
-        time_dim,
-        {"next_state_value": next_state_value},
-        {"reward": reward, "done": done, "terminated": terminated},
-    )
-    if rolling_gamma is False and not layout.is_per_step(gamma):
-        raise ValueError(f"{name}: rolling_gamma=False needs a gamma of the inputs' shape; got one value.")
-    g = layout.coefficient("gamma", gamma)
+    others = {"reward": reward, "done": done, "terminated": terminated}
+    layout = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, others)
+    if rolling_gamma is False and not (layout.is_per_step(gamma) or layout.is_per_step(lmbda)):
+        which = "gamma" if lmbda is None else "gamma or lmbda"
+        raise ValueError(f"{name}: rolling_gamma=False needs a {which} of the inputs' shape; got one value.")
+    g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
     bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
-    # A step that terminates without being done is no trajectory's end to the other estimates; a Monte Carlo
-    # return has nothing to add behind it all the same.
-    ends = layout.flags(done) | layout.flags(terminated)
-    rewards = layout.numbers(reward)
+    ends, rewards = layout.flags(done), layout.numbers(reward)
+    if lmbda is None:  # a return of rewards only ends where the step terminates, even if done is not set
+        ends = ends | layout.flags(terminated)
     if rolling_gamma is False:
-        return layout.restore(_returns_of_fixed_discount(g, 1.0, bootstrap, rewards, ends))
-    ends = _with_last_step(ends)
-    decay = scan.spread(g, bootstrap)
-    returns = scan.reverse_scan(rewards + decay * bootstrap.masked_fill(~ends, 0), decay.masked_fill(ends, 0))
-    return layout.restore(returns)
-
-
-def _with_last_step(ends: Tensor) -> Tensor:
-    """Let the last step end a trajectory, whatever its flag says: nothing is known behind it."""
+        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, rewards, ends))
     ends = ends.clone()
-    ends[:, -1] = True
-    return ends
+    ends[:, -1] = True  # nothing is known after the last step
+    mixed = torch.where(ends, bootstrap, 0 if lmbda is None else (1 - lam) * bootstrap)
+    returns = scan.reverse_scan(rewards + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
+    return layout.restore(returns)
 
 
 def _returns_of_fixed_discount(
     gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
 ) -> Tensor:
-    """TD(lambda) returns in which each return keeps the gamma and lmbda of the step it starts from. O(T²)."""
+    """Return TD(lambda) returns that use the gamma and lmbda of the step they start from throughout. O(T²)."""
     gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
     returns = bootstrap[:, -1:].expand_as(reward).clone()
     for t in reversed(range(reward.shape[1])):
-        # Row k <= t holds what the return of step k makes of the steps t + 1 and later.
+        # Entry k <= t holds what the return of step k makes of the steps t + 1 and later.
         ahead = bootstrap[:, t : t + 1]
         later = torch.where(ends[:, t : t + 1], ahead, returns[:, : t + 1])
         g, lam = gamma[:, : t + 1], lmbda[:, : t + 1]

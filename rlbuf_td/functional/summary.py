@@ -1,11 +1,9 @@
-"""What one reports about estimates, and does to them before a loss."""
+"""Explained variance, and normalization of advantages."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-__all__ = ["explained_variance", "normalize"]
 
 
 def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
@@ -15,14 +13,13 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
 
     Args:
         state_value: predictions, any shape, floating.
-        value_target: what they should have been, same shape.
+        value_target: targets, same shape.
 
     Returns:
-        A scalar tensor (float32 at least); NaN where the targets do not vary, for the share of nothing is
-        undefined.
+        A scalar tensor (float32 at least); NaN if the targets do not vary.
 
     Raises:
-        ValueError: shapes differ, or there is nothing in them.
+        ValueError: shapes differ, or the tensors are empty.
 
     Cost: O(elements); no host synchronisation. Source: as in OpenAI Baselines; TorchRL has no such function.
 
@@ -57,8 +54,8 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     Raises:
         ValueError: ``x`` is empty, or ``eps`` not positive.
 
-    Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which a batch
-    of one has not; this one divides by the population's (n).
+    Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined for
+    one element; this function divides by the population's (n).
 
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()

@@ -1,4 +1,4 @@
-"""Returns of one policy from the actions of another."""
+"""V-trace: returns of one policy from the actions of another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from rlbuf_td.functional._layout import TimeLayout
 from rlbuf_td.kernels import scan
-
-__all__ = ["vtrace_advantage_estimate"]
 
 
 def vtrace_advantage_estimate(
@@ -68,17 +66,9 @@ def vtrace_advantage_estimate(
         [2.0, 1.0]
     """
     terminated = done if terminated is None else terminated
-    layout = TimeLayout.of(
-        "vtrace_advantage_estimate",
-        time_dim,
-        {
-            "state_value": state_value,
-            "next_state_value": next_state_value,
-            "log_pi": log_pi,
-            "log_mu": log_mu,
-        },
-        {"reward": reward, "done": done, "terminated": terminated},
-    )
+    values = {"state_value": state_value, "next_state_value": next_state_value, "log_pi": log_pi, "log_mu": log_mu}
+    others = {"reward": reward, "done": done, "terminated": terminated}
+    layout = TimeLayout.of("vtrace_advantage_estimate", time_dim, values, others)
     g = layout.coefficient("gamma", gamma)
     value, rewards = layout.numbers(state_value), layout.numbers(reward)
     bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
