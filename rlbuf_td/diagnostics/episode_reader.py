@@ -1,36 +1,34 @@
-"""What statistics of episodes need of the data: numbers in plain columns, one a step."""
+"""Read the columns that episode statistics need: one number per step and key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, unravel_key
 
+from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
+
+Key: TypeAlias = tuple[str, ...]
 
 
 class Steps(NamedTuple):
-    """The columns of some steps."""
+    """The columns of a portion of steps."""
 
     shape: tuple[int, int]  # time steps, lanes
-    strides: tuple[int, int]  # rows from one to the next of each
-    columns: list[torch.Tensor | None]  # trajectory numbers, ends, metrics, reasons: contiguous, one number a row
-    ready: Any  # the CUDA event from which on the columns are on the host; None: they are
+    strides: tuple[int, int]  # in rows, along time and lanes
+    columns: list[torch.Tensor | None]  # trajectory ids, ends, metrics, reasons: contiguous, one number per row
+    ready: Any  # the CUDA event after which the columns are on the host; None: they are there
 
 
 class StepReader:
-    """Reads the columns of steps: trajectory numbers (if there are any), ends, metrics, reasons.
+    """Reads trajectory ids (if there are any), ends, metrics and reasons of steps.
 
-    Args:
-        trajectory_key: integers.
-        done_key: flags.
-        metric_keys: numbers.
-        reason_keys: flags; the first two say whether a step terminated, and whether it was truncated. Of these and
-            ``done_key`` one is enough.
+    ``reason_keys`` begins with the keys of ``terminated`` and ``truncated``; of these and ``done_key`` one is enough.
     """
 
     def __init__(
@@ -47,15 +45,11 @@ class StepReader:
         self._columns += [(key, torch.bool) for key in self.reason_keys]
 
     def read(self, data: TensorDictBase, time_dim: int | None) -> Steps:
-        """Return the columns of some steps.
-
-        Args:
-            data: steps, in batch dims of which one is time and the others are lanes.
-            time_dim: which one; ``None``: the data is one step.
+        """Return the columns of steps; ``time_dim``: see :meth:`EpisodeStats.update`.
 
         Raises:
             KeyError: rewards, ends or metrics are missing.
-            ValueError: there is not one number a step, or no such dim.
+            ValueError: a key has not one number per step, or there is no such dim.
         """
         size = data.batch_size
         if time_dim is None:
@@ -72,65 +66,54 @@ class StepReader:
             steps = size[time_dim] if len(size) == 1 or time_dim == 0 else data.batch_size[-1]
             lanes = size.numel() // steps if steps else 0
             shape, strides = (steps, lanes), ((lanes, 1) if time_dim == 0 else (1, steps))
-        return self._collect(data, shape, strides)
-
-    def _collect(self, data: TensorDictBase, shape: tuple[int, int], strides: tuple[int, int]) -> Steps:
-        rows = shape[0] * shape[1]
-        columns: list[Any] = []
-        for key, kind in self._columns:
-            x = leaf_of(data, key)
-            if x is None and key == self.trajectory_key:
-                columns.append(None)
-                continue
-            if x is None:
-                x = self._implied(data, key)
-            if x.numel() != rows:
-                raise ValueError(
-                    f"EpisodeStats takes one number a step, got {_words(key)} of shape {[*x.shape]} for {rows} steps: "
-                    "give it the key of one that has"
-                )
-            if x.dtype is not kind and (kind is not torch.float64 or x.dtype is not torch.float32):
-                x = x.to(kind)
-            columns.append(x)
-        if columns[1].is_cuda:
-            return Steps(shape, strides, *_to_host(columns, columns[1].device))
+        columns = [self._column(data, key, kind, shape[0] * shape[1]) for key, kind in self._columns]
+        done = columns[1]
+        if done is not None and done.is_cuda:
+            return Steps(shape, strides, *_to_host(columns, done.device))
         return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
 
-    def _implied(self, data: TensorDictBase, key: tuple[str, ...]) -> torch.Tensor:
-        """Return a flag that is not in the data: it follows from the two others, if only one of them is there, too."""
+    def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
+        x = leaf_of(data, key)
+        if x is None:
+            if key == self.trajectory_key:
+                return None
+            x = self._implied(data, key)
+        if x.numel() != rows:
+            raise ValueError(
+                f"EpisodeStats takes one number a step, got {show_key(key)} of shape {[*x.shape]} for {rows} steps: "
+                "give it the key of one that has"
+            )
+        if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
+            return x
+        return x.to(kind)
+
+    def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
+        """Return a missing flag, which follows from the two others, or from the only one."""
         keys = (self.done_key, *self.reason_keys[:2])
-        done, terminated, truncated = flags = [
-            None if x is None else x.bool() for x in (leaf_of(data, k) for k in keys)
-        ]
-        known = [x for x in flags if x is not None]
+        done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in keys)
+        known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in keys or not known:
-            raise KeyError(f"no {_words(key)} in the data: EpisodeStats needs one a step")
+            raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one a step")
         if key == self.done_key:
             return known[0] | known[-1]
         ended = known[0] | known[-1] if done is None else done
         other = truncated if key == keys[1] else terminated
         if other is not None:
             return ended & ~other
-        return ended if key == keys[1] else torch.zeros_like(ended)  # without either, episodes terminate
+        return ended if key == keys[1] else torch.zeros_like(ended)  # without both, episodes terminate
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
+def _path(key: NestedKey) -> Key:
     key = unravel_key(key)
     return (key,) if isinstance(key, str) else key
 
 
-def _words(path: tuple[str, ...]) -> str:
-    return repr(path if len(path) > 1 else path[0])
-
-
 def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
-    """Begin to copy tensors of a GPU to the host; return copies, and the event from which on they hold something."""
-    copies: list[torch.Tensor | None] = []
-    for x in columns:
-        copy = None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        if copy is not None:
-            copy.copy_(x, non_blocking=True)
-        copies.append(copy)
+    """Start copying tensors from a GPU to the host; return the copies, and the event after which they are complete."""
+    copies = [
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        for x in columns
+    ]
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return copies, event

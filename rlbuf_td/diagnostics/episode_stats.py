@@ -1,10 +1,10 @@
-"""Statistics of episodes, from the steps as they are written."""
+"""Statistics of episodes, counted from the steps as they are written."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -18,41 +18,39 @@ Reduction = Literal["sum", "mean", "last"]
 
 _FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
 _FORGET_AFTER = 1_000  # writes
-_kernel: ModuleType | None = None
+_STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
 
 
 class EpisodeStats:
-    r"""Returns, lengths and more of the episodes that ended last, from steps in whatever portions they come.
+    """Returns, lengths and other metrics of the last episodes, from steps in portions of any size.
 
-    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then shows it every write before any
+    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then passes it every write before any
     transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the plain sum of
-    rewards, its length the number of steps; both as far as the steps were seen.
+    rewards and its length the number of steps, both over the steps that were seen.
 
-    **Which steps belong together.** Where the data has trajectory numbers (TorchRL's collectors store them under
-    ``("collector", "traj_ids")``), steps of one number: also in flattened data, and in batches that come from several
-    workers in turn. An episode of which nothing was heard for 1,000 writes is then forgotten. Elsewhere each lane is
-    a sequence of its own.
+    **Which steps belong together.** With trajectory ids (TorchRL's collectors store them under ``("collector",
+    "traj_ids")``), the steps of one id: also in flattened data, and in batches that come from several workers in turn.
+    An episode without a step for 1,000 writes is forgotten. Without ids, each lane is a sequence of its own.
 
     Args:
-        keys: further metrics of an episode, one number a step, and how its steps make one: ``"sum"``, ``"mean"`` or
-            ``"last"``, as in ``{("next", "speed"): "mean"}``. A mere sequence of keys is summed.
-        window: how many of the last episodes :meth:`summary` is over.
-        prefix: what its names begin with.
-        reasons: keys of further flags, one a step, looked at where an episode ends: ``[("next", "success")]``.
-        history: how many episodes are kept, for pictures and :meth:`history`; at least ``window``.
-        reward_key: where rewards lie; also ``done_key``, ``terminated_key``, ``truncated_key``. Of the three flags one
-            is enough; what is missing follows from the others.
-        done_key: see ``reward_key``.
-        terminated_key: see ``reward_key``.
-        truncated_key: see ``reward_key``.
-        trajectory_key: where trajectory numbers lie, if there are any; -1 marks rows that are padding.
+        keys: further metrics, one number per step, and how to reduce the steps of an episode: ``"sum"``, ``"mean"`` or
+            ``"last"``, as in ``{("next", "speed"): "mean"}``. A sequence of keys is summed.
+        window: the number of episodes in :meth:`summary`.
+        prefix: the prefix of its names.
+        reasons: keys of further flags, one per step, read where an episode ends: ``[("next", "success")]``.
+        history: the number of episodes kept for plots and :meth:`history`; at least ``window``.
+        reward_key: the key of rewards. Of the next three flags one is enough; missing ones follow from the others.
+        done_key: the key of ``done``.
+        terminated_key: the key of ``terminated``.
+        truncated_key: the key of ``truncated``.
+        trajectory_key: the key of trajectory ids, if there are any; -1 marks padding.
 
     Raises:
-        ValueError: an argument is out of range, or two metrics have one name.
+        ValueError: an argument is out of range, or two metrics have the same name.
 
-    Cost: O(rows) a write, about 8 us for a step of 16 environments (``python tests/benchmarks/stats.py``). From
-    CUDA the numbers are copied to the host without waiting for them, and counted as they arrive. The process that
-    writes counts: in a buffer that a collector's worker extends, the worker's copy.
+    Cost: O(rows) per write, about 8 us for a step of 16 environments (``python tests/benchmarks/stats.py``). Numbers on
+    CUDA are copied to the host without waiting, and counted when they arrive. The process that writes counts: if a
+    collector's worker extends the buffer, the worker's copy.
 
     Example:
         >>> from tensordict import TensorDict
@@ -98,7 +96,7 @@ class EpisodeStats:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all episodes, finished and open, and count anew."""
+        """Forget all episodes, finished and open."""
         self._pending: deque[Steps] = deque()
         metrics, reasons = len(self._reduction), len(self.reasons)
         self._is_double = np.zeros(metrics, np.bool_)
@@ -117,21 +115,21 @@ class EpisodeStats:
         """Count steps.
 
         Args:
-            data: batch size ``[T]``, or ``[E, T]`` as collectors give it, or with more lane dims.
-            time_dim: the batch dim that is time; ``None``: the data is one step, and all its dims are lanes.
+            data: batch size ``[T]``, ``[E, T]`` as from collectors, or with more lane dims.
+            time_dim: the batch dim of time; ``None``: the data is one step, and all its dims are lanes.
 
         Raises:
             KeyError: rewards, ends or metrics are missing; nothing has been counted.
-            ValueError: there is not one number a step, or no such dim; nothing has been counted.
+            ValueError: a key has not one number per step, or there is no such dim; nothing has been counted.
         """
         self.record(self.read(data, time_dim=time_dim))
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
-        """Return what is needed of some steps, and change nothing: the first half of :meth:`update`, which see."""
+        """Read steps and change nothing: the first half of :meth:`update`."""
         return self._reader.read(data, time_dim)
 
     def record(self, steps: Steps) -> None:
-        """Count what :meth:`read` returned: the second half of :meth:`update`."""
+        """Count steps that were read: the second half of :meth:`update`."""
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
@@ -145,11 +143,6 @@ class EpisodeStats:
             self._count(self._pending.popleft())
 
     def _count(self, steps: Steps) -> None:
-        global _kernel
-        if _kernel is None:
-            from rlbuf_td.kernels.episodes import statistics as _episodes_numba
-
-            _kernel = _episodes_numba
         shape, strides, columns, _ = steps
         inputs = self._inputs
         for j, x in enumerate(columns):
@@ -160,30 +153,17 @@ class EpisodeStats:
         if len(self._lane_slot) < shape[1]:
             self._lane_slot = np.arange(shape[1])
         self._counters[_WRITES] += 1
+        count_steps, how, out = _kernel(), (self._is_double, self._reduction), (self._records, self._ends)
         total, done = shape[0] * shape[1], 0
         while True:
-            done = _kernel.count_steps(
-                done,
-                shape,
-                strides,
-                inputs,
-                self._is_double,
-                self._reduction,
-                self._keys,
-                self._lengths,
-                self._touched,
-                self._sums,
-                self._lane_slot,
-                self._records,
-                self._ends,
-                self._counters,
-            )
+            slots = (self._keys, self._lengths, self._touched, self._sums, self._lane_slot)
+            done = count_steps(done, shape, strides, inputs, *how, *slots, *out, self._counters)
             if done == total:
                 return
             self._make_room(shape[1])
 
     def _make_room(self, lanes: int) -> None:
-        """Forget episodes that nobody goes on with; if there are none, double the number that may be open."""
+        """Forget open episodes without recent steps; if there are none, double the number of open episodes."""
         stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
         self._keys[stale] = _FREE
         if stale.any():
@@ -197,22 +177,22 @@ class EpisodeStats:
 
     @property
     def episodes(self) -> int:
-        """How many episodes have ended."""
+        """The number of episodes that have ended."""
         self._catch_up()
         return int(self._counters[_EPISODES])
 
     @property
     def steps(self) -> int:
-        """How many steps have been counted."""
+        """The number of steps counted."""
         self._catch_up()
         return int(self._counters[_STEPS])
 
     def summary(self) -> dict[str, float]:
-        """Return the last ``window`` episodes as a flat dict of floats; an empty one before the first has ended.
+        """Return the statistics of the last ``window`` episodes, a flat dict of floats; empty before the first end.
 
-        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (by its name without
-        ``"next"``, parts joined by dots), std being the population's; ``{prefix}/done_{reason}_rate``, the share of
-        episodes that ended so; ``{prefix}/episodes`` and ``{prefix}/steps``, all there were.
+        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (its name without
+        ``"next"``, parts joined by dots; std of the population); ``{prefix}/done_{reason}_rate``, the share of episodes
+        with this reason; ``{prefix}/episodes`` and ``{prefix}/steps``, the numbers of all so far.
         """
         numbers, ends = self._latest(self.window)
         if not len(numbers):
@@ -226,10 +206,10 @@ class EpisodeStats:
         return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
 
     def history(self) -> dict[str, torch.Tensor]:
-        """Return the episodes that are kept, in the order in which they ended: one tensor ``[n]`` a metric.
+        """Return the kept episodes in the order of their ends: one tensor ``[n]`` per metric.
 
-        ``"step"``, how many steps had been counted when the episode ended; ``"length"``, ``"return"`` and the further
-        metrics, float64; ``"done_{reason}"``, bool.
+        ``"step"`` (the number of steps counted at the episode's end), ``"length"``, ``"return"`` and further metrics:
+        float64; ``"done_{reason}"``: bool.
         """
         numbers, ends = self._latest(self._rows)
         columns = dict(zip(("step", *self.metrics), torch.from_numpy(numbers).T, strict=True))
@@ -245,7 +225,7 @@ class EpisodeStats:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that has been counted, open episodes too, as tensors."""
+        """Return copies of all counts, of open episodes too, as tensors."""
         self._catch_up()
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
@@ -253,7 +233,7 @@ class EpisodeStats:
         """Continue where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: it is of other metrics, reasons or another length of history; nothing has changed.
+            ValueError: the state has other metrics, reasons or length of history; nothing has changed.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
         slots = len(arrays["_keys"])
@@ -283,7 +263,11 @@ class EpisodeStats:
         )
 
 
-_STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
+@cache
+def _kernel() -> Callable[..., int]:
+    from rlbuf_td.kernels.episodes.statistics import count_steps  # numba is slow to import
+
+    return count_steps
 
 
 def _name(path: tuple[str, ...]) -> str:
