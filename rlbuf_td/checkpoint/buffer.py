@@ -14,8 +14,7 @@ from rlbuf_td.checkpoint import parts
 from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode
 from rlbuf_td.checkpoint.files import DumpReader, Report
 from rlbuf_td.checkpoint.folder import progress_bar, reading, write_state, writing
-from rlbuf_td.checkpoint.resize import Fit, resized_state, warn_dropped
-from rlbuf_td.checkpoint.rows import SavedRows, split_rows
+from rlbuf_td.checkpoint.rows import Fit, SavedRows, split_rows, warn_dropped
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.writers import RolloutWriter
 
@@ -105,7 +104,7 @@ class _Load:
         if not self.rows_only:
             moved = None if fit.is_same else fit.rows(lanes)
             state, capacity = saved["sampler"]["state"], rows.capacity * lanes
-            saved["sampler"]["state"] = resized_state(self.rb.sampler, state, moved, capacity, fit.moves)
+            saved["sampler"]["state"] = parts.resized_state(self.rb.sampler, state, moved, capacity, fit.moves)
         if not fit.is_same:
             self._resize_others(fit, lanes, rows.capacity)
 

@@ -36,12 +36,7 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, O
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    """Return ``value`` in JSON's types.
-
-    Args:
-        value: the state to save.
-        tensors: its tensors are appended here, without a copy.
-        where: the name of the value in error messages.
+    """Return ``value``, which errors call ``where``, in JSON's types; append its tensors, not copied, to ``tensors``.
 
     Raises:
         CheckpointError: ``value`` holds something that is neither plain nor a tensor.

@@ -32,12 +32,7 @@ Report = Callable[[int], Any]
 
 
 class DumpWriter:
-    """Builds a dump beside the previous one. The caller holds the folder's lock.
-
-    Args:
-        path: an existing folder.
-        about: see :class:`Manifest`.
-        sync: wait until everything is on the disk.
+    """Builds a dump beside the previous one; ``sync`` waits for the disk. The caller holds the folder's lock.
 
     Raises:
         CheckpointError: the folder holds a manifest that is not ours, or of a newer version. It is never replaced.
@@ -112,8 +107,8 @@ class DumpWriter:
 class DumpReader:
     """Reads the tensors that a manifest names. The caller holds the folder's lock.
 
-    Raises:
-        CheckpointError: see :func:`read_manifest`.
+    Every method raises a CheckpointError that names the file if one is missing, has another length, or differs from its
+    checksum.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,22 +126,14 @@ class DumpReader:
         return self.read_stored(self.tensor(number), lambda nbytes: None)
 
     def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
-        """Return a tensor in RAM.
-
-        Raises:
-            CheckpointError: see :meth:`verify`.
-        """
+        """Return a tensor in RAM."""
         self._require_files(stored)
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
         self.read_into(stored, 0, data, report)
         return data.view(stored.dtype).view(stored.shape)
 
     def verify(self, tensors: Sequence[Stored], report: Report) -> None:
-        """Compare all files with their checksums.
-
-        Raises:
-            CheckpointError: a file is missing, has another length, or differs. The message names it.
-        """
+        """Compare all files with their checksums."""
         for stored in tensors:
             self._require_files(stored)
         with ThreadPoolExecutor(_READERS) as pool:
@@ -159,10 +146,7 @@ class DumpReader:
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
         """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
 
-        Chunks that are read as a whole are compared with their checksums.
-
-        Raises:
-            CheckpointError: see :meth:`verify`. ``target`` may have changed.
+        Only chunks that are read as a whole are compared with their checksums. ``target`` may change before an error.
         """
         wait_for_gpus([target])
         jobs, at = [], 0
@@ -186,46 +170,35 @@ class DumpReader:
 
     def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> int:
         """Read bytes of a chunk; compare its checksum if they are the whole chunk."""
-        with self._open(chunk) as opened:
+        file = self._require(chunk)
+        with open(file, "rb") as opened:
             opened.seek(offset)
-            rest: Any = memoryview(data)  # type: ignore[arg-type]
-            while rest.nbytes:
-                got = opened.readinto(rest)
-                if not got:
-                    raise CheckpointError(f"{opened.name} became shorter while it was read")
-                rest = rest[got:]
+            if opened.readinto(data) != len(data):  # type: ignore[arg-type]
+                raise CheckpointError(f"{file} became shorter while it was read")
         if len(data) == chunk.nbytes and checksum(data) != chunk.checksum:
-            raise CheckpointError(
-                f"{self.path / DATA / chunk.file} is damaged: its checksum does not match the manifest's"
-            )
+            raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
         return len(data)
 
     def _require_files(self, stored: Stored) -> None:
-        """Refuse missing files and wrong lengths before memory is allocated for the lengths that the manifest gives."""
+        """Refuse files of other lengths than the manifest says before memory of these lengths is allocated."""
         for chunk in stored.chunks:
-            self._open(chunk).close()
+            self._require(chunk)
 
-    def _open(self, chunk: Chunk) -> Any:
-        """Open the file of a chunk, which must be a plain file of the right length."""
+    def _require(self, chunk: Chunk) -> Path:
+        """Return the file of a chunk, which must be a plain file of the right length."""
         file = self.path / DATA / chunk.file
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
-            opened = os.fdopen(os.open(file, flags), "rb", buffering=0)
+            status = file.lstat()
         except FileNotFoundError as error:
             raise CheckpointError(f"{file} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        status = os.fstat(opened.fileno())
-        problem = None
         if not stat.S_ISREG(status.st_mode):
-            problem = "is not a plain file"
-        elif status.st_size != chunk.nbytes:
+            raise CheckpointError(f"{file} is not a plain file")
+        if status.st_size != chunk.nbytes:
             kind = "cut short" if status.st_size < chunk.nbytes else "too long"
-            problem = f"is {kind}: {status.st_size} bytes, the manifest says {chunk.nbytes}"
-        if problem:
-            opened.close()
-            raise CheckpointError(f"{file} {problem}")
-        return opened
+            raise CheckpointError(f"{file} is {kind}: {status.st_size} bytes, the manifest says {chunk.nbytes}")
+        return file
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,10 +232,9 @@ def _previous(path: Path) -> Manifest | None:
 
 def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
     """Write a new file; with ``sync``, wait until it is on the disk."""
-    with open(path, "xb", buffering=0) as file:
-        rest: Any = memoryview(data)  # type: ignore[arg-type]
-        while rest.nbytes:
-            rest = rest[file.write(rest) :]
+    with open(path, "xb") as file:
+        file.write(data)  # type: ignore[arg-type]
+        file.flush()
         if sync:
             os.fsync(file.fileno())
 

@@ -78,11 +78,7 @@ def write_state(
 
 @contextmanager
 def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
-    """Lock the folder ``path`` and return a reader of the dump in it.
-
-    Raises:
-        CheckpointError: there is no dump of this kind, or its manifest is damaged.
-    """
+    """Lock the folder ``path`` and return a reader of the dump in it; refuse a dump of another kind."""
     folder = Path(path).absolute()
     if not folder.is_dir():
         DumpReader(folder)  # raises
@@ -102,9 +98,6 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
         what: the words beside the bar.
         nbytes: the total.
         progress: whether to show the bar; ``None``: on a terminal, from 1 GiB on.
-
-    Raises:
-        ImportError: ``progress=True`` and tqdm is not installed.
     """
     if progress or (progress is None and nbytes >= _LARGE):
         try:
@@ -123,11 +116,7 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
 
 @contextmanager
 def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Exclude other dumps from a folder, also those of other processes. The lock of a killed process is free.
-
-    Raises:
-        CheckpointError: another dump has held the lock for ten minutes.
-    """
+    """Exclude other dumps from a folder, also those of other processes. The lock of a killed process is free."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path / _LOCK, timeout=_WAIT_S)

@@ -18,25 +18,22 @@ from rlbuf_td.storages import PackedStorage
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a dump.
-
-    Attributes:
-        about: when it was written, and by which versions.
-        classes: the class names of buffer, storage, sampler and writer.
-        shape: ``[T, *lanes]``, the capacity.
-        rows: all rows that were written, at their positions: ``[n]`` or ``[steps, E]``; ``None`` if there are none.
-        storage: ``rows`` as a storage of that capacity in RAM; ``None`` if the dump is of a TorchRL storage.
-        sampler: the sampler's state.
-        writer: the writer's state; ``_cursor`` is the time step that a ring writes next, ``_write_count`` counts steps.
-    """
+    """The content of a dump."""
 
     about: dict[str, Any]
+    """When it was written, and by which versions."""
     classes: dict[str, str]
+    """The class names of buffer, storage, sampler and writer."""
     shape: tuple[int, ...]
+    """The capacity, ``[T, *lanes]``."""
     rows: TensorDictBase | None
+    """All rows that were written, at their positions: ``[n]`` or ``[steps, E]``; ``None`` if there are none."""
     storage: PackedStorage | None
+    """The rows as a storage of that capacity in RAM; ``None`` if the dump is of a TorchRL storage."""
     sampler: dict[str, Any]
+    """The sampler's state."""
     writer: dict[str, Any]
+    """The writer's state: ``_cursor`` is the time step that a ring writes next, ``_write_count`` counts steps."""
 
 
 def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkpoint:

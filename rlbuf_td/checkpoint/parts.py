@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -149,6 +149,31 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
             torch.Generator(device).set_state(state)
 
 
+# -- samplers in another capacity
+
+
+def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
+    """Return a sampler's saved state for a storage of another capacity, by the sampler's method of this name.
+
+    Args:
+        sampler: the sampler that will load the state.
+        state: the saved state.
+        rows: ``[n]`` int64, the saved row of each of the ``n`` new rows; ``None`` if the capacity is the same.
+        capacity: number of rows that the storage has room for.
+        moved: whether a row has another number now, or is gone.
+
+    Raises:
+        CheckpointError: the sampler has no such method, and the capacity differs.
+    """
+    if hasattr(sampler, "resized_state"):
+        return sampler.resized_state(state, rows, capacity, moved)
+    if rows is None or isinstance(sampler, RandomSampler):
+        return state
+    raise CheckpointError(
+        f"a {type(sampler).__name__} can be loaded into the same capacity only; rows_only=True leaves its state out"
+    )
+
+
 # -- trajectories
 
 
@@ -228,8 +253,7 @@ def _is_here(device: torch.device) -> bool:
 class Rollback:
     """Loads states into parts. If an error leaves the ``with`` block, the parts get back the states they had.
 
-    Samplers of this package, which offer ``snapshot``, are not restored because their state may be large: they refuse a
-    state before they change, and must come last.
+    Samplers with ``snapshot`` may have a large state, and are not restored: they must come last.
     """
 
     def __init__(self) -> None:

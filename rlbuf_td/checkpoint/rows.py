@@ -1,7 +1,9 @@
-"""The rows of a dump, and how a :class:`~rlbuf_td.PackedStorage` takes them in."""
+"""The rows of a dump, and how a :class:`~rlbuf_td.PackedStorage` of any capacity takes them in."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -9,13 +11,73 @@ import torch
 
 from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
-from rlbuf_td.checkpoint.resize import fit
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE
 from rlbuf_td.storages.dedup.layout import saved_dedup
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import refuse_foreign, rows_of_state
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Which time steps of a dump go into a storage."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """(first, count) of the saved time steps that fill the storage from step 0 on, one after the other."""
+    steps: int
+    """Their number."""
+    is_same: bool
+    """Whether the capacities are equal, so that nothing moves."""
+    dropped: int
+    """Number of time steps, the oldest, for which there is no room."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether a row gets another number, or is dropped."""
+        return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
+
+    def rows(self, lanes: int) -> torch.Tensor:
+        """Return the saved flat row of each row of the storage, ``[steps * lanes]`` int64."""
+        parts = [torch.arange(first * lanes, (first + count) * lanes) for first, count in self.ranges]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
+    """Fit ``live`` written steps of a ring of ``saved`` steps into one of ``capacity``: the newest, oldest first.
+
+    Args:
+        saved: time steps of the saved storage, ``live <= saved``.
+        capacity: time steps of the storage to fill.
+        live: time steps that had been written.
+        cursor: where the ring would have written next; ``None`` if the writer keeps no order of age.
+
+    Raises:
+        CheckpointError: rows must be dropped, and there is no order of age.
+    """
+    if saved == capacity:
+        return Fit(((0, live),) if live else (), live, True, 0)
+    if live < saved and live <= capacity:
+        return Fit(((0, live),) if live else (), live, False, 0)
+    if cursor is None:
+        raise CheckpointError(
+            f"a dump of {live} time steps does not fit a capacity of {capacity}, and its writer keeps no order of age "
+            "that would say which to drop: load it into the same capacity"
+        )
+    oldest = cursor if live == saved else 0
+    kept = min(live, capacity)
+    start = oldest + live - kept
+    parts = ((start, min(kept, max(0, live - start))), (max(0, start - live), kept - min(kept, max(0, live - start))))
+    return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
+
+
+def warn_dropped(fit: Fit) -> None:
+    """Warn of the oldest time steps if there was no room for them."""
+    if fit.dropped:
+        warnings.warn(
+            f"the {fit.dropped} oldest time steps of the dump were dropped: the buffer has room for {fit.steps}",
+            stacklevel=4,
+        )
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:

@@ -386,7 +386,7 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
         self._replace_priorities(tensors, alpha)
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.resize.resized_state`."""
+        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
             return state

@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.checkpoint.resize import resized_state
+from rlbuf_td.checkpoint.parts import resized_state
 from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
@@ -214,7 +214,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     def resized_state(
         self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
     ) -> dict[str, Any]:
-        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.resize.resized_state`."""
+        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def _settings(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, ReplayBuffer, RolloutBuffer, TrajectoryIndex
-from rlbuf_td.checkpoint.resize import fit
+from rlbuf_td.checkpoint.rows import fit
 from tests.catalogue import assert_same
 from tests.checkpoint.worlds import make, step, transitions
 
