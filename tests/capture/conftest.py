@@ -1,4 +1,4 @@
-"""Where captured steps are tested."""
+"""Devices on which captured steps are tested."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from tests.graphs import graphs_by
 
 
-@pytest.fixture(params=["cpu", "torch", "triton", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["cpu", "torch", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Run the test on the CPU, with recorded graphs of torch ops and of kernels that serve devices, and on CUDA."""
+    """Run the test on the CPU without graphs, on the CPU with recorded ones, and on CUDA.
+
+    "torch" and "triton" name the backend of recorded graphs.
+    """
     torch.manual_seed(0)
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -21,13 +24,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             yield torch.device("cpu")
     else:
         yield torch.device(request.param)
-
-
-@pytest.fixture
-def calls(request: pytest.FixtureRequest, device: torch.device) -> int:
-    """Return how many batches of 500 a law is asked of; few where kernels are interpreted."""
-    kernels = request.node.callspec.params["device"] in ("triton", "cuda")
-    return 6 if kernels and pytest.importorskip("triton").knobs.runtime.interpret else 20
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""When graphs are made anew, what they keep to, and what cannot be captured."""
+"""When graphs are recorded again, and what cannot be captured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import waiting_is_an_error
 
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
-def test_graphs_are_made_anew_only_when_something_is_baked_in_them(cls):
+def test_graphs_are_recorded_again_only_if_what_they_cannot_read_has_changed(cls):
     with graphs_by("triton"):
         rb, runs = buffer(cls(20), torch.device("cpu"), batch_size=8, count_replays=True), []
         captured = rb.capture(lambda batch: runs.append(batch), ring=3, warmup=2)
@@ -66,7 +66,7 @@ def test_rows_that_share_observations_are_read_where_they_are_now(device, monkey
     assert (batch["index"] >= 30).any()
 
 
-def test_a_capture_that_fails_is_made_anew(recorded):
+def test_a_capture_that_failed_is_repeated(recorded):
     rb = buffer(ProportionalSampler(20), torch.device("cpu"))
     fails: list[bool] = []
 
@@ -86,7 +86,7 @@ def test_a_capture_that_fails_is_made_anew(recorded):
     assert captured().shape == (500,)
 
 
-def test_what_a_failed_capture_has_recorded_is_taken_for_nothing(recorded):
+def test_a_failed_capture_changes_no_draw(recorded):
     rb, runs = buffer(RankSampler(20, stratified=False), torch.device("cpu")), []
 
     def step(batch: TensorDictBase) -> None:

@@ -74,7 +74,7 @@ def test_errors_of_sequences_become_the_priorities_of_their_anchors(device, rule
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
 
 
-def test_a_batch_without_a_step_changes_no_priority_and_knows_when_it_was_sampled(device):
+def test_a_batch_without_a_step_may_update_priorities_later(device):
     rb = ReplayBuffer(storage=PackedStorage(20, device=device), sampler=ProportionalSampler(20), batch_size=500)
     rb.extend(data(20).set("td_error", torch.full((20,), 7.0)).to(device))
     rows = torch.arange(20, device=device)
@@ -126,7 +126,7 @@ def test_errors_that_cannot_be_given_back_are_refused(device):
     assert (rb.sampler.priority(torch.arange(20, device=device)) == 1.0).all()
 
 
-def test_on_the_cpu_others_write_while_a_step_learns_and_what_they_replace_is_left_out():
+def test_on_the_cpu_rows_replaced_during_a_step_keep_their_priority():
     rb = buffer(ProportionalSampler(20), torch.device("cpu"), batch_size=200)
     begun, written = Event(), Event()
 
@@ -150,7 +150,7 @@ def test_on_the_cpu_others_write_while_a_step_learns_and_what_they_replace_is_le
     assert rb.health()["stale_updates"] == int((x < 5).sum()) > 0
 
 
-def test_nobody_writes_while_a_graph_is_launched_and_anybody_does_afterwards(recorded, monkeypatch):
+def test_other_threads_wait_only_while_a_graph_is_launched(recorded, monkeypatch):
     rb = buffer(UniformSampler(), torch.device("cpu"), batch_size=4)
     replay, free = RecordedGraph.replay, []
 
