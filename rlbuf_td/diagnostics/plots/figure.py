@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import PercentFormatter
 
 WIDTH = 3.4  # inches
 INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"
@@ -61,6 +62,26 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
 def title(figure: Figure, words: str) -> None:
     """Set the title above all panels."""
     figure.suptitle(words, fontsize=SMALL + 0.5)
+
+
+def histogram(axes: Axes, x: np.ndarray, bins: Any, **settings: Any) -> None:
+    """Draw a histogram."""
+    axes.hist(x, bins, color=SHADE, edgecolor=INK, linewidth=0.5, **settings)
+
+
+def guide(axes: Axes, x: Any, y: Any) -> None:
+    """Draw a dashed line."""
+    axes.plot(x, y, color=GUIDE, linestyle="--", linewidth=0.9)
+
+
+def legend(axes: Axes, **settings: Any) -> None:
+    """Name the lines of a panel."""
+    axes.legend(fontsize=SMALL - 0.5, frameon=False, **settings)
+
+
+def in_percent(axes: Axes) -> None:
+    """Label the y axis in percent."""
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def numbers_of(x: torch.Tensor) -> np.ndarray:

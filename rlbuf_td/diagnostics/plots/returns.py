@@ -1,13 +1,11 @@
-"""Plots of what learning brings: episodes, and rollouts with their advantages."""
+"""Plots of episodes, and of a rollout with its advantages."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
+from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.plots.figure import (
@@ -16,30 +14,18 @@ from rlbuf_td.diagnostics.plots.figure import (
     INK,
     LINES,
     SHADE,
-    SMALL,
     dress,
     empty_figure,
+    guide,
+    histogram,
+    in_percent,
+    legend,
     numbers_of,
     panels,
     title,
 )
-from rlbuf_td.storages import PackedStorage
+from rlbuf_td.functional import explained_variance
 from rlbuf_td.writers import RolloutWriter
-
-
-class CompleteRollout(Protocol):
-    """What :func:`plot_advantages` needs of a :class:`~rlbuf_td.RolloutBuffer`."""
-
-    @property
-    def storage(self) -> PackedStorage:
-        """The rows."""
-
-    @property
-    def writer(self) -> RolloutWriter:
-        """The writer, which has computed the advantages."""
-
-    def summary(self) -> dict[str, float]:
-        """Return explained variance and moments of the rollout."""
 
 
 def plot_episodes(stats: EpisodeStats) -> Figure:
@@ -81,15 +67,15 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
         each.fill_between(history["step"], mean - deviation, mean + deviation, color=SHADE, alpha=0.6, linewidth=0)
         each.plot(history["step"], mean, color=INK, linewidth=1.3)
-        words = "return = length, steps" if len(metrics) < len(stats.metrics) and name == "return" else _unit(name)
-        dress(each, "", "", words)
+        is_both = len(metrics) < len(stats.metrics) and name == "return"
+        dress(each, "", "", "return = length, steps" if is_both else "length, steps" if name == "length" else name)
     for line, name in zip(LINES, stats.reasons, strict=False):
         rate, _ = _running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
-    axes[-1].yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    in_percent(axes[-1])
     dress(axes[-1], "", "environment steps", "ended so")
-    axes[-1].legend(fontsize=SMALL - 0.5, frameon=False, loc="best", borderaxespad=0.2)
+    legend(axes[-1], loc="best", borderaxespad=0.2)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
     return figure
@@ -106,11 +92,7 @@ def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
     return mean + shift, deviation
 
 
-def _unit(name: str) -> str:
-    return "length, steps" if name == "length" else name
-
-
-def plot_advantages(rollout: CompleteRollout) -> Figure:
+def plot_advantages(rollout: ReplayBuffer) -> Figure:
     """Plot a rollout: values, targets and ends of one lane, the advantages, and values against their targets.
 
     Args:
@@ -135,36 +117,29 @@ def plot_advantages(rollout: CompleteRollout) -> Figure:
         >>> len(plot_advantages(rollout).axes)
         3
     """
-    summary, storage, writer = rollout.summary(), rollout.storage, rollout.writer
-    data = storage.get(slice(None))
-    steps = data.shape[0]
-    value, target, advantage = (
-        numbers_of(data.get(key).float()).reshape(steps, -1)
-        for key in (writer.value_key, writer.value_target_key, writer.advantage_key)
-    )
+    writer = rollout.writer
+    if not isinstance(writer, RolloutWriter) or not writer.is_estimated:
+        raise RuntimeError("the rollout is not complete: it has no advantages to plot")
+    data = rollout.storage.get(slice(None))
+    keys = writer.value_key, writer.value_target_key, writer.advantage_key
+    value, target, advantage = (data.get(key).float().reshape(len(data), -1) for key in keys)
+    explained = float(explained_variance(value, target))
+    value, target, advantage = map(numbers_of, (value, target, advantage))
     figure = empty_figure(3.1)
-    top, *bottom = figure.subplot_mosaic("AA;BC").values()
+    top, left, right = figure.subplot_mosaic("AA;BC").values()
     top.plot(target[:, 0], color=INK, linewidth=1.1, label="value target")
     top.plot(value[:, 0], color=ACCENT, linewidth=1.1, linestyle="--", label="value")
     done = data.get(writer.estimator.done_key, None)
-    for end in [] if done is None else np.flatnonzero(numbers_of(done).reshape(steps, -1)[:, 0]):
+    for end in [] if done is None else np.flatnonzero(numbers_of(done.reshape(len(data), -1))[:, 0]):
         top.axvline(end + 0.5, color=SHADE, linewidth=0.8, zorder=0)
-    top.legend(fontsize=SMALL - 0.5, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    legend(top, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
     dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
-    _draw_advantages(bottom[0], advantage.ravel())
-    _draw_explained(bottom[1], value.ravel(), target.ravel(), summary["explained_variance"])
-    return figure
-
-
-def _draw_advantages(axes: Axes, advantage: np.ndarray) -> None:
-    axes.hist(advantage, 30, color=SHADE, edgecolor=INK, linewidth=0.5)
-    axes.axvline(0, color=GUIDE, linestyle="--", linewidth=0.9)
-    dress(axes, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
-
-
-def _draw_explained(axes: Axes, value: np.ndarray, target: np.ndarray, explained: float) -> None:
+    histogram(left, advantage.ravel(), 30)
+    left.axvline(0, color=GUIDE, linestyle="--", linewidth=0.9)
+    dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
     low, high = min(value.min(), target.min()), max(value.max(), target.max())
-    axes.plot([low, high], [low, high], color=GUIDE, linestyle="--", linewidth=0.9)
-    some = np.linspace(0, len(value) - 1, min(len(value), 1_000)).astype(int)
-    axes.plot(value[some], target[some], ".", color=INK, markersize=2, alpha=0.35, markeredgewidth=0)
-    dress(axes, f"explained variance {explained:.2f}", "value", "value target")
+    guide(right, [low, high], [low, high])
+    some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
+    right.plot(value.flat[some], target.flat[some], ".", color=INK, markersize=2, alpha=0.35, markeredgewidth=0)
+    dress(right, f"explained variance {explained:.2f}", "value", "value target")
+    return figure
