@@ -32,6 +32,7 @@ from rlbuf_td.buffers.device.graph import CapturedStep
 from rlbuf_td.buffers.device.prefetch import DevicePrefetcher, Pack
 from rlbuf_td.buffers.editing import EditedBuffer
 from rlbuf_td.buffers.looking import InspectedBuffer
+from rlbuf_td.buffers.plan import Plan, make_plan
 from rlbuf_td.buffers.saved import NO_CHECKPOINTERS, SavedBuffer
 from rlbuf_td.buffers.shared import SharedBuffer
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
@@ -118,6 +119,8 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             if kwargs.get(part) is None:
                 kwargs[part] = default
         self._stale_updates = Tally()
+        self._plan: Plan | None = None
+        self._unplanned: Any = None  # rows for which there is no plan
         self._prefetcher = None
         if device is not None:
             ahead = kwargs.get("prefetch") or 0
@@ -141,6 +144,7 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
 
     def _choose_path(self) -> None:
         """Go the direct way, unless something asks for TorchRL's general one."""
+        self._plan = self._unplanned = None
         self._stages = getattr(self._transform, "transforms", ())  # the list itself: asking the transform takes 1 us
         how = _how_it_draws(type(self._sampler))
         self._is_direct = (
@@ -228,6 +232,11 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         Raises:
             RuntimeError: the buffer is empty, or there is no batch size.
         """
+        plan = self._plan
+        if plan is not None and batch_size is None and include_info is None and not return_info:
+            batch = self._sample_by(plan)
+            if batch is not None:
+                return batch
         if not self._initialized:
             self._init()
         if not self._is_direct:
@@ -238,9 +247,33 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
+            if self._plan is None and self._prefetcher is None:
+                self._make_plan()
         if include_info is False:
             batch = batch.exclude(*info)
         return (batch, info) if return_info else batch
+
+    def _sample_by(self, plan: Plan) -> TensorDictBase | None:
+        """Return a batch the short way, ``None`` if the plan does not hold any more."""
+        if len(self._stages) or self._service_shutdown:
+            return None
+        with self._storage.lock, self._write_lock:
+            drawn = plan.sample() if self._plan is plan else None
+        if drawn is None:
+            self._plan = None
+            return None
+        batch, info = drawn
+        self.last_draw = info["index"], info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
+        return batch
+
+    def _make_plan(self) -> None:
+        """Prepare the short way for the next call, if these parts have one."""
+        rows = getattr(self._storage, "rows", None)
+        if rows is self._unplanned or self._replays is not None or self._pin_memory or self._wrapper is not None:
+            return
+        with self._replay_lock, self._write_lock:
+            self._plan = make_plan(self._storage, self._sampler, self._batch_size)
+        self._unplanned = rows if self._plan is None else None
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         if self._prefetcher is not None and self._copies_batches:
@@ -465,6 +498,12 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
         sampler = self._prioritized
         if sampler is None or self._sample_unit is not None:
             return super().update_tensordict_priority(data)
+        if self._plan is not None:
+            with self._storage.lock, self._write_lock:
+                stale = self._plan.update(data, self.priority_key) if self._plan is not None else None
+            if stale is not None:
+                self._stale_updates.add(stale)
+                return None
         index, td_error = self._errors_of(data, sampler.reduction)
         update = index, td_error, entries_of(data).get(SAMPLED_AT), data.ndim
         if self._prefetcher is None or not self._copies_batches or not self._prefetcher.return_errors(*update):

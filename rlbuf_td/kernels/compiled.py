@@ -169,7 +169,7 @@ def _storer(kind: types.Type) -> Any:
     return intrinsic(store)
 
 
-load_uint8 = _loader(types.uint8)
+load_uint8, store_uint8 = _loader(types.uint8), _storer(types.uint8)
 load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
 load_int32, store_int32 = _loader(types.int32), _storer(types.int32)
 load_int64, store_int64 = _loader(types.int64), _storer(types.int64)

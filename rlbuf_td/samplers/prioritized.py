@@ -139,6 +139,11 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
     # -- settings, which all processes see
 
     @property
+    def settings(self) -> Any:
+        """The shared numbers themselves, by ``ALPHA``, ``BETA`` and ``LARGEST``; for hot paths."""
+        return self._numbers.values
+
+    @property
     def alpha(self) -> float:
         """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
         return self._numbers[ALPHA]

@@ -106,6 +106,11 @@ class ProportionalSampler(Prioritized):
         return self._eps
 
     @property
+    def weighed_alpha(self) -> Any:
+        """The alpha of the weights in the tree, as the one element of an array that all processes see."""
+        return self._priorities.weighed.values
+
+    @property
     def tree(self) -> sum_tree.SumTree:
         """The priorities, for steps that are compiled as one graph: :func:`rlbuf_td.kernels.sum_tree.draw` and
         :func:`~rlbuf_td.kernels.sum_tree.update_` can be traced, a sampler with its locks and checks cannot.

@@ -7,7 +7,7 @@ one ``view`` and one ``split`` per dtype, however many leaves there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -122,6 +122,23 @@ class RowLayout:
             rows: as for :meth:`columns`.
         """
         return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
+
+    def wrap(
+        self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
+    ) -> TensorDict:
+        """Return columns, in the order of :attr:`leaves`, as a TensorDict of batch size ``[*lead, ...]``.
+
+        Args:
+            columns: ``[*lead, ...]`` each; others may follow, which are not looked at.
+            lead: the leading dims.
+            device: of the columns.
+            more: further entries at the root, ``[*lead, ...]``; they replace columns of the same key.
+        """
+        entries: dict[str, Any] = {name: columns[slot] for name, slot in self.root.leaves}
+        for name, child in self.root.nodes:
+            entries[name] = _build(child, columns, lead, device)
+        entries.update(more)
+        return new_tensordict(entries, lead + self.root.batch_size if self.root.batch_size else lead, device)
 
     def unpack_batches(self, rows: torch.Tensor, size: int) -> list[TensorDict]:
         """Return ``rows``, ``[n, row_bytes]``, as TensorDicts of ``size`` rows each (the last may be shorter).

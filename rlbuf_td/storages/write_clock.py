@@ -16,7 +16,8 @@ from rlbuf_td.storages.shared.numbers import NumberOf, SharedNumbers
 
 #: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
-_NOW, _LAST, _BY_ROW = range(3)
+#: Where the clock's values hold the time steps written, the last time step written, and 1 if it notes rows' times.
+NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
@@ -77,9 +78,14 @@ class WriteClock:
         self._written: torch.Tensor | None = None  # int64, by flat row; in use if the number _BY_ROW is 1
 
     @property
+    def values(self) -> Any:
+        """The numbers themselves, by ``NOW``, ``LAST`` and ``BY_ROW``; for hot paths."""
+        return self._numbers.values
+
+    @property
     def now(self) -> int:
         """How many time steps have been written so far."""
-        return self._numbers[_NOW]
+        return self._numbers[NOW]
 
     def since(self, then: int) -> int:
         """Return how many time steps have been written since the clock stood at ``then``."""
@@ -105,11 +111,11 @@ class WriteClock:
         if stamps is not newest:
             return None
         since = self.since(then)
-        return None if since and self._numbers[_BY_ROW] else since
+        return None if since and self._numbers[BY_ROW] else since
 
     def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:
         """Do what :meth:`skip_rewritten` does for rows that were all stamped ``since`` steps ago."""
-        return row_kernels.skip_recent(flat, min(since, steps), self._numbers[_LAST], steps, lanes)
+        return row_kernels.skip_recent(flat, min(since, steps), self._numbers[LAST], steps, lanes)
 
     # -- what writes tell
 
@@ -119,26 +125,26 @@ class WriteClock:
         ``device`` is where the rows live.
         """
         numbers, steps = self._numbers, shape[0]
-        last = numbers[_LAST]
+        last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
-        if not in_order or numbers[_BY_ROW]:
+        if not in_order or numbers[BY_ROW]:
             cells = (torch.arange(start, start + count, device=device) % steps)[:, None]
             lanes = prod(shape[1:])
             return self.note((cells * lanes + torch.arange(lanes, device=device)).flatten(), count, shape)
-        numbers[_NOW] += count
-        numbers[_LAST] = (start + count - 1) % steps
+        numbers[NOW] += count
+        numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
         """Take note of a write of ``count`` time steps or rows at flat rows in any order."""
         written = self._by_row(shape, cells.device)
-        self._numbers[_NOW] += count
-        written[cells] = self._numbers[_NOW]
+        self._numbers[NOW] += count
+        written[cells] = self._numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
         """Take note that no row is what it was, and that a ring goes on after ``last``; ``steps`` is the capacity."""
-        self._numbers[_NOW] += steps
-        self._numbers[_LAST] = last
-        self._numbers[_BY_ROW] = 0
+        self._numbers[NOW] += steps
+        self._numbers[LAST] = last
+        self._numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
         """Note the times of rows, if they must be noted, in this memory (which processes share): ``[N]`` int64."""
@@ -148,15 +154,15 @@ class WriteClock:
 
     def _by_row(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         written = self._written
-        if self._numbers[_BY_ROW] and written is not None:
+        if self._numbers[BY_ROW] and written is not None:
             return written
         if written is None or written.shape[0] != prod(shape):
             with outside_inference_mode():
                 written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
-        steps, last, now = shape[0], self._numbers[_LAST], self._numbers[_NOW]
+        steps, last, now = shape[0], self._numbers[LAST], self._numbers[NOW]
         age = (last - torch.arange(steps, device=device)) % steps
         written.view(steps, -1).copy_((now - age)[:, None].expand(steps, prod(shape[1:])))
-        self._numbers[_BY_ROW] = 1
+        self._numbers[BY_ROW] = 1
         return written
 
     # -- what priorities ask
@@ -174,7 +180,7 @@ class WriteClock:
         Cost: O(B), 1 us for 256 rows; on CUDA nothing waits for the device, and the count is a 0-dim tensor.
         """
         numbers = self._numbers
-        now, last, by_row = numbers[_NOW], numbers[_LAST], numbers[_BY_ROW]
+        now, last, by_row = numbers[NOW], numbers[LAST], numbers[BY_ROW]
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
@@ -200,12 +206,12 @@ class WriteClock:
         state was saved. One that has been running counts all batches as stale: it could not tell a batch of what it has
         lived through itself from one of what the state had lived through at the same count.
         """
-        if self._numbers[_NOW]:
-            self._numbers[_NOW] = max(self._numbers[_NOW], state["now"])
+        if self._numbers[NOW]:
+            self._numbers[NOW] = max(self._numbers[NOW], state["now"])
             return self.forget(steps, last)
         written = state["written"]
-        self._numbers[_NOW], self._numbers[_LAST] = state["now"], state["last"]
-        self._numbers[_BY_ROW] = written is not None
+        self._numbers[NOW], self._numbers[LAST] = state["now"], state["last"]
+        self._numbers[BY_ROW] = written is not None
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:

@@ -1,0 +1,183 @@
+"""The short path: ``sample`` and ``update_tensordict_priority`` in one compiled call each.
+
+A plan is made once storage, sampler, schema and batch size are fixed: it holds the addresses and the kernel that a call
+needs. Each call first checks, in a few comparisons, that nothing has changed since. It gives the same batches and
+priorities as the general path from the same generator state. Where something has changed, or an argument is unusual, it
+gives nothing: the buffer takes the general path, and makes another plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from rlbuf_td.kernels.batch import Gather, loops, tree_addresses
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.strata import step_of
+from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers import ProportionalSampler, UniformSampler
+from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.rows import PlainRows
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
+
+_CPU = torch.device("cpu")
+_NORMS = {"buffer": 0, "batch": 1, None: 2}
+
+
+class Plan:
+    """Samples plain rows on the CPU. A subclass knows the law by which rows are drawn.
+
+    Args:
+        storage: its rows are ``[T]`` or ``[T, E]``.
+        sampler: draws the rows.
+        size: B, rows per batch.
+    """
+
+    reports: tuple[tuple[str, torch.dtype], ...] = ()  # what the sampler adds to a batch beside the index
+
+    def __init__(self, storage: PackedStorage, sampler: Any, size: int) -> None:
+        self.storage, self.sampler, self.size = storage, sampler, size
+        self.rows, self.generator = storage.all_rows(), sampler._rng
+        self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
+        index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
+        more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
+        leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves]
+        self.gather = Gather(self.rows.flat, leaves, more, size)
+        self.names = ("index", *(name for name, _ in self.reports))
+        self.batch_size = torch.Size([size])
+        self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
+
+    def holds(self) -> bool:
+        """Whether the parts are as they were when the plan was made."""
+        return self.storage.rows is self.rows and self.sampler._rng is self.generator
+
+    def sample(self) -> tuple[TensorDict, dict[str, torch.Tensor]] | None:
+        """Return a batch and the sampler's report, as fresh memory, every leaf a tensor of its own.
+
+        ``None`` if the general path must be taken. The caller holds the buffer's locks.
+        """
+        written = len(self.storage)
+        if not written or not self.holds():
+            return None
+        tensors = self.gather.allocate()
+        if not self.draw(written, tensors):
+            return None
+        report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
+        return self.rows.layout.wrap(tensors, self.batch_size, _CPU, report), report
+
+    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+        """Fill the tensors of a batch; return whether there is a row to draw."""
+        raise NotImplementedError
+
+    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
+        """Take the TD errors of a batch; return how many rows are stale, ``None``: take the general path."""
+        return None
+
+
+class UniformPlan(Plan):
+    """Draws every row with equal probability."""
+
+    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+        """See :meth:`Plan.draw`."""
+        gather, flat = self.gather, self.flat if self.lanes else tensors[-1]
+        flat.random_(0, written, generator=self.generator)
+        fixed = gather.rows, gather.row_bytes, self.lanes, gather.leaves, gather.targets
+        loops().sample_uniform(*fixed, flat.data_ptr(), self.size)
+        return True
+
+
+class ProportionalPlan(Plan):
+    """Draws rows in proportion to their weights in a sum tree."""
+
+    reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
+
+    def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int) -> None:
+        super().__init__(storage, sampler, size)
+        self.tree, self.settings = sampler.tree, sampler.settings
+        self.weighed, self.clock = sampler.weighed_alpha, storage.clock.values
+        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.step, self.nodes = step_of(size, True), tree_addresses(self.tree)
+        self.fixed = self.nodes, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
+        self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
+
+    def holds(self) -> bool:
+        """See :meth:`Plan.holds`; loading replaces the tree, and alpha its weights."""
+        return (
+            self.storage.rows is self.rows
+            and self.sampler._rng is self.generator
+            and self.sampler.tree is self.tree
+            and self.settings[ALPHA] == self.weighed[0]
+        )
+
+    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+        """See :meth:`Plan.draw`."""
+        sampler = self.sampler
+        self.uniform.uniform_(generator=self.generator)
+        step = self.step if sampler.stratified else 0
+        law = step, written, self.settings[BETA], _NORMS[sampler.weight_norm], self.clock[NOW]
+        return loops().sample_proportional(*self.fixed, self.gather.targets, *self.scratch, *law)
+
+    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
+        """See :meth:`Plan.update`. The usual case is a sampled batch with one float32 error per row."""
+        if type(batch) is not TensorDict or type(priority_key) is not str:
+            return None
+        entries, size, clock = entries_of(batch), self.size, self.clock
+        index, error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
+        if not (
+            batch.batch_size == self.batch_size
+            and _fits(index, torch.int64, size * (2 if self.lanes else 1))
+            and _fits(error, torch.float32, size)
+            and _fits(stamp, torch.int64, size)
+            and not clock[BY_ROW]
+            and self.holds()
+        ):
+            return None
+        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), size
+        law = len(self.storage), self.weighed[0], self.sampler.eps
+        largest, stale = loops().update_proportional(
+            self.nodes, *where, *law, clock[NOW], clock[LAST], self.rows.steps, self.lanes
+        )
+        if largest == REFUSED:
+            return None
+        if largest > self.settings[LARGEST]:
+            self.settings[LARGEST] = largest
+        return stale
+
+
+def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[torch.Tensor]:
+    """Whether a kernel can read an entry of a batch by its address."""
+    return (
+        type(entry) is torch.Tensor
+        and entry.dtype is dtype
+        and entry.is_cpu
+        and entry.numel() == numel
+        and entry.is_contiguous()
+    )
+
+
+_PLANS: dict[type, type[Plan]] = {UniformSampler: UniformPlan, ProportionalSampler: ProportionalPlan}
+
+
+def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | None:
+    """Return a plan for these parts, ``None`` if they need the general path."""
+    kind = _PLANS.get(type(sampler))
+    if (
+        kind is None
+        or not size
+        or type(storage) is not PackedStorage
+        or type(storage.rows) is not PlainRows
+        or backend_of(storage.rows.flat) != "numba"
+        or storage.rows.is_mapped
+        or storage.ndim > 2
+        or storage.is_reserved
+        or storage.is_shared
+        or (sampler._rng is not None and sampler._rng.device.type != "cpu")
+        or getattr(sampler, "unique", False)
+    ):
+        return None
+    with torch.inference_mode(False):  # the scratch memory outlives a call that was made in inference mode
+        return kind(storage, sampler, size)

@@ -1,0 +1,64 @@
+"""Whole batches in one compiled call on the CPU: draw rows, weigh them, stamp them and gather their leaves.
+
+Between two learner steps the caches hold what the learner needs, and every Python call on the way of a batch is fetched
+from memory again. These calls do what :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows` do one after the
+other, with the same results: those two are their reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlbuf_td.kernels.sum_tree import SumTree
+
+_CPU = torch.device("cpu")
+_Entry: TypeAlias = tuple[torch.dtype, torch.Size]
+
+
+class Gather:
+    """Gathers rows of bytes into one contiguous tensor per leaf.
+
+    Args:
+        matrix: ``[N, row_bytes]``, contiguous, on the CPU.
+        leaves: dtype and shape of each leaf, in the order in which they lie in a row, without gaps.
+        more: dtype and shape of each further entry of a batch: the index, and what the sampler reports.
+        count: B, rows per batch.
+    """
+
+    __slots__ = ("_made", "leaves", "row_bytes", "rows", "targets")
+
+    def __init__(self, matrix: Tensor, leaves: Sequence[_Entry], more: Sequence[_Entry], count: int) -> None:
+        widths = np.array([dtype.itemsize * shape.numel() for dtype, shape in leaves], np.int64)
+        self.rows = matrix.data_ptr()
+        self.row_bytes = matrix.stride(0) * matrix.element_size()
+        self.leaves = np.stack((np.cumsum(widths) - widths, widths), -1)
+        self._made = [(torch.Size([count, *shape]), dtype) for dtype, shape in (*leaves, *more)]
+        self.targets = np.empty(len(self._made), np.int64)
+
+    def allocate(self) -> list[Tensor]:
+        """Return fresh tensors for a batch, not initialised; the next kernel fills them."""
+        tensors = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in self._made]
+        self.targets[:] = list(map(Tensor.data_ptr, tensors))
+        return tensors
+
+
+def tree_addresses(tree: SumTree) -> np.ndarray:
+    """Return the sizes and addresses of a sum tree's arrays, as the kernels take them."""
+    parts = tree.arrays()
+    starts, weight, sums = parts[0], parts[2], parts[3]
+    return np.array([len(starts), len(weight), len(sums), *(part.ctypes.data for part in parts)], np.int64)
+
+
+@cache
+def loops() -> ModuleType:
+    """Return the compiled kernels, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.batch import cpu
+
+    return cpu

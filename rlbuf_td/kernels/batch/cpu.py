@@ -1,0 +1,151 @@
+"""Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
+
+Tensors come as addresses in one array of int64, whose places the functions of :mod:`rlbuf_td.kernels.batch` name: numba
+unboxes one array instead of a dozen. The caller keeps every tensor alive and holds the buffer's lock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from rlbuf_td.kernels.compiled import (
+    copy_bytes,
+    inlined,
+    kernel,
+    load_int32,
+    load_int64,
+    load_uint8,
+    pointer,
+    prefetch,
+    store_int32,
+    store_int64,
+    store_uint8,
+)
+from rlbuf_td.kernels.rows.cpu import skip_ring
+from rlbuf_td.kernels.sum_tree.cpu import draw, update
+from rlbuf_td.kernels.sum_tree.tree import REFUSED
+
+_AHEAD = 16  # rows whose cache lines are requested before they are copied
+_LARGE = 1_024  # bytes of a row from which on the processor's own prefetching does as well
+
+
+@inlined
+def _copy(target, source, nbytes):
+    if nbytes == 4:
+        store_int32(target, load_int32(source))
+    elif nbytes == 1:
+        store_uint8(target, load_uint8(source))
+    elif nbytes == 8:
+        store_int64(target, load_int64(source))
+    else:
+        copy_bytes(target, source, nbytes)
+
+
+@inlined
+def _request(row, row_bytes):
+    for line in range(0, row_bytes, 64):
+        prefetch(row + line)
+
+
+@kernel
+def gather(rows, row_bytes, index, leaves, targets):
+    """Copy each leaf of the rows at ``index`` to its own contiguous tensor.
+
+    Args:
+        rows: address of the first row.
+        row_bytes: bytes per row.
+        index: ``[B]`` int64.
+        leaves: ``[leaves, 2]``, where each leaf begins in a row and its bytes.
+        targets: addresses of the tensors, ``[B, bytes]`` each.
+    """
+    count = index.shape[0]
+    small = row_bytes < _LARGE
+    if small:
+        for i in range(min(_AHEAD, count)):
+            _request(rows + index[i] * row_bytes, row_bytes)
+    for i in range(count):
+        if small and i + _AHEAD < count:
+            _request(rows + index[i + _AHEAD] * row_bytes, row_bytes)
+        row = rows + index[i] * row_bytes
+        for leaf in range(leaves.shape[0]):
+            width = leaves[leaf, 1]
+            _copy(targets[leaf] + i * width, row + leaves[leaf, 0], width)
+
+
+@kernel
+def sample_uniform(rows, row_bytes, lanes, leaves, targets, flat, count):
+    """Gather the rows at the flat positions ``flat``, and write their coordinates if there are lanes."""
+    index = carray(pointer(flat), count, np.int64)
+    gather(rows, row_bytes, index, leaves, targets)
+    if lanes:
+        _coordinates(index, lanes, targets[leaves.shape[0]])
+
+
+@kernel
+def sample_proportional(
+    tree, rows, row_bytes, lanes, leaves, targets, flat, uniform, count, step, written, beta, mode, now
+):
+    """Draw rows from a sum tree, weigh them, stamp them and gather them; return whether any weight is positive.
+
+    The targets behind the leaves are the index, the importance weights and the stamps. See
+    :func:`rlbuf_td.kernels.sum_tree.draw` for the law.
+    """
+    last = leaves.shape[0]
+    index = carray(pointer(flat if lanes else targets[last]), count, np.int64)
+    importance = carray(pointer(targets[last + 1]), count, np.float32)
+    stamp = carray(pointer(targets[last + 2]), count, np.int64)
+    mass = carray(pointer(uniform), count, np.float64)
+    starts, magnitude, weight, sums, before, minima = _tree(tree)
+    if not draw(starts, magnitude, weight, sums, before, minima, mass, step, written, beta, mode, index, importance):
+        return False
+    stamp[:] = now
+    gather(rows, row_bytes, index, leaves, targets)
+    if lanes:
+        _coordinates(index, lanes, targets[last])
+    return True
+
+
+@kernel
+def update_proportional(tree, index, td_error, stamp, kept, count, written, alpha, eps, now, newest, steps, lanes):
+    """Give rows that still hold what was sampled their TD errors; return the largest magnitude and the stale rows.
+
+    ``index`` is flat, or with ``lanes`` the coordinates ``[B, 2]``; ``kept`` is scratch memory for ``[B]`` int64. See
+    :func:`rlbuf_td.kernels.rows.skip_ring` and :func:`rlbuf_td.kernels.sum_tree.update_`.
+    """
+    row = carray(pointer(kept), count, np.int64)
+    if lanes:
+        pair = carray(pointer(index), (count, 2), np.int64)
+        for i in range(count):
+            if pair[i, 1] < 0 or pair[i, 1] >= lanes:
+                return REFUSED, 0
+            row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
+        stale = skip_ring(kept, kept, stamp, count, now, newest, steps, lanes)
+    else:
+        stale = skip_ring(kept, index, stamp, count, now, newest, steps, 1)
+    starts, magnitude, weight, sums, before, minima = _tree(tree)
+    error = carray(pointer(td_error), count, np.float32)
+    return update(starts, magnitude, weight, sums, before, minima, row, error, written, alpha, eps), stale
+
+
+@inlined
+def _coordinates(flat, lanes, target):
+    """Write the time step and the lane of flat rows into ``[B, 2]``."""
+    pair = carray(pointer(target), (len(flat), 2), np.int64)
+    for i in range(len(flat)):
+        pair[i, 0] = flat[i] // lanes
+        pair[i, 1] = flat[i] % lanes
+
+
+@inlined
+def _tree(tree):
+    """Return the arrays of a sum tree from [levels, rows, nodes, addresses ...]."""
+    levels, rows, nodes = tree[0], tree[1], tree[2]
+    return (
+        carray(pointer(tree[3]), levels, np.uint64),
+        carray(pointer(tree[4]), rows, np.float64),
+        carray(pointer(tree[5]), rows, np.float64),
+        carray(pointer(tree[6]), nodes, np.float64),
+        carray(pointer(tree[7]), nodes, np.float64),
+        carray(pointer(tree[8]), nodes, np.float64),
+    )

@@ -1,0 +1,211 @@
+"""The short path gives what the general path gives, bit for bit, whatever happens between two calls."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import rlbuf_td
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from tests.catalogue import assert_same
+
+CAPACITY, LANES, BATCH = 24, 3, 8
+SAMPLERS = {
+    "uniform": UniformSampler,
+    "proportional": lambda: ProportionalSampler(CAPACITY * LANES),
+    "batch-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm="batch", stratified=False),
+    "no-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm=None, alpha=1.3),
+}
+
+
+class GeneralBuffer(ReplayBuffer):
+    """Never takes the short path."""
+
+    def _make_plan(self) -> None:
+        pass
+
+
+def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
+    """Return transitions with leaves of 1, 2, 4, 8 and many bytes, nested, ``[count]`` or ``[lanes, count]``."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = [count] if lanes is None else [lanes, count]
+
+    def rand(*shape, dtype=torch.float32):
+        return (100 * torch.rand(*lead, *shape, generator=generator)).to(dtype)
+
+    following = {"reward": rand(1), "done": rand(1) > 90, "observation": {"pixels": rand(2, 3, dtype=torch.uint8)}}
+    data = {"observation": rand(17), "id": rand(dtype=torch.int64), "half": rand(3, dtype=torch.float16)}
+    return TensorDict(data | {"none": rand(0), "next": following}, lead)
+
+
+def buffers(sampler: str, lanes: int | None):
+    for cls in (ReplayBuffer, GeneralBuffer):
+        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2)
+        generator = torch.Generator().manual_seed(3)
+        yield cls(storage=storage, sampler=SAMPLERS[sampler](), batch_size=BATCH, generator=generator)
+
+
+def set_alpha(rb: ReplayBuffer, value: int) -> None:
+    if isinstance(rb.sampler, ProportionalSampler):
+        rb.sampler.alpha = 0.1 * (value % 5)
+
+
+def set_beta(rb: ReplayBuffer, value: int) -> None:
+    if isinstance(rb.sampler, ProportionalSampler):
+        rb.sampler.beta, rb.sampler.stratified = 0.3 * (value % 4), bool(value % 2)
+
+
+def reload(rb: ReplayBuffer, value: int) -> None:
+    rb.load_state_dict(rb.state_dict())
+
+
+def set_generator(rb: ReplayBuffer, value: int) -> None:
+    rb.set_rng(torch.Generator().manual_seed(value))
+
+
+def rewrite(rb: ReplayBuffer, value: int) -> None:
+    """Write out of order: the clock notes the time of each row from then on."""
+    rb.storage.set(torch.tensor([value % 2, 0]), rb.storage.get(torch.tensor([0, 1])))
+
+
+CHANGES = {
+    "alpha": set_alpha,
+    "beta": set_beta,
+    "empty": lambda rb, value: rb.empty(),
+    "reload": reload,
+    "generator": set_generator,
+    "rewrite": rewrite,
+}
+
+
+@pytest.mark.parametrize("lanes", [None, LANES])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@settings(max_examples=25)
+@given(
+    history=st.lists(
+        st.tuples(st.sampled_from(["extend", "sample", "update", "late", *CHANGES]), st.integers(0, 1 << 20)),
+        max_size=30,
+    )
+)
+def test_plan_and_general_path_agree_over_any_history(sampler, lanes, history):
+    pair = list(buffers(sampler, lanes))
+    kept: list[list[TensorDict]] = [[], []]
+    for step, value in [("extend", 9), ("sample", 0), *history, ("sample", 0), ("update", 1), ("sample", 0)]:
+        for rb, batches in zip(pair, kept, strict=True):
+            if step == "extend":
+                rb.extend(steps(1 + value % 10, lanes, value))
+            elif step == "sample" and len(rb):
+                batches.append(rb.sample())
+            elif step in ("update", "late") and batches:
+                batch = batches[-1 if step == "update" else value % len(batches)].clone()
+                batch["td_error"] = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
+                rb.update_tensordict_priority(batch)
+            elif step in CHANGES and len(rb) > 2:
+                CHANGES[step](rb, value)
+    for mine, theirs in zip(*kept, strict=True):
+        assert_same(mine, theirs)
+    ours, general = (rb.state_dict() for rb in pair)
+    assert_same(
+        TensorDict(ours["_sampler"].get("priorities", {})), TensorDict(general["_sampler"].get("priorities", {}))
+    )
+    assert pair[0].health() == pytest.approx(pair[1].health(), nan_ok=True)
+
+
+@pytest.fixture
+def rb():
+    rb = next(buffers("proportional", None))
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    return rb
+
+
+def files_and_frames(call) -> tuple[set[str], int]:
+    """Return the files of the package that a call enters, and how many Python functions it calls in all."""
+    files, frames, root = set(), 0, rlbuf_td.__path__[0]
+
+    def profile(frame, event, argument):
+        nonlocal frames
+        if event == "call":
+            frames += 1
+            if frame.f_code.co_filename.startswith(root):
+                files.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files, frames
+
+
+def test_proportional_sample_enters_few_files(rb):
+    rb.sample()
+    files, frames = files_and_frames(rb.sample)
+    assert len(files) <= 8, sorted(files)
+    assert frames <= 25
+    batch = rb.sample()
+    batch["td_error"] = torch.ones(BATCH)
+    rb.update_tensordict_priority(batch)
+    files, frames = files_and_frames(lambda: rb.update_tensordict_priority(batch))
+    assert len(files) <= 8, sorted(files)
+    assert frames <= 20
+
+
+def test_leaves_are_contiguous_tensors_of_their_own(rb):
+    first, second = rb.sample(), rb.sample()
+    leaves = [batch.get(key) for batch in (first, second) for key in batch.keys(True, True)]
+    assert all(leaf.is_contiguous() and leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in leaves)
+    addresses = [leaf.data_ptr() for leaf in leaves if leaf.numel()]
+    assert len(set(addresses)) == len(addresses)
+    assert first["observation"].view(-1).shape == (17 * BATCH,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_refused_error_changes_nothing(rb, bad):
+    batch = rb.sample()
+    batch["td_error"] = torch.ones(BATCH)
+    batch["td_error"][3] = bad
+    before = rb.sampler.state_dict()["priorities"]["magnitude"]
+    with pytest.raises(ValueError, match="finite"):
+        rb.update_tensordict_priority(batch)
+    assert torch.equal(rb.sampler.state_dict()["priorities"]["magnitude"], before)
+
+
+def test_row_out_of_range_changes_nothing(rb):
+    batch = rb.sample()
+    batch["td_error"] = torch.ones(BATCH)
+    batch["index"][2] = 20
+    with pytest.raises(IndexError):
+        rb.update_tensordict_priority(batch)
+    assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+
+
+def test_weights_all_zero_are_refused_by_name(rb):
+    sampler = ProportionalSampler(CAPACITY, alpha=1.0, eps=0.0)
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
+    index = rb.extend(steps(20, None, 0))
+    rb.sample()
+    rb.update_priority(index, torch.zeros(20))
+    with pytest.raises(RuntimeError, match="no row has a positive priority"):
+        rb.sample()
+
+
+def test_default_device_and_inference_mode_do_not_matter(rb):
+    rb = next(buffers("proportional", None))
+    rb.extend(steps(20, None, 0))
+    with torch.inference_mode():
+        rb.sample()
+        rb.sample()
+    torch.set_default_device("meta")
+    try:
+        batch = rb.sample()
+    finally:
+        torch.set_default_device(None)
+    assert batch.device == torch.device("cpu")
+    assert np.isfinite(batch["observation"].numpy()).all()
