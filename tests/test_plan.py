@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 
 import numpy as np
@@ -106,7 +108,7 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, history):
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
                 batch["td_error"] = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
                 rb.update_tensordict_priority(batch)
-            elif step in CHANGES and len(rb) > 2:
+            elif step in CHANGES and len(rb) > 2 * LANES:
                 CHANGES[step](rb, value)
     for mine, theirs in zip(*kept, strict=True):
         assert_same(mine, theirs)
@@ -194,6 +196,17 @@ def test_weights_all_zero_are_refused_by_name(rb):
     rb.update_priority(index, torch.zeros(20))
     with pytest.raises(RuntimeError, match="no row has a positive priority"):
         rb.sample()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["deep", "pickled"])
+def test_copy_uses_memory_of_its_own(rb, copied):
+    other = copied(rb)
+    expected = other.storage.get(torch.arange(20))["id"]
+    rb.empty()
+    rb.extend(steps(CAPACITY, None, 1))
+    for _ in range(3):
+        batch = other.sample()
+        assert torch.equal(batch["id"], expected[batch["index"]])
 
 
 def test_default_device_and_inference_mode_do_not_matter(rb):

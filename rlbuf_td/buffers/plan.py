@@ -51,6 +51,10 @@ class Plan:
         self.batch_size = torch.Size([size])
         self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave nothing in a copy: its memory lies elsewhere."""
+        return _nothing, ()
+
     def holds(self) -> bool:
         """Whether the parts are as they were when the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
@@ -146,6 +150,10 @@ class ProportionalPlan(Plan):
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         return stale
+
+
+def _nothing() -> None:
+    return None
 
 
 def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[torch.Tensor]:
