@@ -23,6 +23,7 @@ from rlbuf_td import (
 from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.storages.indexing import moved
 from tests.graphs import RefuseWaiting
+from tests.waiting import waiting_is_an_error
 
 
 def data(n: int, first: int = 0) -> TensorDict:
@@ -73,6 +74,19 @@ def test_a_training_loop_never_waits(name):
         with RefuseWaiting():
             loop(rb, rows, td_error)
     assert rb.full
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("name", ["unique", "proportional", "hindsight, n steps", "windows"])
+def test_a_training_loop_never_waits_for_a_cuda_device(name, offload):
+    cuda = torch.device("cuda")
+    rb = ReplayBuffer(storage=PackedStorage(60, device=cuda, offload=offload), sampler=SAMPLERS[name](), batch_size=32)
+    rows, td_error = [data(35, 35 * k).to(cuda) for k in range(4)], torch.rand(32, device=cuda)
+    loop(rb, rows, td_error)
+    with waiting_is_an_error(cuda):
+        loop(rb, rows, td_error)
 
 
 def test_advantages_never_wait():
