@@ -1,4 +1,4 @@
-"""What samplers share: constructor signatures, random numbers, CUDA graphs, and checks of settings and TD errors."""
+"""What samplers share: their base, CUDA graphs, random numbers, and checks of settings and TD errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.storages.indexing import moved
+from rlbuf_td.storages.indexing import Index, coordinates, moved
 
 EMPTY = "cannot sample from an empty buffer: extend it first"
 
@@ -35,42 +35,38 @@ class OwnSignature:
         return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
 
 
-class GraphCapturable(ABC):
-    """A sampler whose draws can be recorded in a CUDA graph, which :meth:`ReplayBuffer.capture` does.
+class RowSampler(Sampler):
+    """Base of the samplers that draw rows: TorchRL's protocol around :meth:`draw` and :meth:`snapshot`; abstract."""
 
-    A graph repeats its launches with the arguments that they had when it was recorded. A draw inside of
-    :func:`~rlbuf_td.kernels.device_scalars.capturing` therefore reads what the host may change (the number of rows,
-    beta ...) from device memory.
-    """
+    __signature__ = OwnSignature()
 
     @abstractmethod
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
+    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
 
-        Called before each replay, under the buffer's lock.
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """Draw ``batch_size`` rows; raises what the class says of sampling.
 
         Returns:
-            What a graph cannot see change. If it differs from the last value, the graph is recorded again.
+            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: of prioritized
+            samplers ``{"priority_weight": [B] float32}``, of others empty.
         """
-
-    def forget_order(self) -> None:  # noqa: B027
-        """Drop what the host derived from priorities: a graph has changed them. Does nothing by default."""
-
-
-class SnapshotState(ABC):
-    """``state_dict``, ``dumps`` and ``loads`` of a part with a ``snapshot`` and a ``load_state_dict``."""
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the tensors themselves rather than copies."""
 
-    @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that behaviour depends on."""
         return _copied(self.snapshot())
+
+    def resized_state(
+        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
+    ) -> dict[str, Any]:
+        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        return state
 
     def dumps(self, path: str | Path) -> None:
         """Save the state in the folder ``path``, as :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` does."""
@@ -89,6 +85,25 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _copied(value) for name, value in state.items()}
     return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+class GraphCapturable(ABC):
+    """A sampler whose draws can be recorded in a CUDA graph, which :meth:`ReplayBuffer.capture` does.
+
+    A graph repeats its launches with the arguments that they had. A draw that is being recorded therefore reads what
+    the host may change (the number of rows, beta ...) from device memory.
+    """
+
+    @abstractmethod
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
+
+        Called before each replay, under the buffer's lock. Returns what a graph cannot see change: if it differs from
+        the last value, the graph is recorded again.
+        """
+
+    def forget_order(self) -> None:  # noqa: B027
+        """Drop what the host derived from priorities: a graph has changed them. Does nothing by default."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 
 TransitionFn = Callable[[TensorDictBase], torch.Tensor]
 
@@ -28,7 +28,7 @@ def gymnasium_reward_fn(
         goal_key: the desired goal, in the batch's root.
         achieved_goal_key: the achieved goal, in ``"next"``.
         info_keys: what the environment wants to find in ``info``, by name, and where the batch has it.
-        vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once a row.
+        vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once per row.
 
     Returns:
         A function of a batch ``[B]`` to its rewards, ``[B]``, of the dtype that the environment gives.
@@ -36,7 +36,7 @@ def gymnasium_reward_fn(
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
-    Cost: that of ``compute_reward``, one call a batch; copies to the host, where rows are on CUDA.
+    Cost: one call of ``compute_reward`` per batch; copies to the host, where rows are on CUDA.
 
     Example:
         >>> import numpy as np
@@ -62,21 +62,11 @@ def gymnasium_terminated_fn(
 ) -> TransitionFn:
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
 
-    Args:
-        env: as for :func:`gymnasium_reward_fn`, with ``compute_terminated(achieved_goal, desired_goal, info)``.
-        goal_key: the desired goal, in the batch's root.
-        achieved_goal_key: the achieved goal, in ``"next"``.
-        info_keys: what the environment wants to find in ``info``, by name, and where the batch has it.
-        vectorized: whether ``compute_terminated`` takes a batch of goals. Most environments answer for one pair of
-            goals only (gymnasium-robotics' do): it is then called once a row.
+    Takes, raises and costs what :func:`gymnasium_reward_fn` does, but ``vectorized`` is False unless you say otherwise:
+    most environments (gymnasium-robotics' too) answer for one pair of goals only, and are called once per row.
 
     Returns:
         A function of a batch ``[B]`` to flags, ``[B]`` bool.
-
-    Raises:
-        TypeError: the environment has no ``compute_terminated``.
-
-    Cost: that of the environment's function, B calls unless ``vectorized``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -100,7 +90,7 @@ def _caller(
     vectorized: bool,
 ) -> TransitionFn:
     compute = _method(env, name)
-    outcome_key = ("next", achieved_goal_key) if isinstance(achieved_goal_key, str) else ("next", *achieved_goal_key)
+    outcome_key = unravel_key(("next", achieved_goal_key))
 
     def call(batch: TensorDictBase) -> torch.Tensor:
         achieved, desired = (batch.get(key).cpu().numpy() for key in (outcome_key, goal_key))

@@ -97,6 +97,8 @@ class HindsightSampler(SamplerWrapper):
         True
     """
 
+    _setting_names = ("her_ratio", "only_finished")
+
     def __init__(
         self,
         sampler: Sampler,
@@ -247,9 +249,6 @@ class HindsightSampler(SamplerWrapper):
         yield from (self.goal_key, ("next", *self.goal_key), self.reward_key, "relabeled")
         if self.terminated_fn is not None:
             yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
-
-    def _settings(self) -> dict[str, Any]:
-        return {"her_ratio": self.her_ratio, "only_finished": self.only_finished}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, her_ratio={self.her_ratio:g}, strategy={self.strategy!r})"

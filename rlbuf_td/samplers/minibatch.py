@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.samplers.common import EMPTY, OwnSignature, SnapshotState, permutation
-from rlbuf_td.storages.indexing import Index, coordinates, device_of
+from rlbuf_td.samplers.common import EMPTY, RowSampler, permutation
+from rlbuf_td.storages.indexing import device_of
 
 
-class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
+class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. Whatever is left of
@@ -42,8 +42,6 @@ class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
         >>> [batch["x"].tolist() for batch in rb]
         [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
     """
-
-    __signature__ = OwnSignature()
 
     def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)
@@ -88,21 +86,8 @@ class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
         self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw the next ``batch_size`` rows of the epoch, fewer at its end.
-
-        Returns:
-            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and an empty dict.
-
-        Raises:
-            RuntimeError: the storage is empty.
-            ValueError: ``drop_last`` and fewer rows than ``batch_size``: no batch would ever be full.
-        """
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
-
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)
@@ -139,9 +124,7 @@ class MinibatchSampler(SnapshotState, SamplerWithoutReplacement):
         """Start the epochs anew: the rows have changed."""
         self.restart()
 
-    def extend(self, index: Any) -> None:
-        """Start the epochs anew: the rows have changed."""
-        self.restart()
+    extend = add
 
     def _empty(self) -> None:
         super()._empty()

@@ -78,6 +78,8 @@ class NStepSampler(SamplerWrapper):
         (tensor([3, 4, 4, 4]), tensor([3, 3, 2, 1]))
     """
 
+    _setting_names = ("n_steps", "gamma")
+
     def __init__(
         self,
         sampler: Sampler,
@@ -230,9 +232,6 @@ class NStepSampler(SamplerWrapper):
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from ("next", "steps_to_next_obs")
-
-    def _settings(self) -> dict[str, Any]:
-        return {"n_steps": self.n_steps, "gamma": self.gamma}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"

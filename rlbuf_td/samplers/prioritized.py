@@ -14,15 +14,14 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import (
     GraphCapturable,
-    OwnSignature,
-    SnapshotState,
+    RowSampler,
     as_errors,
     exponent,
     refuse_priorities,
     refuse_settings,
     refuse_state,
 )
-from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.shared.numbers import SharedNumbers
 
@@ -65,16 +64,14 @@ class _Priorities(Protocol):
         """Copy settings to the device; return where the largest magnitude is, and what a graph cannot see change."""
 
 
-class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
+class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     """Base of the prioritized samplers; abstract.
 
     It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but builds
     none of its C++ trees. TD errors are raw, of either sign: their magnitude counts.
 
-    A subclass draws (:meth:`draw`) and makes the ``_Priorities`` that it draws from (:meth:`_make`).
+    A subclass implements :meth:`draw`, :meth:`nbytes_for`, and :meth:`_make`, which makes the ``_Priorities``.
     """
-
-    __signature__ = OwnSignature()
 
     def __init__(
         self,
@@ -110,31 +107,9 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
         """Return the bytes that the priorities of ``capacity`` rows take."""
 
-    @classmethod
-    @abstractmethod
-    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
-        """Return the tensors of ``capacity`` rows without priorities."""
-
     @abstractmethod
     def _make(self, capacity: int, device: torch.device) -> _Priorities:
         """Return ``_Priorities`` of ``capacity`` rows, all without one."""
-
-    @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows.
-
-        Returns:
-            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and
-            ``{"priority_weight": [B] float32}``.
-
-        Raises:
-            RuntimeError: the storage is empty, or no row has a positive priority.
-        """
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
 
     # -- settings, which all processes see
 
@@ -291,8 +266,9 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
         """Move to the storage's device, with room for each row; a storage of several lanes rounds its capacity up."""
         device = device_of(storage)
         if device != self._device:
-            self._device = device
-            self._replace_priorities(self._priorities.tensors(), self._priorities.alpha)
+            self._device, before = device, self._priorities
+            self._priorities = self._make(self._max_capacity, device)
+            self._priorities.restore({name: x.to(device) for name, x in before.tensors().items()}, before.alpha)
         if storage.max_size > self._max_capacity:
             lanes = lanes_of(storage).numel() if storage.ndim > 1 and len(storage) else 1
             if storage.max_size - self._max_capacity >= lanes:
@@ -307,11 +283,6 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
                 )
             self._max_capacity = storage.max_size
             self._priorities = self._make(self._max_capacity, self._device)
-
-    def _replace_priorities(self, tensors: dict[str, Tensor], alpha: float) -> None:
-        if not self._is_shared:
-            self._priorities = self._make(self._max_capacity, self._device)
-        self._priorities.restore({name: tensor.to(self._device) for name, tensor in tensors.items()}, alpha)
 
     def _empty(self) -> None:
         self._see(-1.0)
@@ -351,7 +322,7 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
     # -- state
 
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         self._apply_alpha()
         return {
             "alpha": self.alpha,
@@ -375,7 +346,8 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
         if capacity < self._max_capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self._max_capacity}")
         tensors = state_dict["priorities"]
-        refuse_state(tensors, self._blank(capacity, "meta"))
+        priorities = self._priorities if self._is_shared else self._make(capacity, self._device)
+        refuse_state(tensors, priorities.tensors())
         alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
         names = ("stratified", "weight_norm", "reduction")
         settings = {name: state_dict.get(name, getattr(self, name)) for name in names}
@@ -388,16 +360,18 @@ class Prioritized(SnapshotState, GraphCapturable, PrioritizedSampler):
         for name, value in settings.items():
             setattr(self, name, value)
         self._see(largest)
-        self._replace_priorities(tensors, alpha)
+        self._priorities = priorities
+        priorities.restore({name: tensor.to(self._device) for name, tensor in tensors.items()}, alpha)
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
             return state
-        refuse_state(state["priorities"], self._blank(saved, "meta"))
+        host = torch.device("cpu")
+        refuse_state(state["priorities"], self._make(saved, host).tensors())
         rows = torch.arange(saved) if rows is None else rows
-        blank = self._blank(capacity, "cpu")
+        blank = self._make(capacity, host).tensors()
         for name, tensor in blank.items():
             tensor[: len(rows)] = state["priorities"][name].cpu()[rows]
         return state | {"max_capacity": capacity, "priorities": blank}

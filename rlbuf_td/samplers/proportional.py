@@ -83,8 +83,8 @@ class ProportionalSampler(Prioritized):
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
-        rows = len(storage)  # no helper functions here: this is the hot path
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        rows = len(storage)  # the hot path: without helper functions
         if rows == 0:
             raise RuntimeError(EMPTY)
         settings, priorities = self._numbers.values, self._priorities
@@ -143,24 +143,16 @@ class ProportionalSampler(Prioritized):
         """
         return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
-    @classmethod
-    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
-        shape = (sum_tree.padded(capacity),)
-        return {
-            "magnitude": torch.full(shape, -1.0, dtype=torch.float64, device=device),
-            "weight": torch.zeros(shape, dtype=torch.float64, device=device),
-        }
-
     def _make(self, capacity: int, device: torch.device) -> _TreePriorities:
         return _TreePriorities(sum_tree.SumTree.empty(capacity, device), self.alpha, self._eps)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         own = {"eps": self._eps, "max_priority_within_buffer": self._max_priority_within_buffer}
         return super().snapshot() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; raises as that of every prioritized sampler does."""
+        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
         self._eps = self._priorities.eps = eps

@@ -99,7 +99,7 @@ class RankSampler(Prioritized):
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         if not len(storage):
             raise RuntimeError(EMPTY)
         self._apply_alpha()
@@ -174,13 +174,9 @@ class RankSampler(Prioritized):
         """
         return order_bytes(capacity, torch.device(device))
 
-    @classmethod
-    def _blank(cls, capacity: int, device: torch.device | str) -> dict[str, Tensor]:
-        return {"magnitude": torch.full((capacity,), -1.0, device=device)}
-
     def _make(self, capacity: int, device: torch.device) -> _RankPriorities:
         with outside_inference_mode():
-            order = make_order(self._blank(capacity, device)["magnitude"], self._stale_updates)
+            order = make_order(torch.full((capacity,), -1.0, device=device), self._stale_updates)
         return _RankPriorities(order, self.alpha)
 
     def forget_order(self) -> None:

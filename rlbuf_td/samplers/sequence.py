@@ -78,6 +78,8 @@ class SequenceSampler(SamplerWrapper):
         ([[0, 0, 1], [0, 1, 2], [1, 2, 2]], [False, True, True])
     """
 
+    _setting_names = ("eta",)
+
     def __init__(
         self,
         sampler: Sampler,
@@ -264,9 +266,6 @@ class SequenceSampler(SamplerWrapper):
             return largest
         mean = magnitude.sum(1) / learned.view(-1, self.window).sum(1).clamp(min=1)
         return self.eta * largest + (1 - self.eta) * mean
-
-    def _settings(self) -> dict[str, Any]:
-        return {"eta": self.eta}
 
     def __repr__(self) -> str:
         return (

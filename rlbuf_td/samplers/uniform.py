@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrl.data.replay_buffers import Sampler, Storage
+from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, OwnSignature, uniform_numbers
-from rlbuf_td.storages.indexing import Index, coordinates, device_of
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, uniform_numbers
+from rlbuf_td.storages.indexing import device_of
 
 
-class UniformSampler(GraphCapturable, Sampler):
+class UniformSampler(RowSampler, GraphCapturable):
     """Draw every row that has been written with equal probability.
 
     Args:
@@ -25,7 +25,7 @@ class UniformSampler(GraphCapturable, Sampler):
         RuntimeError: (when sampling) the buffer is empty.
         ValueError: (when sampling) ``unique``, and fewer rows than a batch has.
 
-    Cost: O(B); ``unique=True`` O(B) too, and O(B log B) on CUDA, where the host does not look at what has been drawn.
+    Cost: O(B); ``unique=True`` O(B log B) on CUDA, where the host does not look at what has been drawn.
 
     Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``; its
     ``SamplerWithoutReplacement`` repeats no row within an epoch: see :class:`MinibatchSampler` for that.
@@ -39,27 +39,12 @@ class UniformSampler(GraphCapturable, Sampler):
         tensor([0, 1, 2, 3])
     """
 
-    __signature__ = OwnSignature()
-
     def __init__(self, *, unique: bool = False) -> None:
         self.unique = unique
         self._rows_in_graph: DeviceScalars | None = None  # the number of rows, where recorded draws read it
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows.
-
-        Returns:
-            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and an empty dict.
-
-        Raises:
-            RuntimeError: the storage is empty.
-            ValueError: ``unique`` and fewer rows than ``batch_size``.
-        """
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
-
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)
@@ -108,22 +93,16 @@ class UniformSampler(GraphCapturable, Sampler):
     def _empty(self) -> None:
         pass
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the setting: there is no other state but the generator, which the buffer saves."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return the setting; the buffer saves the generator."""
         return {"unique": self.unique}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the setting."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
-    def resized_state(
-        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-    ) -> dict[str, Any]:
-        """Return ``state``: it does not depend on rows."""
-        return state
-
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: the setting is given to the constructor."""
+        """Write nothing: the constructor takes the setting."""
 
     def loads(self, path: str | Path) -> None:
         """Read nothing: see :meth:`dumps`."""

@@ -25,6 +25,11 @@ A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the b
 """
 
 
+def _of_inner(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped sampler."""
+    return property(lambda self: getattr(self.sampler, name), lambda self, value: setattr(self.sampler, name, value))
+
+
 class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     """Base of the samplers that wrap another one; abstract.
 
@@ -45,6 +50,8 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     sampler: Sampler
     innermost: Sampler
     """The sampler that draws the rows."""
+    _setting_names: tuple[str, ...] = ()
+    """The attributes, all numbers, that a user may change between draws."""
 
     def __init__(
         self, sampler: Sampler, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
@@ -129,32 +136,14 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
 
     # -- what goes to the wrapped sampler
 
-    @property
-    def _rng(self) -> torch.Generator | None:
-        return self.sampler._rng
-
-    @_rng.setter
-    def _rng(self, generator: torch.Generator | None) -> None:
-        self.sampler._rng = generator
-
-    @property
-    def _remaining_batches(self) -> int:
-        return self.sampler._remaining_batches
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the wrapped sampler has no batch left."""
-        return self.sampler.ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self.sampler.ran_out = value
-
-    alpha = property(lambda self: self.sampler.alpha, lambda self, value: setattr(self.sampler, "alpha", value))
-    beta = property(lambda self: self.sampler.beta, lambda self, value: setattr(self.sampler, "beta", value))
-    default_priority = property(lambda self: self.sampler.default_priority)
-    device = property(lambda self: self.sampler.device)
-    max_size = property(lambda self: self.sampler.max_size)
+    alpha = _of_inner("alpha")
+    beta = _of_inner("beta")
+    default_priority = _of_inner("default_priority")
+    device = _of_inner("device")
+    max_size = _of_inner("max_size")
+    ran_out = _of_inner("ran_out")
+    _remaining_batches = _of_inner("_remaining_batches")
+    _rng = _of_inner("_rng")
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"))
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +177,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         return {"sampler": self.sampler.state_dict(), "settings": self._settings()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the wrapped sampler's tensors themselves, where it gives them, not copies."""
+        """Return :meth:`state_dict`, of a wrapped sampler of this package with its tensors rather than copies."""
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
@@ -218,8 +207,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a user may change between draws, as numbers, by the names of the attributes."""
-        return {}
+        return {name: getattr(self, name) for name in self._setting_names}
 
     def dumps(self, path: str | Path) -> None:
         """Save the settings and the wrapped sampler in the folder ``path``."""

@@ -58,7 +58,7 @@ def check(kind: str, recipe: Recipe, ndim: int, path: Backend) -> None:
 
 
 SHIFTED = replace(RECIPES["sequence"], boundary="shift", length=3, burn_in=4)
-CASES = {
+CASES: dict[str, tuple[str, Recipe, int, Backend]] = {
     **{name: ("proportional", recipe, 1 + j % 2, "torch") for j, (name, recipe) in enumerate(RECIPES.items())},
     "uniform": ("uniform", SHIFTED, 2, "torch"),
     "rank": ("rank", replace(SHIFTED, boundary="pad"), 2, "torch"),
