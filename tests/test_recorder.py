@@ -27,7 +27,6 @@ from rlbuf_td import (
     make_transition,
 )
 from rlbuf_td.envs.lane_queues import Staging
-from tests.catalogue import assert_same
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -457,26 +456,6 @@ def test_trajectories_are_found_as_they_were_recorded(mode, flat, attached_befor
             follows = place + 1 < len(order) and ids[order[place + 1], lane] == ids[row, lane]
             ahead = ahead + 1 if follows else 0
             assert index.steps_ahead(torch.tensor([row * lanes + lane])).item() == ahead
-
-
-def test_packed_and_plain_writes_leave_the_same_bytes_priorities_and_indices():
-    buffers = []
-    for plain in (False, True):
-        env = vector(AutoresetMode.NEXT_STEP, "dict")
-        rb = ReplayBuffer.from_env(env, 60, sampler=ProportionalSampler(60), batch_size=8)
-        recorder = GymnasiumRecorder(rb, env)
-        if plain:
-            rb.takes_packed = lambda: False  # type: ignore[method-assign]
-        run(recorder, env, 15)
-        assert rb.takes_packed() is not plain
-        rb.update_priority(torch.arange(20), torch.linspace(1, 5, 20))
-        run(recorder, env, 50, seed=1)
-        buffers.append(rb)
-    packed, plain_rows = buffers
-    assert packed.write_count == plain_rows.write_count
-    assert_same(packed.storage[:], plain_rows.storage[:])
-    rows = torch.arange(60)
-    assert torch.equal(packed.sampler.priority(rows), plain_rows.sampler.priority(rows))
 
 
 @pytest.mark.parametrize(("mode", "flat"), [(MODES[0], False), (MODES[1], True), (MODES[2], False)])

@@ -182,7 +182,7 @@ def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | None:
         or storage.rows.is_mapped
         or storage.ndim > 2
         or storage.is_reserved
-        or storage.is_shared
+        or storage.shared_rows is not None
         or (sampler._rng is not None and sampler._rng.device.type != "cpu")
         or getattr(sampler, "unique", False)
     ):

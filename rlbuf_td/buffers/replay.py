@@ -43,8 +43,7 @@ from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.batch_rows import by_row, merge_, one_a_row, put_back_
-from rlbuf_td.storages.indexing import coordinates, device_of
+from rlbuf_td.storages.indexing import by_row, coordinates, device_of, merge_, one_a_row, put_back_
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally, skip_stale
@@ -402,29 +401,6 @@ class ReplayBuffer(FromEnvironment, SharedBuffer, SavedBuffer, InspectedBuffer, 
             if sampler is not None and td_error is not None:
                 sampler.update_priority(index, td_error, storage=self._storage)
         return index
-
-    def takes_packed(self) -> bool:
-        """Return whether :meth:`add_packed` does what :meth:`add` would of rows packed alike and without TD errors."""
-        storage, writer = self._storage, self._writer
-        return (
-            type(storage) is PackedStorage
-            and not storage.is_reserved
-            and storage.dedup is None
-            and type(writer) is RingWriter
-            and writer._generation is None
-            and not self._writes_generally
-            and not len(self._stages)
-            and self.episode_stats is None
-        )
-
-    def add_packed(self, block: torch.Tensor) -> None:
-        """Write one time step whose rows are packed as those of the storage are, see :meth:`takes_packed`.
-
-        Args:
-            block: ``[*lanes, row_bytes]`` in bytes, of the layout's carrier dtype.
-        """
-        with self._replay_lock, self._write_lock:
-            self._sampler.add(self._writer.add_packed(block))
 
     def mark_update(self, index: Any) -> None:
         """Tell the sampler that rows have been written; writers do."""

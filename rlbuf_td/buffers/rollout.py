@@ -248,7 +248,7 @@ class RolloutBuffer(ReplayBuffer):
     def _gather_block(self, flat: torch.Tensor, size: int) -> list[Any]:
         index = coordinates(flat, self._storage)
         stacked = torch.stack(index, -1) if isinstance(index, tuple) else index
-        batches = self._storage.gather_batches(flat, size)
+        batches = self._storage.written_rows().batches_at_cells(flat, size)
         for batch, rows in zip(batches, stacked.split(size), strict=True):
             set_entries_(batch, {"index": rows})
         return batches

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
 from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.state import examine
 
 if TYPE_CHECKING:
     from torchrl.data.replay_buffers import TensorDictReplayBuffer as _Base
@@ -114,6 +115,6 @@ class SavedBuffer(_Base):
     def _try_parts(self, state_dict: dict[str, Any]) -> None:
         """Load all parts but the storage, which is only asked; if one refuses, all have back what they had."""
         if isinstance(self._storage, PackedStorage):
-            self._storage.examine_state(state_dict["_storage"])
+            examine(self._storage, state_dict["_storage"])
         parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
         load_or_restore(parts, state_dict)

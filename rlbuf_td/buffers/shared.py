@@ -95,7 +95,7 @@ class SharedBuffer(_Base):
             self._prioritized.repair(self._storage)
 
     def _refuse_if_shared(self, part: str) -> None:
-        if getattr(self._storage, "is_shared", False):
+        if getattr(self._storage, "shared_rows", None) is not None:
             raise RuntimeError(
                 f"cannot set the {part} of a shared buffer: other processes would go on with the old one. "
                 "Set it before you share the buffer"

@@ -16,6 +16,7 @@ from rlbuf_td.checkpoint.files import DumpReader, Report
 from rlbuf_td.checkpoint.folder import progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.rows import Fit, SavedRows, split_rows, warn_dropped
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.state import admit_state
 from rlbuf_td.writers import RolloutWriter
 
 KIND = "buffer"
@@ -79,7 +80,7 @@ class _Load:
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)
             self._resize(self.rows)
-            storage.admit_state(saved["state"], self.rows.lanes)
+            admit_state(storage, saved["state"], self.rows.lanes)
         parts.refuse_malformed(rb, self.saved)
 
     def _refuse_other_parts(self) -> None:

@@ -14,6 +14,7 @@ from rlbuf_td.checkpoint.files import DumpReader
 from rlbuf_td.checkpoint.folder import progress_bar, reading
 from rlbuf_td.checkpoint.rows import SavedRows
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.state import admit_state
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -
     rows = SavedRows(reader, saved, storage, None)
     if rows.lanes != tuple(shape[1:]):
         raise CheckpointError("the layout of the rows does not fit their size")
-    storage.admit_state(saved["state"], rows.lanes)
+    admit_state(storage, saved["state"], rows.lanes)
     with progress_bar("open", rows.nbytes, progress) as report:
         rows.put(rows.allocated(report, keep_shared=True), report)
     storage.restore_counters(saved["state"])

@@ -13,10 +13,10 @@ from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.allocate import ROWS_FILE
+from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup.layout import saved_dedup
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.state import refuse_foreign, rows_of_state
+from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows_of_state
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class SavedRows:
             raise CheckpointError(
                 f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
             )
-        self.layout, self.lanes = storage.admit_state(state | {"_len": 0, "full": False}, lead[1:])
+        self.layout, self.lanes = admit_state(storage, state | {"_len": 0, "full": False}, lead[1:])
         self.dedup = saved_dedup(self.layout, state)
         self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
         row_bytes = self.layout.row_bytes if self.dedup is None else self.dedup.stored.row_bytes
         if self.matrix.shape[-1] * dtype.itemsize != row_bytes:
             raise CheckpointError("the layout of the rows does not fit their size")
-        self.capacity = storage.steps_for(self.lanes) if storage.rows is None else storage.rows.steps
+        self.capacity = steps_for(storage, self.lanes) if storage.rows is None else storage.rows.steps
         self.fit = fit(steps, self.capacity, lead[0], cursor)
         self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
         own = storage.scratch_dir
@@ -153,8 +153,8 @@ class SavedRows:
             storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # of the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-        dedup = self.dedup if keep_shared else storage.dedup_for(self.layout, self.dedup)
-        rows = storage.make_rows(self.layout, self.lanes, None, dedup)
+        dedup = self.dedup if keep_shared else dedup_for(storage, self.layout, self.dedup)
+        rows = make_rows(storage, self.layout, self.lanes, None, dedup)
         if storage.scratch_dir is None:
             take_pages(rows.first(self.fit.steps).matrix)
         try:
@@ -171,7 +171,8 @@ class SavedRows:
         if allocated is not None:
             storage.adopt(allocated)
         elif storage.rows is not None:
-            storage.about_to_write(storage.rows, 0, storage.rows.steps)
+            if storage.shared_rows is not None:
+                storage.shared_rows.begin_write(storage.rows, 0, storage.rows.steps, len(storage))
             self._read_into(storage.rows, report)
 
     def _read_into(self, rows: Rows, report: Report) -> None:

@@ -225,7 +225,7 @@ def plan(
         dedup = DedupLayout(layout, chosen) if chosen else None
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
-        refuse_offload(device, scratch_dir=folder, shared=shared, sharing=dedup is not None)
+        refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
     return MemoryPlan(
         capacity=steps * lanes,
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),

@@ -113,8 +113,6 @@ class GymnasiumRecorder:
         self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._next_trajectory = self._first_free_trajectory()
-        self._known_layout: Any = None  # of the buffer's rows, when it was last compared with what is recorded
-        self._is_alike = False
         self._warned = False
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
@@ -338,17 +336,17 @@ class GymnasiumRecorder:
         """Write or queue the rows of this step; ``lanes``: a mask, or ``None`` for all."""
         if self._single and self._flat:
             if lanes is None:
-                self._write(self._single_now, staging.now_packed[0])
+                self._write(self._single_now)
         elif self._flat:
             staging.push(lanes)
             full = staging.waiting >= self.stretch
             self._write_stretches(done | full)
         elif lanes is None and not staging.pending:
-            self._write(staging.now, staging.now_packed)
+            self._write(staging.now)
         else:
             staging.push(lanes)
             if staging.take_step():
-                self._write(staging.step, staging.step_packed)
+                self._write(staging.step)
             if staging.steps > _FAR_AHEAD and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -364,16 +362,8 @@ class GymnasiumRecorder:
         for lane in (lanes & (self._staging.waiting > 0)).nonzero()[0]:
             self.buffer.extend(self._staging.take_stretch(int(lane)))
 
-    def _write(self, step: TensorDict, packed: torch.Tensor) -> None:
-        """Write a time step, by one copy if the buffer's rows are packed alike."""
-        buffer, layout = self.buffer, getattr(self.buffer.storage, "layout", None)
-        if layout is not self._known_layout and self._staging is not None:
-            has_errors = self._staging.now.get(buffer.priority_key, None) is not None
-            self._known_layout, self._is_alike = layout, layout == self._staging.layout and not has_errors
-        if self._is_alike and buffer.takes_packed():
-            buffer.add_packed(packed)
-        else:
-            buffer.add(step.clone() if len(buffer._stages) else step)  # a transform may change it
+    def _write(self, step: TensorDict) -> None:
+        self.buffer.add(step.clone() if len(self.buffer._stages) else step)  # a transform may change it
 
 
 def _mode_of(env: Any, given: Any, single: bool) -> str:

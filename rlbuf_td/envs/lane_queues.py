@@ -20,8 +20,8 @@ class Staging:
         example: ``[E]`` transitions, which say what a row holds.
 
     Attributes:
-        now: the rows being filled, ``[E]``; ``now_packed`` are the same as bytes.
-        step: the time step that was taken last, ``[E]``; ``step_packed`` is the same as bytes.
+        now: the rows being filled, ``[E]``.
+        step: the time step that was taken last, ``[E]``.
         columns: the same, leaf by leaf, as arrays of ``[E, ...]`` to write to.
         pending: rows in all queues together.
 
@@ -32,10 +32,10 @@ class Staging:
     def __init__(self, example: TensorDict) -> None:
         self.layout = RowLayout(example, 1)
         self.lanes = example.shape[0]
-        self.now_packed, self._now = self._block(self.lanes)
-        self.step_packed, self._step = self._block(self.lanes)
-        self.now, self.step = (self.layout.unpack(rows) for rows in (self.now_packed, self.step_packed))
-        columns = self.layout.columns(self.now_packed)
+        now, self._now = self._block(self.lanes)
+        step, self._step = self._block(self.lanes)
+        self.now, self.step = self.layout.unpack(now), self.layout.unpack(step)
+        columns = self.layout.columns(now)
         self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
         self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e holds the steps head .. tails[e] - 1

@@ -23,7 +23,7 @@ from rlbuf_td.samplers.common import (
 )
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.memory_budget import require_room
-from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
 ALPHA, BETA, LARGEST = range(3)  # the shared settings
 WeightNorm = Literal["buffer", "batch"] | None

@@ -12,7 +12,7 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import EMPTY, exponent
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
 
 class ProportionalSampler(Prioritized):

@@ -81,8 +81,8 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         flat, info = draw_from(self.innermost, storage, batch_size)
         revise = self._reviser(storage, flat)
         if revise is not None and self._inner is None and self._reads(storage):
-            storage.read_ahead(flat)
-            batch = storage.blank(flat.shape[0])
+            storage.written_rows().read_ahead(flat)
+            batch = storage.all_rows().blank(flat.shape[0])
             revise(batch, flat, None, True)
         else:
             batch = rows_at(storage, flat)

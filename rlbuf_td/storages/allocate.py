@@ -6,15 +6,136 @@ import errno
 import mmap
 import os
 import sys
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.storages.dedup.layout import DedupLayout, Sections
+from rlbuf_td.storages.dedup.rows import DedupRows, grows
+from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import require_room, room_for, show_bytes
-from rlbuf_td.storages.pinned import page_locked
+from rlbuf_td.storages.pinned import page_locked, refuse_offload
+from rlbuf_td.storages.rows import OffloadedRows, PlainRows, Rows
+from rlbuf_td.storages.schema import SchemaError
 
 ROWS_FILE = "rows.bin"
+
+
+# -- the rows of a PackedStorage ``storage``
+
+
+def refuse_place(device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
+    """Refuse arguments of a storage that exclude each other.
+
+    Raises:
+        ValueError: says which.
+    """
+    if offload:
+        refuse_offload(device, scratch_dir=scratch_dir, shared=shared, dedup=dedup)
+    if scratch_dir is not None and shared:
+        raise ValueError("a memory-mapped file is shared already: pass scratch_dir or shared, not both")
+    if (scratch_dir is not None or shared) and torch.device("cpu" if device == "auto" else device).type != "cpu":
+        raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
+
+
+def refuse_schema(storage: Any, schema: TensorDictBase) -> None:
+    """Refuse to reserve rows that are there already, or for a schema without the dims of the lanes."""
+    if storage.rows is not None:
+        raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
+    if schema.batch_dims < storage.ndim - 1:
+        raise SchemaError(
+            f"a storage with ndim={storage.ndim} takes a schema of {storage.ndim - 1} or more batch dims (lanes), "
+            f"got batch size {tuple(schema.batch_size)}"
+        )
+
+
+def steps_for(storage: Any, lanes: torch.Size) -> int:
+    """Return the capacity in time steps of these lanes."""
+    if not prod(lanes):
+        raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+    return -(-storage.max_size // prod(lanes))
+
+
+def make_rows(
+    storage: Any, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
+) -> Rows:
+    """Return new rows of the capacity and in the place of a storage, which it does not use before ``adopt``."""
+    shape = torch.Size([steps_for(storage, lanes), *lanes])
+    place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
+    nbytes = bytes_of(layout, shape, dedup)
+    about: Any = {
+        "scratch_dir": storage.scratch_dir,
+        "quiet": storage.is_reserved,
+        "what": f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take",
+        "remedy": _remedy(storage, layout),
+    }
+    with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
+        if storage.shared_rows is not None and storage.scratch_dir is None:
+            memory = storage.shared_rows.memory(nbytes)
+        elif dedup is not None:
+            sections = Sections.of(dedup, prod(shape))
+            about["what"] += " with what they share"
+            if grows(place):
+                memory = allocate_bytes(sections.fixed, place, **about).zero_()
+            else:
+                memory = allocate_sparse(nbytes, sections.likely(dedup, prod(shape)), sections.fixed, **about)
+        else:
+            memory = allocate_bytes(nbytes, place, shared=storage.shared, offload=storage.offload, **about)
+        return rows_in(storage, memory, layout, shape, dedup)
+
+
+def bytes_of(layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> int:
+    """Return how many bytes of memory rows need."""
+    return shape.numel() * layout.row_bytes if dedup is None else Sections.of(dedup, shape.numel()).total
+
+
+def rows_in(
+    storage: Any, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
+) -> Rows:
+    """Return the rows that lie in memory of :func:`bytes_of` bytes."""
+    rows: Rows
+    if dedup is None:
+        rows = (OffloadedRows if storage.offload else PlainRows)(layout, memory.view(*shape, layout.row_bytes))
+        rows.is_mapped = storage.scratch_dir is not None
+    else:
+        room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(memory))
+        rows = DedupRows(dedup, memory, shape, make_room=room)
+        rows.is_deferred = storage.shared_rows is not None
+    return rows
+
+
+def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
+    """Return the rows that another process has made, in the file in ``scratch_dir`` or in shared memory."""
+    nbytes = bytes_of(layout, shape, dedup)
+    if storage.scratch_dir is not None:
+        memory = map_bytes(storage.scratch_dir, nbytes)
+    else:
+        memory = storage.shared_rows.memory(nbytes)
+    return rows_in(storage, memory, layout, shape, dedup)
+
+
+def _remedy(storage: Any, layout: RowLayout) -> str:
+    """Return what to do if the rows do not fit."""
+    largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
+    elsewhere = "another scratch_dir" if storage.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
+    if storage.offload:
+        elsewhere = (
+            "raise the limits on locked memory (ulimit -l, those of a container), or keep the rows on the CPU with "
+            "scratch_dir=..., in a file, and bring batches to the GPU by ReplayBuffer(device=...)"
+        )
+    elif storage.device != "auto" and torch.device(storage.device).type == "cuda":
+        elsewhere = "offload=True, which keeps the rows in RAM"
+    return (
+        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a "
+        "row. rlbuf_td.plan(...) tells more."
+    )
+
+
+# -- memory
 
 
 def allocate_bytes(

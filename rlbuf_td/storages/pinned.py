@@ -17,14 +17,14 @@ _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not name
 
 
-def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, sharing: bool) -> None:
+def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, dedup: bool) -> None:
     """Refuse ``offload=True`` where rows cannot lie in page-locked RAM.
 
     Args:
         device: as for a storage; likewise ``scratch_dir`` and ``shared``.
         scratch_dir: see ``device``.
         shared: see ``device``.
-        sharing: whether rows are to share observations or frames.
+        dedup: whether observations or frames are stored once.
 
     Raises:
         ValueError: another argument excludes it, or the system.
@@ -39,7 +39,7 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
             "offload=True takes RAM of this process alone, neither scratch_dir nor shared: for those, keep the rows on "
             "the CPU and bring batches to the GPU by ReplayBuffer(device=...)"
         )
-    if sharing:
+    if dedup:
         raise ValueError(
             "offload=True excludes share_next and frames: rows that share observations take less, so keep them on the "
             "GPU, or on the CPU, and bring batches to the GPU by ReplayBuffer(device=...)"

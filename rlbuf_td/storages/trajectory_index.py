@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
-from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")

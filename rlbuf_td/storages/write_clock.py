@@ -10,9 +10,8 @@ import torch
 
 from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.storages.batch_rows import first_of_row, inner_dims
-from rlbuf_td.storages.indexing import flat_rows
-from rlbuf_td.storages.shared.numbers import NumberOf, SharedNumbers
+from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
+from rlbuf_td.storages.shared.memory import NumberOf, SharedNumbers
 
 #: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
@@ -52,7 +51,7 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
             f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
             f"or leave out {SAMPLED_AT!r} to update the rows whatever they hold now"
         )
-    return storage.skip_rewritten(flat, stamp)
+    return clock.skip_rewritten(flat, stamp, storage.all_rows().shape)
 
 
 class WriteClock:

@@ -61,24 +61,9 @@ class RingWriter(RoundRobinWriter):
         else:
             storage.set(cursor, _without_index(data))
         self._bump_generation(cursor, data)
-        return self._added(cursor, steps)
-
-    def add_packed(self, block: torch.Tensor) -> int | torch.Tensor:
-        """Write one time step as :meth:`PackedStorage.write_packed` takes it, and return its index."""
-        storage = self._storage
-        steps = storage._max_size_along_dim0()
-        cursor = self._cursor_value.value % steps
-        storage.write_packed(cursor, block)
-        return self._added(cursor, steps)
-
-    def _added(self, cursor: int, steps: int) -> int | torch.Tensor:
-        """Count a time step that has been written, and tell everyone."""
-        storage = self._storage
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
-        index: int | torch.Tensor = cursor
-        if storage.ndim > 1:
-            index = self._step_index(cursor)
+        index: int | torch.Tensor = cursor if storage.ndim == 1 else self._step_index(cursor)
         self._announce(cursor, 1, steps, index)
         return index
 
@@ -150,9 +135,8 @@ class RingWriter(RoundRobinWriter):
         A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
         are told the index, as TorchRL does.
         """
-        sharing = getattr(self._storage, "shared_rows", None)
-        if sharing is not None:
-            sharing.journal.written()
+        if isinstance(self._storage, PackedStorage):
+            self._storage.end_write()
         for listener in self._storage._attached_entities:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:

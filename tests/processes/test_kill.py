@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.shared.journal import Journal
+from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -116,7 +116,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
 
 BEFORE_IT_IS_WRITTEN = {
     "half the rows are written": (Rows, "copy_", half_then_die),
-    "the rows are written": (PackedStorage, "_advance", die),
+    "the rows are written": (PackedStorage, "count_written", die),
     "the cursor has moved": (RingWriter, "_bump_generation", die),
 }
 
@@ -208,7 +208,7 @@ def test_a_writer_of_torchrls_is_undone_as_well(monkeypatch):
     rb = make(writer=TensorDictRoundRobinWriter)
 
     def work() -> None:
-        monkeypatch.setattr(PackedStorage, "_advance", die)
+        monkeypatch.setattr(PackedStorage, "count_written", die)
         rb.extend(rows(900, 6))
 
     killed(work)
@@ -315,7 +315,7 @@ def test_who_dies_after_a_repair_undoes_nothing_of_it(monkeypatch):
 def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
     rb = make()
     with monkeypatch.context() as patched:
-        patched.setattr(PackedStorage, "_advance", lambda *_: 1 / 0)
+        patched.setattr(PackedStorage, "count_written", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rb.extend(rows(900, 6))
     check(rb, rows(6, CAPACITY), 30)
@@ -325,7 +325,7 @@ def test_who_dies_in_a_repair_leaves_it_to_the_next(monkeypatch):
     rb = make()
 
     def work() -> None:
-        monkeypatch.setattr(PackedStorage, "_advance", die)
+        monkeypatch.setattr(PackedStorage, "count_written", die)
         rb.extend(rows(900, 6))
 
     def repair() -> None:

@@ -26,8 +26,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import NamelessFile
-from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.processes import soak
 

@@ -217,7 +217,7 @@ def test_a_reserved_storage_decides_with_the_first_write() -> None:
 
 def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlbuf_td.storages.dedup.rows.grows", lambda device: True)
-    monkeypatch.setattr("rlbuf_td.storages.allocated.grows", lambda device: True)
+    monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)
     storage, plain = PackedStorage(60, share_next=True), PackedStorage(60)
     taken = []
     for start in range(0, 60, 5):
@@ -246,13 +246,6 @@ def test_rows_on_a_cuda_device() -> None:
             one.set(range(start, start + 20), data)
         assert_same(storage[:].cpu(), plain[:].cpu())
     pooled(storage).check()
-
-
-def test_packed_rows_are_refused() -> None:
-    storage = PackedStorage(10, share_next=True)
-    storage.set(range(4), chain(4))
-    with pytest.raises(RuntimeError, match="share observations"):
-        storage.write_packed(0, torch.zeros(72, dtype=torch.uint8))
 
 
 def test_damaged_state_is_refused_and_changes_nothing() -> None:
@@ -329,7 +322,7 @@ def test_a_write_that_was_cut_short_does_not_outlive_the_rows(monkeypatch: pytes
     storage, data = PackedStorage(10, share_next=True), chain(10)
     storage.set(range(4), data[:4])
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "_advance", dies)
+        patched.setattr(storage, "count_written", dies)
         with pytest.raises(KeyboardInterrupt):
             storage.set(range(4, 9), data[4:9])
     storage._empty()

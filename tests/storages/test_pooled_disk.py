@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.kernels.rows import cpu_loops
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
+from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
 from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes
@@ -57,7 +58,9 @@ def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypat
         steps = torch.randint(-len(data), len(data), (count,))
         assert_same(plain.gather(flat), mapped.gather(flat))
         assert_same(plain.get(steps), mapped.get(steps))
-        for left, right in zip(*(one.gather_batches(flat, 50) for one in (plain, mapped)), strict=True):
+        for left, right in zip(
+            *(one.written_rows().batches_at_cells(flat, 50) for one in (plain, mapped)), strict=True
+        ):
             assert_same(left, right)
         if ndim > 1:
             index = flat // 2, flat % 2
@@ -94,7 +97,7 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
     other = PackedStorage(rows, scratch_dir=tmp_path, **HOW[how])
     other.set(range(100), data)
     (tmp_path / "other.bin").replace(tmp_path / "rows.bin")
-    reopened = other._map(other.all_rows().layout, other.all_rows().shape, other.dedup)
+    reopened = find_rows(other, other.all_rows().layout, other.all_rows().shape, other.dedup)
     drop_from_memory(tmp_path)
     if resident_of(reopened.matrix[:100]):
         pytest.skip("this file system keeps its files in memory")

@@ -34,7 +34,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-PLACES = ("dedup.rows", "allocated")
+PLACES = ("dedup.rows", "allocate")
 
 
 def _everywhere(device: torch.device) -> bool:
@@ -204,7 +204,9 @@ class Lockstep(RuleBasedStateMachine):
             flat = torch.tensor([pick % len(self.plain) for pick in picks], dtype=torch.int64)
             assert_same(self.plain.gather(flat), self.pooled.gather(flat))
             if len(flat):
-                for left, right in zip(*(one.gather_batches(flat, 2) for one in self.storages), strict=True):
+                for left, right in zip(
+                    *(one.written_rows().batches_at_cells(flat, 2) for one in self.storages), strict=True
+                ):
                     assert_same(left, right)
             return
         index: Any = steps if how == "list" else torch.tensor(steps, dtype=torch.int64)

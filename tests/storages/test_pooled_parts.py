@@ -237,7 +237,7 @@ def test_a_write_that_an_error_cuts_short_is_undone(monkeypatch: pytest.MonkeyPa
     def dies(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rb.storage, "_advance", dies)  # the rows are written, the counters are not
+    monkeypatch.setattr(rb.storage, "count_written", dies)  # the rows are written, the counters are not
     with pytest.raises(KeyboardInterrupt):
         rb.extend(Lanes(1, 77).steps(9, 0.2)[:, 0])
     monkeypatch.undo()
@@ -259,7 +259,7 @@ share = DedupRows._write_entries
 KILLED: dict[str, Any] = {
     "the keys of the rows' own are written": (DedupRows, "_write_entries", die),
     "half the rows name what is written": (DedupRows, "_write_entries", name_half_then_die),
-    "the rows are written": (PackedStorage, "_advance", die),
+    "the rows are written": (PackedStorage, "count_written", die),
     "the storage is about to be emptied": (DedupRows, "forget", die),
     "the storage is emptied": (WriteClock, "forget", die),
 }

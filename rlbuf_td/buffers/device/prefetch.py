@@ -15,8 +15,7 @@ from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.device.packet import Packet, pack
 from rlbuf_td.buffers.device.priority_return import PriorityReturn, WritePriorities
-from rlbuf_td.storages.batch_rows import merge_
-from rlbuf_td.storages.indexing import coordinates, device_of
+from rlbuf_td.storages.indexing import coordinates, device_of, merge_
 from rlbuf_td.storages.rows import Rows
 
 Pack = Callable[[torch.Tensor, dict[Any, Any], TensorDictBase | Rows], tuple[Packet, torch.Tensor]]

@@ -9,9 +9,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.rows.pool import Group, Part
-from rlbuf_td.storages.dedup.options import DedupGroup, Key, frames_group, refuse_key
+from rlbuf_td.storages.dedup.options import DedupGroup, DedupOptions, Key, choose_groups, frames_group, refuse_key
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import SchemaError
 
@@ -50,6 +51,14 @@ class DedupLayout:
         state = _without(layout.state(), (), self.places)
         state["leaves"][ENTRY_IDS] = ["int32", [*state["batch_size"], ids]]
         self.stored = RowLayout.from_state(state)
+
+    @classmethod
+    def chosen_for(
+        cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
+    ) -> DedupLayout | None:
+        """Return what the options choose for rows of a layout, ``data`` being the first write; None for nothing."""
+        chosen = choose_groups(options, layout, data) if options else ()
+        return cls(layout, chosen) if chosen else None
 
     @cached_property
     def ids_slot(self) -> int:

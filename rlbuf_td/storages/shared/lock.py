@@ -6,8 +6,7 @@ import os
 import threading
 from typing import Any, Protocol
 
-from rlbuf_td.storages.shared.memory import NamelessFile
-from rlbuf_td.storages.shared.numbers import SharedNumbers
+from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 try:
     import fcntl

@@ -1,0 +1,197 @@
+"""Writes to a storage at any index: what an index may be, and the steps of a write in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from rlbuf_td.storages.allocate import make_rows
+from rlbuf_td.storages.dedup.layout import DedupLayout
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.schema import SchemaError, refuse_unfit
+
+_INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
+
+
+def is_key(index: Any) -> bool:
+    """Return whether ``index`` is a key, nested or not."""
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
+    )
+
+
+def is_mask(index: Any) -> bool:
+    """Return whether ``index`` is a boolean mask."""
+    return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
+
+
+def is_index(index: Any) -> bool:
+    """Return whether ``index`` is a tensor of positions; one of no dims is an ``int``, uint8 is a mask to torch."""
+    return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
+
+
+def as_index(index: Any) -> torch.Tensor:
+    """Return a list, ``range`` or array of integers or booleans as a tensor."""
+    array = np.asarray(index)
+    if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
+        array = array.astype(np.int64, copy=False)
+    return torch.as_tensor(array)
+
+
+def as_steps(cursor: Any, total: int) -> np.ndarray:
+    """Return a cursor along time as int64 positions; a slice counts from a storage of ``total`` steps."""
+    if isinstance(cursor, slice):
+        cursor = range(*cursor.indices(total))
+    if isinstance(cursor, torch.Tensor):
+        cursor = cursor.cpu().numpy()
+    steps = np.atleast_1d(np.asarray(cursor))
+    if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
+        raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
+    return steps.astype(np.int64)
+
+
+def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
+    """Refuse positions that are out of range, or that would leave a row unwritten before the last one.
+
+    Raises:
+        IndexError: see above.
+    """
+    if not len(steps):
+        raise IndexError("cannot write at an empty set of positions")
+    if steps.min() < 0 or steps.max() >= total:
+        bad = steps[(steps < 0) | (steps >= total)][0]
+        raise IndexError(f"position {bad} is out of range of a storage of {total} time steps")
+    if append and len(np.unique(steps[steps >= live])) != max(0, int(steps.max()) + 1 - live):
+        raise IndexError(
+            f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
+            "or pass set_cursor=False to write without counting the rows"
+        )
+
+
+def as_tensordict(data: Any) -> TensorDictBase:
+    """Return the data of a write as one TensorDict.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if type(data) is TensorDict:
+        return data
+    if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
+        data = torch.stack(list(data))
+    if not isinstance(data, TensorDictBase):
+        raise TypeError(
+            f"PackedStorage stores TensorDicts, got {type(data).__name__}: wrap it in a TensorDict, "
+            "or use torchrl.data.LazyTensorStorage, which takes tensors, tensorclasses and pytrees"
+        )
+    return data
+
+
+# -- the steps of a write; ``storage`` is a PackedStorage
+
+
+def admit(
+    storage: Any, data: TensorDictBase, single: bool, drop_index: bool = False
+) -> tuple[Rows, list[torch.Tensor], int]:
+    """Return the rows, the leaves of transitions that fit them, and the number of time steps.
+
+    At the first write the rows are allocated to fit, without an ``"index"`` if ``drop_index``.
+
+    Raises:
+        SchemaError: the data does not match the rows.
+    """
+    data = as_tensordict(data)
+    if storage.rows is None or storage.is_reserved:
+        _fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
+    rows = storage.rows
+    if single:
+        return rows, rows.layout.collect(data, rows.lanes), 1
+    lead = data.batch_size[:1] + rows.lanes
+    return rows, rows.layout.collect(data, lead), lead[0]
+
+
+def _fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
+    """Allocate rows for the first write, and for all that follow; reserved rows that do not fit are given back."""
+    ndim = storage.ndim
+    if data.batch_dims < lead_dims:
+        raise SchemaError(
+            f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
+            f"(time, lanes), got batch size {tuple(data.batch_size)}"
+        )
+    reserved, layout = storage.rows, RowLayout(data, lead_dims)
+    dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)
+    if reserved is not None:
+        lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
+        refuse_unfit(data, reserved.layout.leaves, lead, more=True)
+        if layout != reserved.layout or dedup != reserved.dedup:
+            storage.release()
+            reserved = None
+    if reserved is None:
+        lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
+        storage.adopt(make_rows(storage, layout, lanes, data.device, dedup))
+    storage.is_reserved = False
+
+
+def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
+    """Write at time steps; see :meth:`PackedStorage.set`."""
+    single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+    total = storage._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
+    live = 0 if storage.rows is None else storage.written_rows().steps
+    steps = as_steps(cursor, total if set_cursor else live)
+    refuse_steps(steps, total, live, set_cursor)
+    if not single and data.batch_size[:1] != steps.shape:
+        raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
+    rows, leaves, count = admit(storage, data, single)
+    if storage.shared_rows is not None:
+        storage.shared_rows.journal.begin_at(rows.cells_at(steps))
+    if single or (np.diff(steps) == 1).all():
+        rows.copy_(int(steps[0]), count, leaves)
+    else:
+        rows.scatter_(steps, leaves)
+    if len(steps) <= rows.steps and (np.diff(steps) % rows.steps == 1).all():
+        storage.clock.advance(int(steps[0]), len(steps), rows.shape, rows.matrix.device)
+    else:
+        storage.clock.note(rows.cells_at(steps), len(steps), rows.shape)
+    if set_cursor:
+        storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
+
+
+def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
+    """Write at a mask or at coordinates of rows that are there."""
+    rows = storage.written_rows()
+    cells = rows.cells_of(cursor)
+    leaves = rows.layout.collect(data, cells.shape)
+    if storage.shared_rows is not None:
+        storage.shared_rows.journal.begin_at(cells.reshape(-1))
+    rows.replace_(cells, leaves)
+    storage.clock.note(cells.reshape(-1), 1, storage.rows.shape)
+
+
+def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> None:
+    """Let ``change`` set entries of rows in place; see :meth:`PackedStorage.edit`."""
+    rows = storage.written_rows()
+    in_place = region is None and rows.dedup is None
+    cells = rows.cells_of(slice(None) if region is None else region)
+    flat = cells.reshape(-1)
+    if not in_place:
+        data = rows.at_cells(flat).reshape(cells.shape)
+        change(data)
+        leaves = rows.layout.collect(data, cells.shape)
+    if storage.shared_rows is not None:
+        storage.shared_rows.journal.begin_at(flat)
+    if in_place:
+        change(rows.view())
+    else:
+        rows.replace_(cells, leaves)
+
+
+def forget(storage: Any, rows: Rows) -> None:
+    """Let rows hold nothing."""
+    if rows.dedup is not None and storage.shared_rows is not None:
+        storage.shared_rows.begin_write(rows, 0, rows.steps, len(storage))
+    rows.forget()
+    storage.clock.forget(rows.steps)
