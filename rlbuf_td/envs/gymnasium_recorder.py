@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -13,9 +12,20 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.infos import Key, fill_, fill_info_, fill_infos_, look_up, missing_info, part_of, to_array
+from rlbuf_td.envs.infos import (
+    Key,
+    autoreset_mode_of,
+    fill_,
+    fill_final_,
+    fill_info_,
+    fill_infos_,
+    info_example,
+    part_of,
+    paths_of,
+    to_array,
+)
 from rlbuf_td.envs.lane_queues import Staging
-from rlbuf_td.envs.specs import ACTION, leaves_of, schema_of, tensors_of
+from rlbuf_td.envs.specs import leaves_of, schema_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
@@ -100,8 +110,8 @@ class GymnasiumRecorder:
         self._flat = buffer.storage.ndim == 1
         if self._flat and not self._single and isinstance(buffer.writer, RolloutWriter):
             raise ValueError(f"a rollout of {self._lanes} environments needs lanes: RolloutBuffer(T, {self._lanes})")
-        self._mode = _mode_of(env, autoreset_mode, self._single)
-        self._obs_paths, self._action_paths = _paths(env, schema, self._single)
+        self._mode = autoreset_mode_of(env, autoreset_mode, self._single)
+        self._obs_paths, self._action_paths = paths_of(env, schema, self._single)
         self._next_paths = [(("next", *key), path) for key, path in self._obs_paths]
         defaults = infos if isinstance(infos, Mapping) else dict.fromkeys(infos)
         self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in defaults.items()}
@@ -249,7 +259,10 @@ class GymnasiumRecorder:
         more = {key: torch.as_tensor(to_array(value)) for key, value in leaves_of(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
-        more |= {("next", *path): self._info_example(path, value, info) for path, value in self._infos.items()}
+        more |= {
+            ("next", *path): info_example(path, default, info, self._lanes, self._single)
+            for path, default in self._infos.items()
+        }
         schema = self._schema.copy()
         for key, value in more.items():
             if schema.get(key, None) is not None or key == ("next",):
@@ -266,19 +279,6 @@ class GymnasiumRecorder:
         if self._trajectory_key is not None:
             staging.columns[self._trajectory_key][...] = self._trajectories
         return staging
-
-    def _info_example(self, path: Key, default: Any, info: Mapping[str, Any]) -> torch.Tensor:
-        """Return an example of an info for every lane, which sets its dtype and shape."""
-        if default is not None:
-            value = tensors_of(default, *path)
-        else:
-            found, _ = look_up(info, path)
-            if found is None:
-                raise missing_info(path)
-            value = torch.as_tensor(to_array(found))
-            if not self._single:
-                return value
-        return value.expand(self._lanes, *value.shape)
 
     def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         columns = self._columns
@@ -306,7 +306,7 @@ class GymnasiumRecorder:
             fill_(self._columns[key], part_of(obs, path), key)
         same_step = self._mode == "SameStep" and np.count_nonzero(done)
         if same_step:
-            self._fill_final(info, done)
+            fill_final_(self._columns, self._next_paths, info, done)
         for path, default in self._infos.items():
             key = ("next", *path)
             column = self._columns[key]
@@ -315,20 +315,6 @@ class GymnasiumRecorder:
             else:
                 fill_infos_(column, path, default, info, done if same_step else None, lanes)
         return done
-
-    def _fill_final(self, info: Mapping[str, Any], done: np.ndarray) -> None:
-        """Replace the first observation of a new episode by the last one of the episode that has ended."""
-        final = info.get("final_obs")
-        if final is None:
-            raise RuntimeError(
-                "an episode has ended, and the infos hold no 'final_obs' as those of same-step autoreset do: "
-                f"which mode is it? (autoreset_mode=...; the environment's metadata: {self.env.metadata})"
-            )
-        for lane in done.nonzero()[0]:
-            each = isinstance(final, np.ndarray) and final.dtype == object
-            for key, path in self._next_paths:
-                value = part_of(final[lane], path) if each else part_of(final, path)[lane]
-                fill_(self._columns[key][lane, ...], value, key)
 
     # -- writing them
 
@@ -363,28 +349,5 @@ class GymnasiumRecorder:
             self.buffer.extend(self._staging.take_stretch(int(lane)))
 
     def _write(self, step: TensorDict) -> None:
-        self.buffer.add(step.clone() if len(self.buffer._stages) else step)  # a transform may change it
-
-
-def _mode_of(env: Any, given: Any, single: bool) -> str:
-    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
-    if single:
-        while hasattr(env, "env"):
-            if type(env).__name__ == "Autoreset":
-                return "NextStep"
-            env = env.env
-        return "Disabled"
-    mode = env.metadata.get("autoreset_mode") if given is None else given
-    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
-    if mode not in ("NextStep", "SameStep", "Disabled"):
-        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
-    return mode
-
-
-def _paths(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
-    space = env.observation_space if single else env.single_observation_space
-    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
-    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in (*_GIVEN, _DONE)]
-    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
-    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
+        has_transforms = len(self.buffer._transform)
+        self.buffer.add(step.clone() if has_transforms else step)  # a transform may change it

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
-from rlbuf_td.storages.schema import SchemaError, show_key
+from rlbuf_td.envs.specs import ACTION, tensors_of
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
 
 Key = tuple[str, ...]
+_RESULTS = {("next", name) for name in ("reward", "terminated", "truncated", "done")}
 
 
 def part_of(value: Any, path: Key) -> Any:
@@ -33,6 +37,21 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
     if array.dtype is not column.dtype and not np.can_cast(array.dtype, column.dtype, "same_kind"):
         raise SchemaError(f"{show_key(key)} came as {array.dtype}, expected {column.dtype}: cast it first")
     column[...] = array
+
+
+def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]], info: Any, done: np.ndarray) -> None:
+    """Replace the first observations of new episodes by the last ones of those that ended in this step."""
+    final = info.get("final_obs")
+    if final is None:
+        raise RuntimeError(
+            "an episode has ended, and the infos have no 'final_obs', as in same-step autoreset: set autoreset_mode to "
+            "the environment's mode"
+        )
+    is_each = isinstance(final, np.ndarray) and final.dtype == object
+    for lane in done.nonzero()[0]:
+        for key, path in paths:
+            value = part_of(final[lane], path) if is_each else part_of(final, path)[lane]
+            fill_(columns[key][lane, ...], value, key)
 
 
 def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
@@ -103,8 +122,41 @@ def fill_infos_(
         column[missing] = to_array(default)
 
 
+def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, single: bool) -> torch.Tensor:
+    """Return an info, or its default, for every lane: an example that sets dtype and shape."""
+    found = look_up(info, path)[0] if default is None else default
+    if found is None:
+        raise missing_info(path)
+    value = torch.as_tensor(to_array(found)) if default is None else tensors_of(default, *path)
+    return value.expand(lanes, *value.shape) if single or default is not None else value
+
+
 def missing_info(path: Key) -> SchemaError:
     """Return the error for a missing info."""
     return SchemaError(
         f"the infos of a step have no {show_key(path)}: give the value to store then, infos={{{show_key(path)}: 0.0}}"
     )
+
+
+def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
+    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
+    if single:
+        while hasattr(env, "env"):
+            if type(env).__name__ == "Autoreset":
+                return "NextStep"
+            env = env.env
+        return "Disabled"
+    mode = env.metadata.get("autoreset_mode") if given is None else given
+    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
+    if mode not in ("NextStep", "SameStep", "Disabled"):
+        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
+    return mode
+
+
+def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
+    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
+    space = env.observation_space if single else env.single_observation_space
+    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
+    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
+    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
+    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
