@@ -28,7 +28,8 @@ def share_buffer(storage: PackedStorage, sampler: Sampler, writer: Writer) -> No
         ValueError: rows on a CUDA device.
     """
     storage.share_memory_()
-    storage.undo_also(*(getattr(writer, name) for name in _COUNTERS if hasattr(writer, name)))
+    if storage.shared_rows is not None:
+        storage.shared_rows.journal.watch(*(getattr(writer, name) for name in _COUNTERS if hasattr(writer, name)))
     samplers = list(_wrapped(sampler))
     for each in samplers:
         if "traj_key" in vars(each):  # it will ask for trajectories: better one index of all than one of each process

@@ -28,12 +28,18 @@ ROWS_FILE = "rows.bin"
 # -- the rows of a PackedStorage ``storage``
 
 
-def refuse_place(device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
-    """Refuse arguments of a storage that exclude each other.
+def refuse_arguments(
+    max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool
+) -> None:
+    """Refuse arguments of a storage that are out of range or exclude each other.
 
     Raises:
         ValueError: says which.
     """
+    if max_size < 1 or max_size != int(max_size):
+        raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
+    if ndim < 1:
+        raise ValueError(f"ndim must be at least 1, got {ndim}")
     if offload:
         refuse_offload(device, scratch_dir=scratch_dir, shared=shared, dedup=dedup)
     if scratch_dir is not None and shared:

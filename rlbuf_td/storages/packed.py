@@ -39,13 +39,11 @@ class PackedStorage(LazyTensorStorage):
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole time steps of all lanes.
         device: where the rows live: ``"cpu"``, a CUDA device, or ``"auto"`` (that of the first write).
         ndim: number of leading dims that count as transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
-        scratch_dir: a folder for a memory-mapped file of the rows (CPU only). The file stays when the storage goes; an
-            existing one is never overwritten.
-        shared: put the rows into shared memory (CPU only); a :class:`ReplayBuffer` over them is then shared from the
-            start, see :meth:`ReplayBuffer.share`.
+        scratch_dir: a folder for a memory-mapped file of the rows (CPU only); an existing file is never overwritten.
+        shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
         offload: keep the rows of a CUDA device in page-locked RAM, which the device reads and writes over the bus:
-            there may be more rows than the device has memory for. Batches, priorities and trajectories stay on the
-            device. The RAM is taken at once. (Linux; not with ``share_next`` or ``frames``.)
+            there may be more rows than the device has memory for. The RAM is taken at once. (Linux; not with
+            ``share_next`` or ``frames``.)
         share_next: store an observation once if the next observation of a row and the observation of the following row,
             in the same lane, have equal bytes; where they differ, as at the end of a trajectory, both are stored.
             ``True``: all keys at the root that are also below ``"next"``; a list of such keys; ``"auto"``: the keys
@@ -93,8 +91,6 @@ class PackedStorage(LazyTensorStorage):
         >>> storage.set(range(1000), rows)
         >>> storage.row_bytes, storage.nbytes / 1000
         (136, 76.068)
-        >>> bool((storage[:] == rows).all())
-        True
     """
 
     def __init__(
@@ -109,12 +105,8 @@ class PackedStorage(LazyTensorStorage):
         share_next: bool | str | Sequence[NestedKey] = False,
         frames: Mapping[NestedKey, Any] | None = None,
     ) -> None:
-        if max_size < 1 or max_size != int(max_size):
-            raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
-        if ndim < 1:
-            raise ValueError(f"ndim must be at least 1, got {ndim}")
         self.dedup_options = DedupOptions.of(share_next, frames)
-        allocate.refuse_place(device, scratch_dir, shared, offload, bool(self.dedup_options))
+        allocate.refuse_arguments(max_size, ndim, device, scratch_dir, shared, offload, bool(self.dedup_options))
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.shared, self.offload = shared, offload
@@ -198,11 +190,7 @@ class PackedStorage(LazyTensorStorage):
         return torch.Size([]) if self.rows is None else self.rows.lanes
 
     def all_rows(self) -> Rows:
-        """Return the rows, written or not.
-
-        Raises:
-            RuntimeError: nothing has been written yet.
-        """
+        """Return the rows, written or not; a RuntimeError before the first write."""
         if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
@@ -251,10 +239,8 @@ class PackedStorage(LazyTensorStorage):
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write ``[n, *lanes]`` transitions (``single``: ``[*lanes]``) from time step ``start`` on; wraps at the end.
 
-        ``0 <= start < T`` lies not beyond the steps written so far, and ``1 <= n <= T``. An ``"index"`` is not stored.
-
-        Raises:
-            SchemaError: ``data`` does not match the rows; nothing has been written.
+        ``start`` lies not beyond the steps written so far, ``1 <= n <= T``, and an ``"index"`` is not stored. Raises
+        ``SchemaError`` if the data does not match the rows; nothing has been written then.
         """
         rows, leaves, count = writes.admit(self, data, single, drop_index=True)
         if self.shared_rows is not None:
@@ -294,8 +280,6 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             IndexError: the region is out of range; nothing has been written.
-
-        Cost: a copy of these rows, there and back; none if the region is all rows and no key is deduplicated.
         """
         with self.lock:
             writes.edit(self, change, region)
@@ -376,16 +360,6 @@ class PackedStorage(LazyTensorStorage):
             sharing.share(self, [self._len_value, self._last_cursor_index_value, *self.clock.counters()])
             self._live = None
         return self
-
-    def undo_also(self, *counters: Any) -> None:
-        """Restore these counters (objects with a ``value``), too, when the write of a dead process is undone."""
-        if self.shared_rows is not None:
-            self.shared_rows.journal.watch(*counters)
-
-    def end_write(self) -> None:
-        """Note that the rows and counters of a write are complete, before its writer tells the listeners."""
-        if self.shared_rows is not None:
-            self.shared_rows.journal.written()
 
     def _make_init_directory(self) -> None:
         """Do nothing: TorchRL's collectors call it to let a worker write first, which shared rows do not need."""

@@ -25,8 +25,9 @@ T = TypeVar("T")
 class Rows(ABC):
     """``[T, *lanes]`` rows: what a storage, a sampler or a checkpoint may ask of them, however they are stored.
 
-    Positions are flat rows (``t * E + e``), time steps, or coordinates. Reading gives fresh memory, except for
-    :meth:`view`, :meth:`at_region` and :meth:`column`. Leaves that are written have been checked before.
+    Positions are flat rows (``t * E + e``), time steps, or coordinates; negative time steps and coordinates count from
+    the end. Reading gives fresh memory, except for :meth:`view`, :meth:`at_region` and :meth:`column`. An index out of
+    range is an ``IndexError`` on the CPU. Leaves that are written have been checked before.
 
     Attributes:
         layout: of whole rows, as batches hold them.
@@ -85,11 +86,7 @@ class Rows(ABC):
         """Return the first time steps, as a view."""
 
     def refuse_spawn(self) -> None:
-        """Refuse to be pickled for a spawned process, which is to use the same rows.
-
-        Raises:
-            RuntimeError: these rows cannot be sent.
-        """
+        """Raise a RuntimeError if these rows cannot be sent to a spawned process, which is to use the same rows."""
 
     # -- reading
 
@@ -111,19 +108,11 @@ class Rows(ABC):
 
     @abstractmethod
     def at_steps(self, index: torch.Tensor) -> TensorDict:
-        """Return the time steps at ``index``, int64 of any shape; negative ones count from the end.
-
-        Raises:
-            IndexError: one is out of range (on the CPU).
-        """
+        """Return the time steps at ``index``, int64 of any shape."""
 
     @abstractmethod
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
-        """Return the rows at coordinates, one int64 tensor a dim; negative ones count from the end.
-
-        Raises:
-            IndexError: one is out of range (on the CPU).
-        """
+        """Return the rows at coordinates, one int64 tensor per dim."""
 
     @abstractmethod
     def view(self) -> TensorDict:
@@ -163,13 +152,9 @@ class Rows(ABC):
         return True
 
     def assemble(self, copy: Callable[[int, bool], T], out: int, count: int, is_blank: bool) -> T:
-        """Let ``copy`` put rows together as they are stored; make whole rows of them at the address ``out``.
+        """Let ``copy(address, is_blank)`` write ``count`` stored rows; make whole rows of them at the address ``out``.
 
-        Args:
-            copy: called with an address to write ``count`` stored rows to, and whether that memory is blank.
-            out: address of ``count`` whole rows.
-            count: number of rows.
-            is_blank: whether the memory at ``out`` holds nothing yet.
+        ``is_blank`` says whether the memory at ``out``, or where ``copy`` is to write, holds nothing yet.
         """
         return copy(out, is_blank)
 
@@ -209,11 +194,7 @@ class Rows(ABC):
         return (first + torch.arange(lanes, device=first.device)).flatten()
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat positions of a region, given by a mask or by one index a dim, in the region's shape.
-
-        Raises:
-            IndexError: it is out of range.
-        """
+        """Return the flat positions of a region, given by a mask or by one index per dim, in the region's shape."""
         cells: torch.Tensor | int = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
@@ -221,11 +202,7 @@ class Rows(ABC):
         return torch.as_tensor(cells)
 
     def flat_of(self, index: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the flat positions of coordinates; negative ones count from the end.
-
-        Raises:
-            IndexError: one is out of range (on the CPU).
-        """
+        """Return the flat positions of coordinates."""
         flat: torch.Tensor | int = 0
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + (coordinate % size if coordinate.is_cuda else from_start(coordinate, size))
@@ -383,11 +360,7 @@ class OffloadedRows(PlainRows):
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``index`` (on the CPU) with negative positions counted from the end.
-
-    Raises:
-        IndexError: a position is out of range.
-    """
+    """Return ``index`` (on the CPU) with negative positions counted from the end; an IndexError if out of range."""
     if not index.numel():
         return index
     low, high = int(index.min()), int(index.max())

@@ -135,8 +135,9 @@ class RingWriter(RoundRobinWriter):
         A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
         are told the index, as TorchRL does.
         """
-        if isinstance(self._storage, PackedStorage):
-            self._storage.end_write()
+        shared_rows = getattr(self._storage, "shared_rows", None)
+        if shared_rows is not None:
+            shared_rows.journal.written()
         for listener in self._storage._attached_entities:
             mark_range = getattr(listener, "mark_range", None)
             if mark_range is None:

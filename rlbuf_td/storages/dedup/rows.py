@@ -28,12 +28,10 @@ class DedupRows(Rows):
 
     Args:
         dedup: what a stored row holds, and what lies in entries.
-        block: :attr:`Sections.total` bytes, uint8, zeros at first. On other devices than the CPU, where memory cannot
-            be taken bit by bit, the first :attr:`Sections.fixed` of them: entries then have memory of their own, which
-            is copied to a larger one when it is full; before each write the host waits to see whether it is.
+        block: :attr:`Sections.total` bytes, uint8, zeros at first; on other devices than the CPU the first
+            :attr:`Sections.fixed`, and entries have memory of their own that grows by copies, at the host's waiting.
         shape: ``[T, *lanes]``.
-        make_room: called, before entries are taken, with each section that grows and the bytes that it needs: it raises
-            an ``OSError`` if there are not so many.
+        make_room: called with each section that is to grow and the bytes that it needs; OSError if the disk is full.
         table: that of the rows that these are the first of.
     """
 
@@ -106,11 +104,7 @@ class DedupRows(Rows):
         return self.dedup.saved_bytes(self.cells, self.in_use)
 
     def check(self) -> None:
-        """Check that each entry is either free or named by rows that may share it; for tests.
-
-        Raises:
-            AssertionError: it is not.
-        """
+        """Assert that each entry is either free or named by rows that may share it; for tests."""
         check(self.table)
 
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -141,11 +135,7 @@ class DedupRows(Rows):
         out.copy_(self._packed(flat))
 
     def _packed(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return whole rows, packed as :attr:`layout` says.
-
-        Raises:
-            IndexError: a position is out of range (on the CPU).
-        """
+        """Return whole rows, packed as :attr:`layout` says."""
         flat = flat.contiguous()
         block = self._whole(len(flat))
         if not read_(self.table, flat, self.cells, block, self._read_order(flat) if self.is_mapped else None):
@@ -170,7 +160,6 @@ class DedupRows(Rows):
         return self.layout.unpack_batches(self._packed(flat), size)
 
     def _at(self, cells: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions of any shape."""
         block = self._packed(cells.reshape(-1))
         return self.layout.unpack(block.view((*cells.shape, block.shape[1])))
 
@@ -263,16 +252,13 @@ class DedupRows(Rows):
 
     def _copy_stored(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         head = min(count, self.steps - start)
-        if head == count:
-            columns = self._stored_columns(self.matrix.narrow(0, start, count))
-            if columns:
-                torch._foreach_copy_(columns, leaves)
-        else:
+        if head == count and leaves:
+            torch._foreach_copy_(self._stored_columns(self.matrix.narrow(0, start, count)), leaves)
+        elif head < count:
             self._copy_stored(start, head, [leaf[:head] for leaf in leaves])
             self._copy_stored(0, count - head, [leaf[head:] for leaf in leaves])
 
     def _stored_columns(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Return the leaves of stored rows without the entry ids."""
         columns = self.dedup.stored.columns(matrix)
         del columns[self.dedup.ids_slot]
         return columns
@@ -298,14 +284,9 @@ class DedupRows(Rows):
             return write_(table, sources, cells, count, lanes, deferred=deferred)
         if isinstance(cells, int):
             cells = (cells + torch.arange(count, device=device)) % self.cells
-        given = [
-            tuple(
-                _dense(leaves[slot].to(device), lane_dims, len(self.layout.leaves[slot].shape)).resolve_conj()
-                for slot in slots
-            )
-            for slots in self.dedup.given
-        ]
-        write_by_steps_(table, given, cells, deferred=deferred)
+        dims = [len(leaf.shape) for leaf in self.layout.leaves]
+        dense = [[_dense(leaves[i].to(device), lane_dims, dims[i]).resolve_conj() for i in x] for x in self.dedup.given]
+        write_by_steps_(table, [tuple(sides) for sides in dense], cells, deferred=deferred)
 
     def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
         steps, leaves = last_of_each(steps, leaves)
@@ -333,11 +314,7 @@ class DedupRows(Rows):
     # -- room for entries
 
     def _ensure(self, rows: int) -> None:
-        """Make room for the entries that a write of ``rows`` rows may take.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Make room for the entries that a write of ``rows`` rows may take; an OSError if the disk is full."""
         if self._make_room is None and not grows(self.matrix.device):
             return
         for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
@@ -361,11 +338,8 @@ class DedupRows(Rows):
     def _clear_ids(self, g: int) -> None:
         """Let no row name an entry. Rows without any are only read: memory that was never written is not taken."""
         ids = self.table.ids(g)
-        if grows(ids.device):
-            ids.zero_()
-            return
-        for part in ids.split(_LOOK):
-            if part.any():
+        for part in [ids] if grows(ids.device) else ids.split(_LOOK):
+            if grows(ids.device) or part.any():
                 part.zero_()
 
     def rebuild(self) -> None:
