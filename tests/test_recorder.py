@@ -26,7 +26,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     make_transition,
 )
-from rlbuf_td.envs.lane_queues import Staging
+from rlbuf_td.envs.lane_queues import LaneQueues
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -408,28 +408,28 @@ def test_a_lane_far_behind_gives_a_warning(monkeypatch):
 
 def test_queues_give_each_lane_its_rows_in_order_however_far_lanes_are_apart():
     generator = np.random.default_rng(0)
-    staging = Staging(TensorDict({"x": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.int16)}, [4]))
-    queues: list[list[int]] = [[] for _ in range(4)]
+    queues = LaneQueues(TensorDict({"x": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.int16)}, [4]))
+    waiting: list[list[int]] = [[] for _ in range(4)]
     count = 0
     for lag in (0.1, 0.9, 0.5):
         for _ in range(150):
             lanes = generator.random(4) < np.array([1.0, lag, 0.7, 1 - lag])
             count += 1
-            staging.columns["n",][:] = count + np.arange(4)
-            staging.columns["x",][:] = count
-            staging.push(lanes)
+            queues.columns["n",][:] = count + np.arange(4)
+            queues.columns["x",][:] = count
+            queues.push(lanes)
             for lane in lanes.nonzero()[0]:
-                queues[lane].append(count)
+                waiting[lane].append(count)
             if generator.random() < 0.5:
                 continue
-            taken, step = staging.take_step(), staging.step
-            assert taken is all(queues)
+            taken, step = queues.take_step(), queues.step
+            assert taken is all(waiting)
             if taken:
-                expected = [queue.pop(0) for queue in queues]
+                expected = [queue.pop(0) for queue in waiting]
                 assert step["x"][:, 2].tolist() == expected
                 assert step["n"].tolist() == [n + lane for lane, n in enumerate(expected)]
-            assert staging.pending == sum(map(len, queues))
-            assert staging.waiting.tolist() == [len(queue) for queue in queues]
+            assert queues.pending == sum(map(len, waiting))
+            assert queues.waiting.tolist() == [len(queue) for queue in waiting]
 
 
 # -- in company
@@ -488,7 +488,7 @@ def test_transforms_see_what_is_recorded():
     run(recorder, env, 10)
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
-    assert "note" not in recorder._staging.now.keys()  # type: ignore[union-attr]
+    assert "note" not in recorder._queues.now.keys()  # type: ignore[union-attr]
 
 
 def test_td_errors_may_come_as_extras():

@@ -24,7 +24,7 @@ from rlbuf_td.envs.infos import (
     paths_of,
     to_array,
 )
-from rlbuf_td.envs.lane_queues import Staging
+from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.specs import leaves_of, schema_of
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import show_key, walk
@@ -117,7 +117,7 @@ class GymnasiumRecorder:
         self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in defaults.items()}
         self._trajectory_key = trajectory_key
         self._schema = self._fitted(schema.unsqueeze(0) if self._single else schema)
-        self._staging: Staging | None = None  # from the first step on
+        self._queues: LaneQueues | None = None  # from the first step on
         self._obs: Any = None
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
         self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
@@ -168,8 +168,6 @@ class GymnasiumRecorder:
         stored = storage[:].get(self._trajectory_key, None)
         return 0 if stored is None else int(stored.max()) + 1
 
-    # -- running
-
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, in some lanes only with ``options={"reset_mask": ...}``, and return what it returns.
 
@@ -211,17 +209,17 @@ class GymnasiumRecorder:
                 + ("" if self._single else ", with options={'reset_mask': terminated | truncated}")
             )
         lanes = ~self._ended if resetting else None
-        if self._staging is None:
+        if self._queues is None:
             before = deepcopy((self._obs, action))  # the environment may write over it
             result = self.env.step(action)
-            self._staging = self._stage(extras, result[4])
+            self._queues = self._make_queues(extras, result[4])
             self._fill_before(*before, extras)
         else:
             self._fill_before(self._obs, action, extras)
             result = self.env.step(action)
         self._obs = result[0]
         done = self._fill_after(result, lanes)
-        self._store(self._staging, lanes, done)
+        self._store(self._queues, lanes, done)
         self._fresh[:] = False
         if self._mode == "SameStep":
             self._begin(done)
@@ -235,7 +233,7 @@ class GymnasiumRecorder:
     @property
     def pending(self) -> int:
         """The number of transitions that are not in the buffer yet."""
-        return 0 if self._staging is None else self._staging.pending
+        return 0 if self._queues is None else self._queues.pending
 
     def flush(self) -> None:
         """Write all waiting transitions into a flat buffer; in ``[T, E]``, incomplete time steps stay pending."""
@@ -249,12 +247,10 @@ class GymnasiumRecorder:
         self._trajectories[lanes] = np.arange(self._next_trajectory, self._next_trajectory + count)
         self._next_trajectory += count
         self._fresh[lanes] = True
-        if self._staging is not None and self._trajectory_key is not None:
-            self._staging.columns[self._trajectory_key][...] = self._trajectories
+        if self._queues is not None and self._trajectory_key is not None:
+            self._queues.columns[self._trajectory_key][...] = self._trajectories
 
-    # -- the rows of the step
-
-    def _stage(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> Staging:
+    def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
         """Return the rows to fill: those of the schema, and of the first step's extras and infos."""
         more = {key: torch.as_tensor(to_array(value)) for key, value in leaves_of(extras)}
         if self._single:
@@ -270,15 +266,15 @@ class GymnasiumRecorder:
             if value.shape[:1] != schema.shape:
                 raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected {self._lanes} in front")
             schema.set(key, value)
-        staging = Staging(schema)
-        self._columns = {key: x[0, ...] for key, x in staging.columns.items()} if self._single else staging.columns
+        queues = LaneQueues(schema)
+        self._columns = {key: x[0, ...] for key, x in queues.columns.items()} if self._single else queues.columns
         self._extra_keys = {key for key, _ in leaves_of(extras)}
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
-        self._terminated, self._truncated, self._done = (staging.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
-        self._single_now = staging.now[0]
+        self._terminated, self._truncated, self._done = (queues.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
+        self._single_now = queues.now[0]
         if self._trajectory_key is not None:
-            staging.columns[self._trajectory_key][...] = self._trajectories
-        return staging
+            queues.columns[self._trajectory_key][...] = self._trajectories
+        return queues
 
     def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         columns = self._columns
@@ -316,24 +312,22 @@ class GymnasiumRecorder:
                 fill_infos_(column, path, default, info, done if same_step else None, lanes)
         return done
 
-    # -- writing them
-
-    def _store(self, staging: Staging, lanes: np.ndarray | None, done: np.ndarray) -> None:
+    def _store(self, queues: LaneQueues, lanes: np.ndarray | None, done: np.ndarray) -> None:
         """Write or queue the rows of this step; ``lanes``: a mask, or ``None`` for all."""
         if self._single and self._flat:
             if lanes is None:
                 self._write(self._single_now)
         elif self._flat:
-            staging.push(lanes)
-            full = staging.waiting >= self.stretch
+            queues.push(lanes)
+            full = queues.waiting >= self.stretch
             self._write_stretches(done | full)
-        elif lanes is None and not staging.pending:
-            self._write(staging.now)
+        elif lanes is None and not queues.pending:
+            self._write(queues.now)
         else:
-            staging.push(lanes)
-            if staging.take_step():
-                self._write(staging.step)
-            if staging.steps > _FAR_AHEAD and not self._warned:
+            queues.push(lanes)
+            if queues.take_step():
+                self._write(queues.step)
+            if queues.steps > _FAR_AHEAD and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"a lane is {_FAR_AHEAD} time steps behind another, as its episodes end so much more often: what "
@@ -343,10 +337,10 @@ class GymnasiumRecorder:
                 )
 
     def _write_stretches(self, lanes: np.ndarray) -> None:
-        if not self._flat or self._staging is None or not self._staging.pending:
+        if not self._flat or self._queues is None or not self._queues.pending:
             return
-        for lane in (lanes & (self._staging.waiting > 0)).nonzero()[0]:
-            self.buffer.extend(self._staging.take_stretch(int(lane)))
+        for lane in (lanes & (self._queues.waiting > 0)).nonzero()[0]:
+            self.buffer.extend(self._queues.take_stretch(int(lane)))
 
     def _write(self, step: TensorDict) -> None:
         has_transforms = len(self.buffer._transform)

@@ -1,4 +1,4 @@
-"""Rows of several lanes that wait until they can be written: by whole time steps, or by stretches of one lane."""
+"""Queues of rows that wait until they can be written: by whole time steps, or by stretches of one lane."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from rlbuf_td.storages.layout import RowLayout
 _FIRST_STEPS = 16
 
 
-class Staging:
-    """One row a lane that is being filled, and a queue of filled rows for each lane. Each lane advances on its own.
+class LaneQueues:
+    """A row per lane that is being filled, and a queue of filled rows per lane. Each lane advances on its own.
 
     Take either time steps or stretches, not both.
 
     Args:
-        example: ``[E]`` transitions, which say what a row holds.
+        example: transitions ``[E]`` with the keys, dtypes and shapes of the rows.
 
     Attributes:
         now: the rows being filled, ``[E]``.
         step: the time step that was taken last, ``[E]``.
-        columns: the same, leaf by leaf, as arrays of ``[E, ...]`` to write to.
-        pending: rows in all queues together.
+        columns: the leaves of ``now`` as arrays ``[E, ...]`` to write to.
+        pending: the number of rows in all queues.
 
-    Cost: a row is copied once when it is queued and once when it is taken, whatever the number of its leaves. The
-    queues grow with the longest.
+    Cost: a row is copied once when it is queued and once when it is taken.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -38,7 +37,7 @@ class Staging:
         columns = self.layout.columns(now)
         self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
         self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
-        self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e holds the steps head .. tails[e] - 1
+        self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e has the steps head .. tails[e] - 1
         self._bound = 0  # no tail is beyond
         self._every_lane = np.arange(self.lanes)
         self.pending = 0
@@ -50,16 +49,16 @@ class Staging:
 
     @property
     def waiting(self) -> np.ndarray:
-        """Rows in the queue of every lane, ``[E]``."""
+        """The number of rows in each queue, ``[E]``."""
         return self._tails - self._head
 
     @property
     def steps(self) -> int:
-        """Rows that the queues have room for."""
+        """The number of rows that a queue has room for."""
         return len(self._ring)
 
     def push(self, lanes: np.ndarray | None = None) -> None:
-        """Put the rows being filled at the end of their queues: of all lanes, or of those of a mask."""
+        """Append the rows being filled to their queues; ``lanes``: a mask, or ``None`` for all."""
         where = self._every_lane if lanes is None else lanes.nonzero()[0]
         tails = self._tails[where]
         if not len(tails):
@@ -81,7 +80,7 @@ class Staging:
         self._ring = ring
 
     def take_step(self) -> bool:
-        """Take the oldest row of every lane out into :attr:`step`, unless a lane has none; return whether it did."""
+        """Move the oldest row of every lane to :attr:`step` and return True; False if a lane has none."""
         if self.pending < self.lanes or int(self._tails.min()) <= self._head:
             return False
         self._step[...] = self._ring[self._head % len(self._ring)]
@@ -90,7 +89,7 @@ class Staging:
         return True
 
     def take_stretch(self, lane: int) -> TensorDict:
-        """Return all rows of a lane, ``[n]`` in order, as fresh memory."""
+        """Remove and return all rows of a lane, ``[n]``, in fresh memory."""
         count = int(self._tails[lane])  # the head stays 0
         rows, words = self._block(count)
         words[...] = self._ring[:count, lane]
