@@ -42,7 +42,7 @@ def state_of(sampler: Any) -> int:
     if isinstance(sampler, ProportionalSampler):
         return taken(sampler.tree.tensors().values())
     if isinstance(sampler, RankSampler):
-        return taken(sampler.order._tensors.values())  # type: ignore[attr-defined]
+        return taken(sampler.order._tensors.values())  # type: ignore[union-attr]
     return 0
 
 

@@ -23,6 +23,7 @@ from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
+from tests.kernels.invariants import check_order
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "proportional": ProportionalSampler,
@@ -122,7 +123,7 @@ def check_priorities(rb: ReplayBuffer) -> None:
         sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):
         order: Any = sampler.order
-        order.check_valid()
+        check_order(order)
     if not isinstance(sampler, UniformSampler):
         assert (sampler.priority(torch.arange(len(rb))) >= 0).all()
 

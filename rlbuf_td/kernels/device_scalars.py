@@ -1,7 +1,7 @@
-"""Numbers of the host as a tensor on the device: kernels read them there.
+"""Host-side numbers as tensors on the device.
 
-A CUDA graph repeats what was launched when it was captured, arguments included. What changes between replays (how many
-rows are written, alpha, beta) is therefore no argument but memory, which the host changes outside the graph.
+A CUDA graph repeats what was launched when it was captured, arguments included. What changes between replays (rows
+written, alpha, beta) is therefore no argument but memory, which the host changes outside the graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Say that what is launched inside will be launched again as it is, in this thread.
-
-    What the host decides anew each time must be read on the device then, and what an earlier launch has found, or one
-    inside, must not be taken to be right for others.
-    """
+    """Mark that this thread captures a graph: kernels read settings on the device, and trust no cached results."""
     token = _is_capturing.set(True)
     try:
         yield
@@ -31,12 +27,12 @@ def capturing() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Return whether this is inside of :func:`capturing`; a function that is being compiled is not."""
+    """Whether this is inside of :func:`capturing`; never in a function that is being compiled."""
     return not torch.compiler.is_compiling() and _is_capturing.get()
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Make memory inside that may be written to later, wherever: torch refuses that of what inference mode made."""
+    """Make tensors that may be written to later: torch refuses to write to those made in inference mode."""
     return torch.inference_mode(False)
 
 
@@ -53,12 +49,7 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Change a number; launches nothing if it is what it was.
-
-        Args:
-            at: which one.
-            value: a number, or a 0-dim tensor on the device, which the host does not look at.
-        """
+        """Change a number, or copy a 0-dim tensor of the device. Launches nothing if a number is what it was."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
@@ -68,3 +59,42 @@ class DeviceScalars:
 
     def __getitem__(self, at: int) -> Tensor:
         return self.tensor[at]
+
+
+class PriorityState:
+    """What captured draws and updates of priorities read and change, always in the same memory.
+
+    Args:
+        names: of the numbers that they read.
+        device: where they are.
+
+    Attributes:
+        largest: 0-dim float64, the largest magnitude seen, -1 before any.
+        refused: 0-dim int64, how many NaN or infinite errors have been left out.
+    """
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
+        self._numbers = DeviceScalars(len(names), device)
+        with outside_inference_mode():
+            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
+            self._unseen = self.largest.clone()
+            self.refused = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._numbers[self._places[name]]
+
+    def put(self, **values: float | Tensor) -> tuple[float | Tensor, ...]:
+        """Copy numbers to where captured graphs read them; return them as kernels are to read them."""
+        if torch.compiler.is_compiling():
+            return tuple(values.values())
+        for name, value in values.items():
+            self._numbers.set_(self._places[name], value)
+        return tuple(self[name] for name in values)
+
+    def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
+        """Take note of an update; return the largest magnitude so far, of errors that count as seen or of others."""
+        kept = self.largest if counts else self._unseen
+        kept.copy_(torch.maximum(kept, largest))
+        self.refused.add_(refused)
+        return kept

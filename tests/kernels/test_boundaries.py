@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, check, flags, make_boundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, make_boundaries
 from tests.histories import History
+from tests.kernels.invariants import check_boundaries, flags
 
 Write = tuple[int, int]  # the first step, how many
 
@@ -93,7 +94,7 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
         written[start : start + count] = True
         for boundaries in (spec, bits):
             boundaries.write(start, count, rows.end, rows.name)
-        check(bits)
+        check_boundaries(bits)
         for name, tensor in flags(bits).tensors().items():
             assert torch.equal(tensor, spec.tensors()[name]), name
         cells = torch.arange(steps * lanes)[written.repeat_interleave(lanes)]
@@ -115,7 +116,7 @@ def test_many_lanes_are_kept_apart(steps):
         bits.write(start, count, rows.end, rows.name)
         in_history(history, start, count, rows)
         start = (start + count) % steps
-    check(bits)
+    check_boundaries(bits)
     cells = [cell for cell in history.written() if rng.random() < 2_000 / (steps * lanes)]
     found = bits.reach(torch.tensor([step * lanes + lane for step, lane in cells]))
     assert list(zip(*(part.tolist() for part in found), strict=True)) == [history.reach(*cell) for cell in cells]
@@ -132,7 +133,7 @@ def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_leve
     assert ahead.tolist() == (steps - 1 - ask).tolist()
     assert not over.any()
     bits.write(0, 10, end, None)  # the newest ten, after the others
-    check(bits)
+    check_boundaries(bits)
     back, ahead, _ = bits.reach(torch.tensor([0, 9, 10, steps - 1]))
     assert back.tolist() == [steps - 10, steps - 1, 0, steps - 11]
     assert ahead.tolist() == [9, 0, steps - 1, 10]
@@ -178,10 +179,14 @@ def test_clearing_and_restoring(device):
 def test_the_checker_sees_what_is_broken():
     bits = BitBoundaries(200, 1)
     bits.write(0, 150, torch.zeros(200, 1, dtype=torch.bool), None)
-    check(bits)
-    for part, value, words in ((slice(5, 9), 1, "over but not cut"), (slice(0, 4), 0, "no cut"), (4, -1, "level 1")):
+    check_boundaries(bits)
+    for part, value, words in (
+        (slice(5, 9), 1, "a step that is over is cut"),
+        (slice(0, 4), 0, "each lane has a cut"),
+        (4, -1, "level 1"),
+    ):
         kept = {name: tensor.clone() for name, tensor in bits.tensors().items()}
         bits.bits[0, part] = value
         with pytest.raises(AssertionError, match=words):
-            check(bits)
+            check_boundaries(bits)
         bits.restore(kept)

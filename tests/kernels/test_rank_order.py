@@ -18,6 +18,7 @@ from rlbuf_td.kernels.rank_order import chunks as _rank_chunks
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
+from tests.kernels.invariants import check_order
 from tests.kernels.orders import VALUES, NaiveOrder, empty
 from tests.waiting import waiting_is_an_error
 
@@ -59,7 +60,7 @@ class LockstepWithSorting(RuleBasedStateMachine):
     def ranks_are_those_of_sorting(self) -> None:
         if not hasattr(self, "order"):
             return
-        self.order.check_valid()
+        check_order(self.order)
         every = torch.arange(self.capacity)
         expected = self.naive.ranks()
         assert self.order.ranks_of(every).tolist() == expected
@@ -93,7 +94,7 @@ def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> Non
             td_error = torch.from_numpy(values.astype(np.float32))
             order.update_(index, td_error, capacity)
             reference.update_(index, td_error, capacity)
-        order.check_valid()
+        check_order(order)
         assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
         groups.add(int(order.chunks.head[_rank_chunks.GROUPS]))
     assert len(groups) > 3  # otherwise this test has not tested what it says
@@ -138,7 +139,7 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
         order.update_(torch.from_numpy(index), td_error, capacity)
         reference.update_(torch.from_numpy(index), td_error, capacity)
         if step % 10 == 9:
-            order.check_valid()
+            check_order(order)
             assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
 
 
@@ -164,7 +165,7 @@ def test_monotone_insertions_leave_full_chunks_behind(adversary: str) -> None:
         index = torch.arange(step * batch, (step + 1) * batch)
         # Updates insert backwards: this is ascending or descending by key in turn.
         order.update_(index, td_error if step % 2 else td_error.flip(0), capacity)
-    order.check_valid()
+    check_order(order)
     chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
     assert chunks <= capacity / 80  # half full ones would hold 64
 
@@ -256,7 +257,7 @@ def test_threads_may_draw_update_and_fill_at_the_same_time() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
-    order.check_valid()
+    check_order(order)
     assert int(order.count()) == capacity
 
 
@@ -272,7 +273,7 @@ def test_an_order_built_at_once_equals_one_built_by_updates() -> None:
     at_once, stepwise = ChunkedOrder(magnitude), ChunkedOrder(empty(30_000))
     rows = (magnitude >= 0).nonzero().squeeze(1)
     stepwise.update_(rows, magnitude[rows], 30_000)
-    at_once.check_valid()
+    check_order(at_once)
     every = torch.arange(30_000)
     assert torch.equal(at_once.ranks_of(every), stepwise.ranks_of(every))
 

@@ -18,6 +18,7 @@ from rlbuf_td.kernels import sum_tree
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.kernels.invariants import check_order
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY = 24
@@ -104,7 +105,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
         sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
     if isinstance(sampler, RankSampler):
         order: Any = sampler.order
-        order.check_valid()
+        check_order(order)
     if not isinstance(sampler, UniformSampler):
         assert (sampler.priority(cells) > 0).all()
     batch = rb.sample()

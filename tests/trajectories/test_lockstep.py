@@ -23,9 +23,10 @@ from torchrl.data.replay_buffers import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, check, make_boundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, make_boundaries
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
+from tests.kernels.invariants import check_boundaries
 
 STORAGES: dict[str, Callable[..., Any]] = {
     "packed": PackedStorage,
@@ -239,7 +240,7 @@ class Lockstep(RuleBasedStateMachine):
         assert index.length(rows).tolist() == [back + ahead + 1 for back, ahead, _ in expected]
         bits = index.boundaries()
         if isinstance(bits, BitBoundaries):
-            check(bits)
+            check_boundaries(bits)
 
 
 class LockstepWithFlags(Lockstep):

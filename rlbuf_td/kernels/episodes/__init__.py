@@ -9,8 +9,8 @@ Two classes offer the same. :class:`FlagBoundaries` is the specification, in tor
 all steps, once after a write; with Triton it reads a trajectory. On the CPU :class:`BitBoundaries` is a bitmap with
 summaries, 64 bits to the word, in which a look-up reads as many words as there are levels: four for a million steps.
 
-Invariants, which :func:`check` states as code: a lane that has been written has at least one cut; while the ring fills,
-its last step is cut; a step that is over is cut.
+Invariants (``tests/kernels/invariants.py`` checks them): a lane that has been written has at least one cut; while the
+ring fills, its last step is cut; a step that is over is cut.
 """
 
 from __future__ import annotations
@@ -212,31 +212,6 @@ def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
     is_on_cpu = backend_of(torch.empty(0, device=device)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
-
-
-def flags(bits: BitBoundaries) -> FlagBoundaries:
-    """Return the same boundaries as flags, for tests."""
-    flagged = FlagBoundaries(bits.steps, bits.lanes)
-    position = torch.arange(bits.steps)
-    for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
-        flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
-    flagged.head.copy_(bits.head)
-    return flagged
-
-
-def check(bits: BitBoundaries) -> None:
-    """Raise AssertionError unless the invariants hold, for tests: O(T * E)."""
-    flagged = flags(bits)
-    if (flagged.over & ~flagged.cut).any():
-        raise AssertionError("a step is over but not cut")
-    if int(bits.head) >= 0 and not flagged.cut.any(0).all():
-        raise AssertionError("a lane has no cut")
-    starts = bits.starts
-    for level in range(1, len(starts) - 1):
-        below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))
-        at = torch.arange(below.shape[1])
-        if not torch.equal((above[:, at // WORD] >> (at % WORD)) & 1, (below != 0).long()):
-            raise AssertionError(f"level {level} does not summarise the one below")
 
 
 def _compare(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, equal magnitudes are ranked by row.
 
-Two classes have the methods of :class:`RankOrder` and give the same ranks after any history:
+Two classes have the same methods and give the same ranks after any history:
 
 - :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts the magnitudes when asked. It runs on any device
   without waiting for it.
@@ -11,7 +11,7 @@ Magnitudes are float32: errors that are equal as float32 are a tie, and larger o
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,72 +26,7 @@ __all__ = ["LARGEST", "ChunkedOrder", "RankLaw", "RankOrder", "SortedOrder", "as
 __all__ += ["mass", "order_bytes", "rank_law", "ranks_of_mass"]
 
 
-class RankOrder(Protocol):
-    """What a rank-based sampler asks of an order over ``capacity`` rows. ``B`` is the length of a batch."""
-
-    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
-        """Give rows ``|td_error|``; -1 is skipped, and the last error of a duplicate row stays.
-
-        Args:
-            index: ``[B]`` int64.
-            td_error: ``[B]`` float32 or float64.
-            rows: number of rows that may be named.
-            counts: whether these are errors that have been seen: on CUDA, whether the largest one is remembered.
-
-        Returns:
-            The largest magnitude given, -1 if none. On the CPU ``None`` if a row is not in ``[-1, rows)`` or an error
-            is NaN or infinite, and then nothing has changed; on CUDA rows with such errors keep what they have, the
-            errors are counted, and the largest magnitude is that of all updates, a 0-dim tensor that later ones change.
-        """
-
-    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Give ``count`` rows from ``start`` on one magnitude."""
-
-    def draw(
-        self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Draw rows by rank.
-
-        Args:
-            law: probabilities of ranks.
-            uniform: ``[B]`` float64 in ``[0, 1)``.
-            stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
-            beta: exponent of the importance weight ``(N P)^-beta``, not negative.
-            norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
-
-        Returns:
-            ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no row has a magnitude (not on CUDA).
-        """
-
-    def ranks_of(self, index: Tensor) -> Tensor:
-        """Return ranks of rows, int64; 0 for a row without a magnitude."""
-
-    def count(self) -> Tensor:
-        """Return how many rows have a magnitude, a 0-dim int64 tensor."""
-
-    def assign_(self, magnitude: Tensor) -> None:
-        """Make the order anew of ``[capacity]`` float32 magnitudes, in the memory that it has, whatever that holds."""
-
-    def share_memory_(self) -> None:
-        """Move the state into shared memory: a process that is given this object sees the same order."""
-
-    @property
-    def magnitude(self) -> Tensor:
-        """``[capacity]`` float32, -1 for rows without; to be read only."""
-
-    @property
-    def refused(self) -> Tensor | int:
-        """How many NaN or infinite errors have been left out; 0 on the CPU, which refuses the whole batch."""
-
-    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
-        """Copy host-side settings to where captured graphs read them.
-
-        Returns:
-            Where the largest magnitude seen is kept, a 0-dim tensor; ``None`` on the CPU.
-        """
-
-    def forget_order(self) -> None:
-        """Take note that a captured graph has changed magnitudes."""
+RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:

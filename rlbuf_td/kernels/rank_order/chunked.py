@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rank_order.check import check_valid
 from rlbuf_td.kernels.rank_order.chunks import ROWS, Chunks, allocate, clear, views
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
@@ -25,7 +24,7 @@ _MANY = 256
 class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
-    Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on the CPU. The layout and its invariants are
+    Has the methods of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. The layout and its invariants are
     told in :mod:`rlbuf_td.kernels.rank_order.chunks`. Which values are stored does not matter: equal, monotone and
     adversarial ones cost the same.
 
@@ -62,13 +61,13 @@ class ChunkedOrder:
             _cpu_update().append_sorted(self._chunks, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.assign_`. O(N log N)."""
+        """See :meth:`SortedOrder.assign_`. O(N log N)."""
         with self._lock:
             clear(self._tensors)
             self._fill_with(magnitude)
 
     def share_memory_(self) -> None:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.share_memory_`. O(N)."""
+        """See :meth:`SortedOrder.share_memory_`. O(N)."""
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     refused = 0
@@ -81,7 +80,7 @@ class ChunkedOrder:
 
     @property
     def magnitude(self) -> Tensor:
-        """See :class:`~rlbuf_td.kernels.rank_order.RankOrder`."""
+        """See :class:`SortedOrder`."""
         return self._magnitude
 
     @property
@@ -90,7 +89,7 @@ class ChunkedOrder:
         return self._chunks
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B (128 + log N))."""
+        """See :meth:`SortedOrder.update_`. O(B (128 + log N))."""
         flat, error = index.numpy(), as_float32(td_error).numpy()
         if not _cpu_update().acceptable(flat, error, rows):
             return None
@@ -98,7 +97,7 @@ class ChunkedOrder:
             return _cpu_update().update_rows(self._chunks, flat, error)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.fill_`. O(count), and the deletion of the old keys."""
+        """See :meth:`SortedOrder.fill_`. O(count), and the deletion of the old keys."""
         if count < 1:
             return
         value = np.float32(min(float(magnitude), LARGEST))
@@ -115,7 +114,7 @@ class ChunkedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B log N)."""
+        """See :meth:`SortedOrder.draw`. O(B log N)."""
         batch = uniform.shape[0]
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
         cpu = _cpu()
@@ -129,7 +128,7 @@ class ChunkedOrder:
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.ranks_of`. O(B log N)."""
+        """See :meth:`SortedOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
         with self._lock:
             inside = _cpu().ranks_of(self._chunks, index.numpy(), ranks)
@@ -139,12 +138,8 @@ class ChunkedOrder:
         return torch.from_numpy(ranks)
 
     def count(self) -> Tensor:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.count`. O(1)."""
+        """See :meth:`SortedOrder.count`. O(1)."""
         return self._tensors["head"][ROWS]
-
-    def check_valid(self) -> None:
-        """Raise an AssertionError unless every internal invariant holds; for tests. O(N log N)."""
-        check_valid(self._chunks)
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None and self._magnitude.is_shared():

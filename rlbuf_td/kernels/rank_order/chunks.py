@@ -7,10 +7,10 @@
 - The **top** lists the groups in order: ``top_group[p]``, their lower bounds ``top_first[p]``, and a Fenwick tree over
   their totals (``top_tree``, 1-based).
 
-Invariants (``check_valid`` tests them all): adjacent chunks of a group hold more than ``MERGE`` keys together, adjacent
-groups more than ``MERGE`` chunks; ``first[g, 0] == top_first[p]``, and 0 for the very first; slots past the end read
-``NO_KEY`` and ``FULL``, so that a branchless search of fixed length never enters them. From these bounds follows the
-capacity that ``allocate`` reserves: no operation can run out of chunks.
+Invariants (``tests/kernels/invariants.py`` checks them): adjacent chunks of a group hold more than ``MERGE`` keys
+together, adjacent groups more than ``MERGE`` chunks; ``first[g, 0] == top_first[p]``, and 0 for the very first; slots
+past the end read ``NO_KEY`` and ``FULL``, so that a branchless search of fixed length never enters them. From these
+bounds follows the capacity that ``allocate`` reserves: no operation can run out of chunks.
 """
 
 from __future__ import annotations

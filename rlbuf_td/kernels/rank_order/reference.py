@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
+from rlbuf_td.kernels.device_scalars import PriorityState, is_capturing, outside_inference_mode
 from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
 
@@ -20,44 +20,8 @@ def as_float32(td_error: Tensor) -> Tensor:
     return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
 
 
-class DeviceState:
-    """What captured graphs read and change, always in the same memory.
-
-    Attributes:
-        numbers: ``ALPHA``, ``SHIFT`` (of the law), ``BETA`` and ``NAMED`` (rows that updates may name).
-        law: the law, over these numbers.
-        largest: 0-dim float64, the largest magnitude seen, -1 before any.
-        unseen: the same for magnitudes that are not counted as seen.
-        refused: 0-dim int64, how many NaN or infinite errors have been left out.
-    """
-
-    ALPHA, SHIFT, BETA, NAMED = range(4)
-
-    def __init__(self, device: torch.device) -> None:
-        with outside_inference_mode():
-            self.numbers = DeviceScalars(4, device)
-            head = torch.zeros(HEAD, dtype=torch.float64, device=device)
-            self.law = RankLaw(self.numbers[self.ALPHA], head, self.numbers[self.SHIFT])
-            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
-            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
-            self.refused = torch.zeros((), dtype=torch.int64, device=device)
-        self._given: RankLaw | None = None
-
-    def put(self, law: RankLaw, beta: float, rows: int) -> None:
-        """Copy host-side settings to where captured graphs read them."""
-        if law is not self._given:
-            self._given = law
-            self.law.head.copy_(law.head)
-            self.numbers.set_(self.ALPHA, law.alpha)
-            self.numbers.set_(self.SHIFT, law.shift)
-        self.numbers.set_(self.BETA, beta)
-        self.numbers.set_(self.NAMED, rows)
-
-
 class SortedOrder:
     """Sort when asked, if something has changed since: O(N log N), on the device.
-
-    Has the methods of :class:`~rlbuf_td.kernels.rank_order.RankOrder`, on any device.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without; owned by the order from now on.
@@ -70,13 +34,18 @@ class SortedOrder:
         self._behind = -1  # updates since the last sort; -1 before the first
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        self._device_state: DeviceState | None = None
+        self._device_state: PriorityState | None = None
+        self._captured_law: RankLaw | None = None  # which captured graphs read
+        self._copied_law: RankLaw | None = None  # what was copied there last
 
     @property
-    def device_state(self) -> DeviceState:
+    def device_state(self) -> PriorityState:
         """What captured graphs read and change, made at first use."""
         if self._device_state is None:
-            self._device_state = DeviceState(self._magnitude.device)
+            self._device_state = PriorityState(("alpha", "shift", "beta", "named"), self._magnitude.device)
+            with outside_inference_mode():
+                head = torch.zeros(HEAD, dtype=torch.float64, device=self._magnitude.device)
+            self._captured_law = RankLaw(self._device_state["alpha"], head, self._device_state["shift"])
         return self._device_state
 
     @property
@@ -105,21 +74,40 @@ class SortedOrder:
         self.forget_order()
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
-        """Copy host-side settings to where captured graphs read them; return where the largest magnitude is kept."""
-        self.device_state.put(law, beta, rows)
-        return self.device_state.largest
+        """Copy host-side settings to where captured graphs read them.
+
+        Returns:
+            Where the largest magnitude seen is kept, a 0-dim tensor; ``None`` on the CPU.
+        """
+        state = self.device_state
+        if law is not self._copied_law and self._captured_law is not None:
+            self._copied_law = law
+            self._captured_law.head.copy_(law.head)
+            state.put(alpha=law.alpha, shift=law.shift)
+        state.put(beta=beta, named=rows)
+        return state.largest
 
     def forget_order(self) -> None:
         """Sort again at the next question: a captured graph has changed magnitudes."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.update_`. O(B log B)."""
+        """Give rows ``|td_error|``; -1 is skipped, and the last error of a duplicate row stays. O(B log B).
+
+        Args:
+            index: ``[B]`` int64.
+            td_error: ``[B]`` float32 or float64.
+            rows: number of rows that may be named.
+            counts: whether these are errors that have been seen: on devices, whether the largest one is remembered.
+
+        Returns:
+            The largest magnitude of all updates, a 0-dim tensor that later ones change. Rows with NaN or infinite
+            errors keep what they have, and the errors are counted. On the CPU the largest magnitude given, -1 if none,
+            or ``None`` if a row is not in ``[-1, rows)`` or an error is NaN or infinite: then nothing has changed.
+        """
         state = self.device_state
-        given, refused = write(self._magnitude, index, td_error, state.numbers[state.NAMED] if is_capturing() else rows)
-        largest = state.largest if counts else state.unseen
-        largest.copy_(torch.maximum(largest, given))
-        state.refused.add_(refused)
+        named = state["named"] if is_capturing() else rows
+        largest = state.note(*write(self._magnitude, index, td_error, named), counts)
         self._behind += self._behind >= 0
         return largest
 
@@ -141,11 +129,22 @@ class SortedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`~rlbuf_td.kernels.rank_order.RankOrder.draw`. O(B) after the sort."""
+        """Draw rows by rank. O(B) after the sort.
+
+        Args:
+            law: probabilities of ranks.
+            uniform: ``[B]`` float64 in ``[0, 1)``.
+            stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
+            beta: exponent of the importance weight ``(N P)^-beta``, not negative.
+            norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
+
+        Returns:
+            ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no row has a magnitude.
+        """
         self._refresh()
         power: float | Tensor = beta
-        if is_capturing():
-            law, power = self.device_state.law, self.device_state.numbers[DeviceState.BETA]
+        if is_capturing() and self._captured_law is not None:
+            law, power = self._captured_law, self.device_state["beta"]
         ranks, weight = draw_ranks(law, self._count, uniform, stratified=stratified, beta=power, norm=norm)
         return self._by_rank[ranks - 1], weight
 

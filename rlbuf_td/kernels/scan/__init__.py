@@ -10,7 +10,6 @@ is whatever lies behind time in memory, so a time-major ``[T, E]`` rollout is ``
 A zero coefficient *cuts*: what lies beyond it is never multiplied, so that a NaN or an infinity of one
 trajectory cannot reach the one before it.
 
-* :func:`reverse_scan_loop` is the definition.
 * :func:`reverse_scan_doubling` gives the same in ``ceil(log2 T)`` rounds of tensor operations, without asking
   the device for a value: the form for CUDA and for compiled graphs.
 * :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) where it applies, else the
@@ -29,7 +28,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "reverse_scan_loop", "spread"]
+__all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "spread"]
 
 _twin: ModuleType | None = None
 _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
@@ -42,16 +41,6 @@ def _load_twin() -> ModuleType:
 
         _twin = _scan_numba
     return _twin
-
-
-def reverse_scan_loop(a: Tensor, b: Tensor) -> Tensor:
-    """``x[t] = a[t] + b[t] * x[t + 1]``, written as it reads. O(T) operations on ``[L, F]`` slices."""
-    x = torch.empty_like(a)
-    later = torch.zeros_like(a[:, 0])
-    for t in reversed(range(a.shape[1])):
-        later = torch.where(b[:, t] == 0, a[:, t], a[:, t] + b[:, t] * later)
-        x[:, t] = later
-    return x
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:

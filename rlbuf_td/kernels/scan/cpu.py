@@ -136,56 +136,46 @@ def _scan(a, b, x):
 
 
 @njit(**_OPTIONS)
-def gae_float32(gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantage and target of float32 blocks ``[lanes, steps, features]`` given by their addresses."""
-    shape = (lanes, steps, features)
+def _gae_at(gamma, decay, addresses, shape, dtype):
     _gae(
-        np.float32(gamma),
-        np.float32(decay),
-        carray(pointer(value), shape, np.float32),
-        carray(pointer(next_value), shape, np.float32),
-        carray(pointer(reward), shape, np.float32),
-        carray(pointer(done), shape, np.bool_),
-        carray(pointer(terminated), shape, np.bool_),
-        carray(pointer(advantage), shape, np.float32),
-        carray(pointer(target), shape, np.float32),
+        gamma,
+        decay,
+        carray(pointer(addresses[0]), shape, dtype),
+        carray(pointer(addresses[1]), shape, dtype),
+        carray(pointer(addresses[2]), shape, dtype),
+        carray(pointer(addresses[3]), shape, np.bool_),
+        carray(pointer(addresses[4]), shape, np.bool_),
+        carray(pointer(addresses[5]), shape, dtype),
+        carray(pointer(addresses[6]), shape, dtype),
     )
 
 
 @njit(**_OPTIONS)
+def _scan_at(a, b, x, shape, dtype):
+    _scan(carray(pointer(a), shape, dtype), carray(pointer(b), shape, dtype), carray(pointer(x), shape, dtype))
+
+
+@njit(**_OPTIONS)
+def gae_float32(gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
+    """Write advantage and target of float32 blocks ``[lanes, steps, features]`` given by their addresses."""
+    addresses = (value, next_value, reward, done, terminated, advantage, target)
+    _gae_at(np.float32(gamma), np.float32(decay), addresses, (lanes, steps, features), np.float32)
+
+
+@njit(**_OPTIONS)
 def gae_float64(gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantage and target of float64 blocks ``[lanes, steps, features]`` given by their addresses."""
-    shape = (lanes, steps, features)
-    _gae(
-        gamma,
-        decay,
-        carray(pointer(value), shape, np.float64),
-        carray(pointer(next_value), shape, np.float64),
-        carray(pointer(reward), shape, np.float64),
-        carray(pointer(done), shape, np.bool_),
-        carray(pointer(terminated), shape, np.bool_),
-        carray(pointer(advantage), shape, np.float64),
-        carray(pointer(target), shape, np.float64),
-    )
+    """Do as :func:`gae_float32` for float64 blocks."""
+    addresses = (value, next_value, reward, done, terminated, advantage, target)
+    _gae_at(gamma, decay, addresses, (lanes, steps, features), np.float64)
 
 
 @njit(**_OPTIONS)
 def scan_float32(a, b, x, lanes, steps, features):
     """Scan float32 blocks ``[lanes, steps, features]`` given by their addresses."""
-    shape = (lanes, steps, features)
-    _scan(
-        carray(pointer(a), shape, np.float32),
-        carray(pointer(b), shape, np.float32),
-        carray(pointer(x), shape, np.float32),
-    )
+    _scan_at(a, b, x, (lanes, steps, features), np.float32)
 
 
 @njit(**_OPTIONS)
 def scan_float64(a, b, x, lanes, steps, features):
     """Scan float64 blocks ``[lanes, steps, features]`` given by their addresses."""
-    shape = (lanes, steps, features)
-    _scan(
-        carray(pointer(a), shape, np.float64),
-        carray(pointer(b), shape, np.float64),
-        carray(pointer(x), shape, np.float64),
-    )
+    _scan_at(a, b, x, (lanes, steps, features), np.float64)

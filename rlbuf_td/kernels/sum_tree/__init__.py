@@ -67,13 +67,10 @@ def update_(
         numbers = int(rows), float(alpha), float(eps)
         return _cpu().update(*tree.arrays(), index.numpy(), td_error.numpy(), *numbers)
     state, kernels = tree.device_state, _device_kernels(tree)
-    alpha, eps, rows = state.put(ALPHA=alpha, EPS=eps, NAMED=rows)
+    alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
     changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
     kernels.repair(tree, changed)
-    largest = state.largest if counts else state.unseen
-    largest.copy_(torch.maximum(largest, among_these))
-    state.refused.add_(refused)
-    return largest
+    return state.note(among_these, refused, counts)
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
@@ -81,7 +78,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
     if backend_of(tree.weight) == "numba":
         return _cpu().fill(*tree.arrays(), start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
-    alpha, eps, entry = tree.device_state.put(ALPHA=alpha, EPS=eps, ENTRY=magnitude)
+    alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
     part = slice(start, start + count)
     tree.magnitude[part] = entry
     tree.weight[part] = weight_of(tree.magnitude[part], alpha, eps)
@@ -122,7 +119,7 @@ def draw(
     """
     if backend_of(tree.weight) != "numba":
         kernels = _device_kernels(tree)
-        rows, beta = tree.device_state.put(DRAWN=rows, BETA=beta)
+        rows, beta = tree.device_state.put(drawn=rows, beta=beta)
         return kernels.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
@@ -141,7 +138,7 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
     """
     if backend_of(tree.weight) == "numba":
         return None
-    tree.device_state.put(ALPHA=alpha, EPS=eps, BETA=beta, DRAWN=rows, NAMED=rows)
+    tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
     return tree.device_state.largest
 
 

@@ -174,7 +174,7 @@ def repair_range(tree: SumTree, start: int, count: int) -> None:
 
 def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) -> None:
     """Recompute the subtrees of ``rows``, or ``programs`` subtrees from ``first`` on, and everything above."""
-    starts, blocks = tree.device_state.starts, tree.weight.shape[0] // WIDTH.value
+    starts, blocks = tree.starts_on_device, tree.weight.shape[0] // WIDTH.value
     levels, nodes = starts.shape[0] - 1, triton.cdiv(blocks, 64)
     above = tree.sums, tree.before, tree.minima
     with launching_on(tree.weight):
@@ -190,7 +190,7 @@ def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
     """Do as :func:`rlbuf_td.kernels.sum_tree.reference.draw`: one launch, unless ``norm`` is the batch's."""
-    count, starts, by_batch = uniform.shape[0], tree.device_state.starts, norm == "batch"
+    count, starts, by_batch = uniform.shape[0], tree.starts_on_device, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
     size = 64 if count <= 16_384 else 128

@@ -1,4 +1,4 @@
-"""The state of a sum tree: plain tensors, and what device backends keep beside them."""
+"""The state of a sum tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import DeviceScalars, outside_inference_mode
+from rlbuf_td.kernels.device_scalars import PriorityState, outside_inference_mode
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 
 #: A number, or a 0-dim tensor that a graph sees change.
@@ -20,40 +20,6 @@ BLOCK = 8
 SMALLEST, LARGEST = 1e-290, 1e290
 #: What an update returns instead of a magnitude when it refuses a batch.
 REFUSED = -2.0
-
-
-class DeviceState:
-    """What a tree has beside its state on a device other than the CPU, always in the same memory.
-
-    Attributes:
-        numbers: ``ALPHA``, ``EPS``, ``BETA``, ``DRAWN`` (rows that are drawn from), ``NAMED`` (rows that updates may
-            name) and ``ENTRY`` (the magnitude of new rows).
-        largest: 0-dim float64, the largest magnitude seen since the tree was cleared, -1 before any.
-        unseen: the same for magnitudes that are not counted as seen.
-        refused: 0-dim int64, how many NaN or infinite errors have been left out.
-        starts: ``[levels + 1]`` int64, where the levels begin.
-    """
-
-    ALPHA, EPS, BETA, DRAWN, NAMED, ENTRY = range(6)
-
-    def __init__(self, starts: list[int], device: torch.device) -> None:
-        with outside_inference_mode():
-            self.numbers = DeviceScalars(6, device)
-            self.largest = torch.full((), -1.0, dtype=torch.float64, device=device)
-            self.unseen = torch.full((), -1.0, dtype=torch.float64, device=device)
-            self.refused = torch.zeros((), dtype=torch.int64, device=device)
-            self.starts = torch.tensor(starts, device=device)
-
-    def put(self, **values: Number) -> tuple[Number, ...]:
-        """Copy host-side numbers to where captured graphs read them; return them as kernels are to read them."""
-        if torch.compiler.is_compiling():
-            return tuple(values.values())
-        found = []
-        for name, value in values.items():
-            place = getattr(self, name)
-            self.numbers.set_(place, value)
-            found.append(self.numbers[place])
-        return tuple(found)
 
 
 @dataclass
@@ -74,7 +40,9 @@ class SumTree:
     before: Tensor
     minima: Tensor
     _arrays: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
-    _device_state: DeviceState | None = field(default=None, init=False, repr=False, compare=False)
+    _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
+
+    _starts_on_device: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
@@ -114,11 +82,22 @@ class SumTree:
         return self.minima[self.starts[-1]]
 
     @property
-    def device_state(self) -> DeviceState:
-        """What device backends need, made at first use."""
+    def device_state(self) -> PriorityState:
+        """What device backends and captured graphs read: the numbers of the law, the rows that are drawn from and that
+        updates may name, the magnitude of new rows. Made at first use.
+        """
         if self._device_state is None:
-            self._device_state = DeviceState(self.starts, self.weight.device)
+            names = "alpha", "eps", "beta", "drawn", "named", "entry"
+            self._device_state = PriorityState(names, self.weight.device)
         return self._device_state
+
+    @property
+    def starts_on_device(self) -> Tensor:
+        """The starts of the levels as ``[levels + 1]`` int64, made at first use."""
+        if self._starts_on_device is None:
+            with outside_inference_mode():
+                self._starts_on_device = torch.tensor(self.starts, device=self.weight.device)
+        return self._starts_on_device
 
     @property
     def refused(self) -> Tensor | int:

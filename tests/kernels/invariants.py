@@ -1,9 +1,13 @@
-"""The invariants of the chunked order, as code; for tests."""
+"""The invariants of the kernels' data structures, as code."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import torch
+
+from rlbuf_td.kernels.episodes import WORD, BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.rank_order.chunks import (
     FULL,
     GROUPS,
@@ -17,12 +21,9 @@ from rlbuf_td.kernels.rank_order.chunks import (
 )
 
 
-def check_valid(st: Chunks) -> None:
-    """Raise unless every invariant that :mod:`rlbuf_td.kernels.rank_order.chunks` states holds. O(N log N).
-
-    Raises:
-        AssertionError: the first one that does not.
-    """
+def check_order(order: Any) -> None:
+    """Raise AssertionError unless a chunked order keeps the invariants of ``kernels.rank_order.chunks``."""
+    st: Chunks = order.chunks
     groups = int(st.head[GROUPS])
     _must(st.top_first[0] == 0, "the lowest bound is 0")
     _must(bool((st.top_first[groups:] == NO_KEY).all()), "positions past the last group are never entered")
@@ -76,3 +77,26 @@ def _check_spare(spare: np.ndarray, count: int, used: list[int]) -> None:
 def _must(holds: bool, invariant: str) -> None:
     if not holds:
         raise AssertionError(f"violated: {invariant}")
+
+
+def flags(bits: BitBoundaries) -> FlagBoundaries:
+    """Return the same boundaries as flags."""
+    flagged = FlagBoundaries(bits.steps, bits.lanes)
+    position = torch.arange(bits.steps)
+    for flag, first in ((flagged.cut, 0), (flagged.over, int(bits.starts[-1]))):
+        flag.copy_(((bits.bits[:, first + position // WORD] >> (position % WORD)) & 1).bool().T)
+    flagged.head.copy_(bits.head)
+    return flagged
+
+
+def check_boundaries(bits: BitBoundaries) -> None:
+    """Raise AssertionError unless a bitmap keeps the invariants of ``kernels.episodes``."""
+    flagged = flags(bits)
+    _must(not (flagged.over & ~flagged.cut).any(), "a step that is over is cut")
+    _must(int(bits.head) < 0 or bool(flagged.cut.any(0).all()), "each lane has a cut")
+    starts = bits.starts
+    for level in range(1, len(starts) - 1):
+        below, above = (bits.bits[:, starts[k] : starts[k + 1]] for k in (level - 1, level))
+        at = torch.arange(below.shape[1])
+        summary = (above[:, at // WORD] >> (at % WORD)) & 1
+        _must(torch.equal(summary, (below != 0).long()), f"level {level} summarises the one below")
