@@ -86,10 +86,11 @@ class SumTree:
         """What device backends and captured graphs read: the numbers of the law, the rows that are drawn from and that
         updates may name, the magnitude of new rows. Made at first use.
         """
-        if self._device_state is None:
+        found = self.__dict__.get("_device_state")  # not as an attribute: torch.compile would compile twice
+        if found is None:
             names = "alpha", "eps", "beta", "drawn", "named", "entry"
-            self._device_state = PriorityState(names, self.weight.device)
-        return self._device_state
+            found = self.__dict__["_device_state"] = PriorityState(names, self.weight.device)
+        return found
 
     @property
     def starts_on_device(self) -> Tensor:
