@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import rlbuf_td
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from tests.catalogue import assert_same
 
 CAPACITY, LANES, BATCH = 24, 3, 8
@@ -22,6 +22,7 @@ SAMPLERS = {
     "uniform": UniformSampler,
     "proportional": lambda: ProportionalSampler(CAPACITY * LANES),
     "batch-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm="batch", stratified=False),
+    "rank": lambda: RankSampler(CAPACITY * LANES),
     "no-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm=None, alpha=1.3),
 }
 
@@ -54,12 +55,12 @@ def buffers(sampler: str, lanes: int | None):
 
 
 def set_alpha(rb: ReplayBuffer, value: int) -> None:
-    if isinstance(rb.sampler, ProportionalSampler):
+    if not isinstance(rb.sampler, UniformSampler):
         rb.sampler.alpha = 0.1 * (value % 5)
 
 
 def set_beta(rb: ReplayBuffer, value: int) -> None:
-    if isinstance(rb.sampler, ProportionalSampler):
+    if not isinstance(rb.sampler, UniformSampler):
         rb.sampler.beta, rb.sampler.stratified = 0.3 * (value % 4), bool(value % 2)
 
 

@@ -12,12 +12,13 @@ from typing import Any, TypeGuard
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
 
 from rlbuf_td.kernels.batch import Gather, loops, tree_addresses
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers import ProportionalSampler, UniformSampler
+from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
@@ -59,7 +60,7 @@ class Plan:
         """Whether the parts are as they were when the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
 
-    def sample(self) -> tuple[TensorDict, dict[str, torch.Tensor]] | None:
+    def sample(self) -> tuple[TensorDict, dict[str, Tensor]] | None:
         """Return a batch and the sampler's report, as fresh memory, every leaf a tensor of its own.
 
         ``None`` if the general path must be taken. The caller holds the buffer's locks.
@@ -73,7 +74,7 @@ class Plan:
         report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
         return self.rows.layout.wrap(tensors, self.batch_size, _CPU, report), report
 
-    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+    def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """Fill the tensors of a batch; return whether there is a row to draw."""
         raise NotImplementedError
 
@@ -85,7 +86,7 @@ class Plan:
 class UniformPlan(Plan):
     """Draws every row with equal probability."""
 
-    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+    def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """See :meth:`Plan.draw`."""
         gather, flat = self.gather, self.flat if self.lanes else tensors[-1]
         flat.random_(0, written, generator=self.generator)
@@ -94,16 +95,52 @@ class UniformPlan(Plan):
         return True
 
 
-class ProportionalPlan(Plan):
-    """Draws rows in proportion to their weights in a sum tree."""
+class PrioritizedPlan(Plan):
+    """Takes TD errors back; a subclass knows where priorities are kept."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
 
+    def __init__(self, storage: PackedStorage, sampler: Any, size: int) -> None:
+        super().__init__(storage, sampler, size)
+        self.settings, self.clock = sampler.settings, storage.clock.values
+        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+
+    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
+        """See :meth:`Plan.update`. The usual case is a sampled batch with one float32 error per row."""
+        if type(batch) is not TensorDict or type(priority_key) is not str:
+            return None
+        entries, size = entries_of(batch), self.size
+        index, error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
+        if not (
+            batch.batch_size == self.batch_size
+            and _fits(index, torch.int64, size * (2 if self.lanes else 1))
+            and _fits(error, torch.float32, size)
+            and _fits(stamp, torch.int64, size)
+            and not self.clock[BY_ROW]
+            and self.holds()
+        ):
+            return None
+        largest, stale = self.assign(index, error, stamp, len(self.storage))
+        if largest == REFUSED:
+            return None
+        if largest > self.settings[LARGEST]:
+            self.settings[LARGEST] = largest
+        return stale
+
+    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
+        """Set the priorities of rows that still hold what was sampled; return the largest magnitude and the stale rows.
+
+        ``REFUSED`` instead of a magnitude: a row is out of range or an error not finite, and nothing has changed.
+        """
+        raise NotImplementedError
+
+
+class ProportionalPlan(PrioritizedPlan):
+    """Draws rows in proportion to their weights in a sum tree."""
+
     def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.tree, self.settings = sampler.tree, sampler.settings
-        self.weighed, self.clock = sampler.weighed_alpha, storage.clock.values
-        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.tree, self.weighed = sampler.tree, sampler.weighed_alpha
         self.step, self.nodes = step_of(size, True), tree_addresses(self.tree)
         self.fixed = self.nodes, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
         self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
@@ -117,7 +154,7 @@ class ProportionalPlan(Plan):
             and self.settings[ALPHA] == self.weighed[0]
         )
 
-    def draw(self, written: int, tensors: list[torch.Tensor]) -> bool:
+    def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """See :meth:`Plan.draw`."""
         sampler = self.sampler
         self.uniform.uniform_(generator=self.generator)
@@ -125,38 +162,54 @@ class ProportionalPlan(Plan):
         law = step, written, self.settings[BETA], _NORMS[sampler.weight_norm], self.clock[NOW]
         return loops().sample_proportional(*self.fixed, self.gather.targets, *self.scratch, *law)
 
-    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Plan.update`. The usual case is a sampled batch with one float32 error per row."""
-        if type(batch) is not TensorDict or type(priority_key) is not str:
-            return None
-        entries, size, clock = entries_of(batch), self.size, self.clock
-        index, error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
-        if not (
-            batch.batch_size == self.batch_size
-            and _fits(index, torch.int64, size * (2 if self.lanes else 1))
-            and _fits(error, torch.float32, size)
-            and _fits(stamp, torch.int64, size)
-            and not clock[BY_ROW]
-            and self.holds()
-        ):
-            return None
-        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), size
-        law = len(self.storage), self.weighed[0], self.sampler.eps
-        largest, stale = loops().update_proportional(
-            self.nodes, *where, *law, clock[NOW], clock[LAST], self.rows.steps, self.lanes
-        )
-        if largest == REFUSED:
-            return None
-        if largest > self.settings[LARGEST]:
-            self.settings[LARGEST] = largest
-        return stale
+    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
+        """See :meth:`PrioritizedPlan.assign`."""
+        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
+        law = written, self.weighed[0], self.sampler.eps, self.clock[NOW], self.clock[LAST]
+        return loops().update_proportional(self.nodes, *where, *law, self.rows.steps, self.lanes)
+
+
+class RankPlan(PrioritizedPlan):
+    """Draws rows by rank; the order of the rows has kernels of its own, so that each operation takes two calls."""
+
+    def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int) -> None:
+        super().__init__(storage, sampler, size)
+        self.order, self.law = sampler.order, sampler.law
+        self.fixed = self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves, self.gather.targets
+
+    def holds(self) -> bool:
+        """See :meth:`Plan.holds`; loading replaces the order, and alpha the law."""
+        sampler = self.sampler
+        return super().holds() and sampler.order is self.order and self.settings[ALPHA] == self.law.alpha
+
+    def draw(self, written: int, tensors: list[Tensor]) -> bool:
+        """See :meth:`Plan.draw`."""
+        sampler = self.sampler
+        self.uniform.uniform_(generator=self.generator)
+        law = {"stratified": sampler.stratified, "beta": self.settings[BETA], "norm": sampler.weight_norm}
+        drawn = self.order.draw(self.law, self.uniform, **law)
+        if drawn is None:
+            return False
+        flat, tensors[-2] = drawn
+        if not self.lanes:
+            tensors[-3] = flat
+        tensors[-1].fill_(self.clock[NOW])
+        loops().sample_uniform(*self.fixed, flat.data_ptr(), self.size)
+        return True
+
+    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
+        """See :meth:`PrioritizedPlan.assign`."""
+        where = index.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
+        stale = loops().fresh_rows(*where, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes)
+        largest = self.order.update_(self.flat, error, written) if stale >= 0 else None
+        return REFUSED if largest is None else largest, stale
 
 
 def _nothing() -> None:
     return None
 
 
-def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[torch.Tensor]:
+def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[Tensor]:
     """Whether a kernel can read an entry of a batch by its address."""
     return (
         type(entry) is torch.Tensor
@@ -167,7 +220,11 @@ def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[torch.Tensor]
     )
 
 
-_PLANS: dict[type, type[Plan]] = {UniformSampler: UniformPlan, ProportionalSampler: ProportionalPlan}
+_PLANS: dict[type, type[Plan]] = {
+    UniformSampler: UniformPlan,
+    ProportionalSampler: ProportionalPlan,
+    RankSampler: RankPlan,
+}
 
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | None:

@@ -10,6 +10,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.rank_order import (
+    RankLaw,
     RankOrder,
     cumulative,
     make_order,
@@ -110,6 +111,11 @@ class RankSampler(Prioritized):
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn[0], {"priority_weight": drawn[1]}
+
+    @property
+    def law(self) -> RankLaw:
+        """The probabilities of ranks, of the alpha in use."""
+        return self._priorities.law
 
     @property
     def order(self) -> RankOrder:

@@ -107,22 +107,32 @@ def sample_proportional(
 
 
 @kernel
+def fresh_rows(index, stamp, kept, count, now, newest, steps, lanes):
+    """Write flat rows to ``kept``, -1 in place of each stale one; return how many are stale, -1 for an unknown lane.
+
+    ``index`` is flat, or with ``lanes`` the coordinates ``[B, 2]``. See :func:`rlbuf_td.kernels.rows.skip_ring`.
+    """
+    if not lanes:
+        return skip_ring(kept, index, stamp, count, now, newest, steps, 1)
+    row, pair = carray(pointer(kept), count, np.int64), carray(pointer(index), (count, 2), np.int64)
+    for i in range(count):
+        if pair[i, 0] >= 0 and (pair[i, 1] < 0 or pair[i, 1] >= lanes):
+            return -1
+        row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
+    return skip_ring(kept, kept, stamp, count, now, newest, steps, lanes)
+
+
+@kernel
 def update_proportional(tree, index, td_error, stamp, kept, count, written, alpha, eps, now, newest, steps, lanes):
     """Give rows that still hold what was sampled their TD errors; return the largest magnitude and the stale rows.
 
     ``index`` is flat, or with ``lanes`` the coordinates ``[B, 2]``; ``kept`` is scratch memory for ``[B]`` int64. See
     :func:`rlbuf_td.kernels.rows.skip_ring` and :func:`rlbuf_td.kernels.sum_tree.update_`.
     """
+    stale = fresh_rows(index, stamp, kept, count, now, newest, steps, lanes)
+    if stale < 0:
+        return REFUSED, 0
     row = carray(pointer(kept), count, np.int64)
-    if lanes:
-        pair = carray(pointer(index), (count, 2), np.int64)
-        for i in range(count):
-            if pair[i, 1] < 0 or pair[i, 1] >= lanes:
-                return REFUSED, 0
-            row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
-        stale = skip_ring(kept, kept, stamp, count, now, newest, steps, lanes)
-    else:
-        stale = skip_ring(kept, index, stamp, count, now, newest, steps, 1)
     starts, magnitude, weight, sums, before, minima = _tree(tree)
     error = carray(pointer(td_error), count, np.float32)
     return update(starts, magnitude, weight, sums, before, minima, row, error, written, alpha, eps), stale
