@@ -243,8 +243,10 @@ class SequenceSampler(SamplerWrapper):
         anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
-    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
+    def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Set priorities: of the anchors, if the rows named are whole windows, else of the rows themselves."""
+        if not self._is_prioritized:
+            return
         if storage is not None and isinstance(priority, torch.Tensor) and priority.numel() > 1:
             flat = flat_rows(index, storage, device_of(storage))
             if flat.numel() == priority.numel() and flat.numel() % self.window == 0:
@@ -256,7 +258,7 @@ class SequenceSampler(SamplerWrapper):
                     learned[:, self.burn_in + 1 :] = step[:, self.burn_in :] != 0
                     learned[:, : self.burn_in].fill_(False)
                     index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
-        return super().update_priority(index, priority, storage=storage)
+        super().update_priority(index, priority, storage=storage)
 
     def _summary(self, td_error: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
         """Return one priority a window, ``[B]``, of the rows that are ``learned`` from."""
