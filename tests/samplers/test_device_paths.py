@@ -9,14 +9,10 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import (
-    HindsightSampler,
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
-    SequenceSampler,
-    UniformSampler,
 )
 from rlbuf_td.kernels.dispatch import Backend, forced
 
@@ -128,52 +124,3 @@ def test_a_device_path_gives_the_batches_of_the_cpu(path, gpu, cls):
             batches.append(batch.cpu())
     assert torch.equal(batches[0]["x"], batches[1]["x"])
     torch.testing.assert_close(batches[0]["priority_weight"], batches[1]["priority_weight"])
-
-
-def test_n_steps_are_those_of_the_cpu(path, gpu):
-    batches = []
-    for form in ("numba", path):
-        device = torch.device("cpu") if form == "numba" else gpu
-        with forced(form):
-            rb = buffer(NStepSampler(UniformSampler(), 3, 0.5), device)
-            rb.set_rng(torch.Generator().manual_seed(3))
-            rb.extend(data(7, first=20).to(device))
-            batches.append(rb.sample().cpu())
-    for key in ("x", ("next", "reward"), ("next", "done"), "steps_to_next_obs"):
-        assert torch.equal(batches[0][key], batches[1][key]), key
-
-
-def test_windows_are_those_of_the_cpu(path, gpu):
-    batches, priorities = [], []
-    for form in ("numba", path):
-        device = torch.device("cpu") if form == "numba" else gpu
-        with forced(form):
-            rb = buffer(SequenceSampler(ProportionalSampler(20), 4, burn_in=4), device)
-            rb.set_rng(torch.Generator().manual_seed(3))
-            rb.extend(data(7, first=20).to(device))
-            batch = rb.sample()
-            batch["td_error"] = batch["x"] % 5 + 0.5
-            rb.update_tensordict_priority(batch)
-            batches.append(batch.cpu())
-            priorities.append(rb.sampler.priority(torch.arange(20, device=device)).cpu())
-    for key in ("x", "mask", "burn_in_mask", ("next", "done")):
-        assert torch.equal(batches[0][key], batches[1][key]), key
-    assert torch.equal(*priorities)
-
-
-def test_goals_are_those_of_the_cpu(path, gpu):
-    batches = []
-    for form in ("numba", path):
-        device = torch.device("cpu") if form == "numba" else gpu
-        goals = torch.arange(20.0, device=device)[:, None]
-        rows = data(20).to(device)
-        rows["desired_goal"], rows["next", "achieved_goal"] = -goals, goals
-        with forced(form):
-            sampler = HindsightSampler(UniformSampler(), lambda batch: batch["desired_goal"][:, 0], her_ratio=0.7)
-            rb = ReplayBuffer(storage=PackedStorage(20, device=device), sampler=sampler, batch_size=64)
-            rb.extend(rows)
-            rb.set_rng(torch.Generator().manual_seed(3))
-            batches.append(rb.sample().cpu())
-    for key in ("desired_goal", "relabeled", ("next", "reward")):
-        assert torch.equal(batches[0][key], batches[1][key]), key
-    assert batches[0]["relabeled"].any()

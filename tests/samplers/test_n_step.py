@@ -25,16 +25,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.worlds import World
-
-
-@pytest.fixture(params=["bitmap", "flags"])
-def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with the boundaries of the CPU, and with those of other devices."""
-    if request.param == "flags":
-        monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
-    return request.param
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -128,22 +119,6 @@ def test_the_sum_of_a_thousand_small_rewards_is_that_of_float64():
     rb = buffer(NStepSampler(UniformSampler(unique=True), 1_000, 1.0), data, size=1_000)
     exact = math.fsum(data["next", "reward"].double().flatten().tolist())
     assert by_row(rb)["next", "reward"][0, 0] == torch.tensor(exact).float()
-
-
-def test_steps_of_one_are_the_rows_as_they_are():
-    data = chain(20, done=[4], terminated=[4])
-    batch = by_row(buffer(NStepSampler(UniformSampler(unique=True), 1, 0.5), data))
-    assert (batch["steps_to_next_obs"] == 1).all()
-    assert (batch.select(*data.keys()) == data).all()
-
-
-def test_a_sum_never_reaches_past_the_write_head():
-    rb = buffer(NStepSampler(UniformSampler(unique=True), 3, 1.0), chain(7), size=10)
-    batch = by_row(rb)
-    assert batch["steps_to_next_obs"].flatten().tolist() == [3, 3, 3, 3, 3, 2, 1]
-    rb.extend(chain(6))  # rows 7, 8, 9, 0, 1, 2
-    batch = by_row(rb)
-    assert batch["steps_to_next_obs"].flatten().tolist() == [3, 2, 1, 3, 3, 3, 3, 3, 3, 3]
 
 
 # -- over hindsight

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -336,22 +334,6 @@ def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps():
     check(rb)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copied_sampler_draws_the_same_and_is_independent(copied):
-    rb = buffer(10, 10)
-    rb.update_priority(torch.arange(10), torch.linspace(1, 9, 10))
-    twin = copied(rb.sampler)
-    for sampler in (rb.sampler, twin):
-        sampler._rng = torch.Generator().manual_seed(7)
-    expected, info = rb.sampler.draw(rb.storage, 20)
-    drawn, twin_info = twin.draw(rb.storage, 20)
-    assert torch.equal(expected, drawn)
-    assert torch.equal(info["priority_weight"], twin_info["priority_weight"])
-    twin.update_priority(torch.tensor([0]), torch.tensor([100.0]))
-    sum_tree.check(twin.tree, 0.6, 1e-6)
-    assert rb.sampler.priority([0]).item() == 1.0
-
-
 def test_state_is_complete_through_state_dict_and_files(tmp_path):
     rb = buffer(10, 10, alpha=0.6)
     rb.update_priority(torch.arange(10), torch.linspace(1, 9, 10))
@@ -374,15 +356,6 @@ def test_torchrls_buffers_take_it_for_a_prioritized_sampler_but_no_cpp_tree_is_b
     sampler = ProportionalSampler(10)
     assert isinstance(sampler, PrioritizedSampler)
     assert not hasattr(sampler, "_sum_tree")
-
-
-def test_the_default_generator_governs_draws():
-    rb = buffer(50, 50)
-    rb.set_rng(None)
-    torch.manual_seed(1)
-    first = rb.sample()["index"]
-    torch.manual_seed(1)
-    assert torch.equal(first, rb.sample()["index"])
 
 
 def test_priorities_live_where_the_rows_live(device):

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
 
 
 def buffer(n: int, batch_size: int = 32, rows: int | None = None, **settings: Any) -> ReplayBuffer:
@@ -150,44 +147,7 @@ def test_setting_alpha_changes_the_law_at_once() -> None:
         sampler.alpha = -1.0
 
 
-def test_torchrl_schedulers_anneal_beta() -> None:
-    rb = buffer(10, beta=0.4)
-    scheduler = LinearScheduler(rb, "beta", final_value=1.0, num_steps=3)
-    for _ in range(3):
-        scheduler.step()
-    assert rb.sampler.beta == pytest.approx(1.0)
-
-
 # -- its place in buffers
-
-
-@pytest.mark.parametrize("ours", [True, False], ids=["ReplayBuffer", "TensorDictReplayBuffer"])
-@pytest.mark.parametrize("packed", [True, False], ids=["PackedStorage", "LazyTensorStorage"])
-def test_the_priority_round_trip(ours: bool, packed: bool) -> None:
-    storage = PackedStorage(100) if packed else LazyTensorStorage(100)
-    kind = ReplayBuffer if ours else TensorDictReplayBuffer
-    rb = kind(storage=storage, sampler=RankSampler(100), batch_size=16, priority_key="td_error")
-    rb.extend(TensorDict({"x": torch.arange(100)}, [100]))
-    batch = rb.sample()
-    assert batch["priority_weight"].shape == (16,)
-    batch["td_error"] = -100.0 - batch["x"].float()
-    rb.update_tensordict_priority(batch)
-    rows = batch["x"].unique()
-    assert torch.equal(rb.sampler.rank(rows.flip(0)), torch.arange(1, len(rows) + 1))
-    assert rb.sampler.priority(rows).tolist() == (100.0 + rows).tolist()
-
-
-def test_lanes_are_sampled_and_updated_by_coordinates() -> None:
-    steps, lanes = 10, 3
-    rb = ReplayBuffer(storage=PackedStorage(steps * lanes, ndim=2), sampler=RankSampler(steps * lanes), batch_size=8)
-    rb.extend(TensorDict({"x": torch.arange(steps * lanes).view(steps, lanes).T}, [lanes, steps]))
-    td_error = torch.arange(steps * lanes, dtype=torch.float32)
-    t, e = torch.meshgrid(torch.arange(steps), torch.arange(lanes), indexing="ij")
-    rb.update_priority((t.reshape(-1), e.reshape(-1)), td_error)
-    assert rb.sampler.rank((torch.tensor([9, 0]), torch.tensor([2, 0])), storage=rb.storage).tolist() == [1, 30]
-    index, _ = rb.sampler.sample(rb.storage, 8)
-    assert isinstance(index, tuple)
-    assert torch.equal(rb.storage.get(index)["x"], index[0] * lanes + index[1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -260,19 +220,6 @@ def test_a_restored_sampler_goes_on_as_the_original_does(how: str, tmp_path: Pat
     every = torch.arange(3_000)
     assert torch.equal(sampler.rank(every), restored.rank(every))
     assert repr(sampler) == repr(restored)
-
-
-def test_equal_generators_give_equal_batches_and_the_manual_seed_governs() -> None:
-    rb = buffer(100)
-    torch.manual_seed(3)
-    first = rb.sample()
-    torch.manual_seed(3)
-    assert (rb.sample() == first).all()
-
-
-def test_it_shares_the_base_of_the_proportional_sampler() -> None:
-    assert issubclass(RankSampler, Prioritized)
-    assert RankSampler.__bases__ == ProportionalSampler.__bases__
 
 
 def test_priorities_follow_the_storage_to_its_device(device: torch.device) -> None:
