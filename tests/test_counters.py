@@ -30,7 +30,7 @@ def test_a_buffer_goes_on_where_its_counters_pass_a_limit(limit, sampler, lanes,
     rb.writer._write_count = start
     rb.storage._mutation_revision_value.value = limit - 20
     rb.storage.clock._numbers[0] = limit - 30
-    rb._stale_updates._numbers[0] = limit - 5
+    rb.stale_updates._numbers[0] = limit - 5
     trajectories = TrajectoryIndex.of(rb.storage)
     written = stale = 0
     while written < 120:
@@ -53,6 +53,6 @@ def test_a_buffer_goes_on_where_its_counters_pass_a_limit(limit, sampler, lanes,
         assert (rb.sampler.priority(cells) > 0).all()
     assert stale > 5
     wrapped = (limit - 5 + stale + 2**63) % 2**64 - 2**63
-    assert rb._stale_updates.total() == wrapped
+    assert rb.stale_updates.total() == wrapped
     assert rb.write_count == (start + written + 2**63) % 2**64 - 2**63
     assert (rb.write_count > limit) == (limit < 2**63)

@@ -161,10 +161,10 @@ class _Load:
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         parts.load_trajectories(rb.storage, saved["trajectories"])
-        rb._choose_path()
-        if rb._replays is not None:
+        rb.find_path()
+        if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
-            rb._replays.restore(saved["buffer"]["replays"] if same else None)
+            rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
         if self.rows_only:
             rb.sampler._empty()
-            rb._let_rows_in()
+            rb.give_default_priorities()

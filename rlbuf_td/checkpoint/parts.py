@@ -47,7 +47,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
             "consume_after_n_samples": rb._consume_after_n_samples,
             "prefetched": tuple(prefetched["queue"]),
             "stats": None if rb.episode_stats is None else rb.episode_stats.state_dict(),
-            "replays": None if rb._replays is None else rb._replays.counts(),
+            "replays": None if rb.replay_count is None else rb.replay_count.counts(),
         },
         "storage": {
             "class": type(storage).__name__,
@@ -75,7 +75,8 @@ def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | N
 
 
 def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    return {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["prefetched"]}
+    queue = saved["prefetched"] if rb.prefetcher is None else ()  # a learner's device draws its own
+    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
 
 
 def name_of(part: Any) -> str:

@@ -314,6 +314,10 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Rows that have lost theirs enter as new ones do.
         """
         self._priorities.rebuild()
+        self.admit(storage)
+
+    def admit(self, storage: Storage) -> None:
+        """Let stored rows without a priority enter as new ones do."""
         rows = torch.arange(len(storage), device=self._device)
         absent = rows[self._priorities.magnitude(rows) < 0]
         if len(absent):

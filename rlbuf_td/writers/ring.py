@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
-from torchrl.data.replay_buffers import RoundRobinWriter
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.schema import reshaped
@@ -163,6 +163,38 @@ class RingWriter(RoundRobinWriter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
+
+
+def next_step(storage: Storage) -> int:
+    """Return the time step that a ring writes next, after the newest row of a storage."""
+    last = storage._last_cursor_index
+    if last is None or not len(storage):
+        return 0
+    return (last + 1) % storage._max_size_along_dim0() if storage._is_full else last + 1
+
+
+def continue_after_newest(writer: RoundRobinWriter, storage: Storage) -> None:
+    """Let a ring write after the newest row of a storage."""
+    writer._cursor = next_step(storage)
+
+
+def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
+    """Return the time steps of the newest ``n`` (default: all), oldest first.
+
+    Raises:
+        TypeError: the writer is not a ring.
+        RuntimeError: nothing is stored.
+        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
+    """
+    if not isinstance(writer, RoundRobinWriter):
+        raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
+    if not len(storage):
+        raise RuntimeError("the buffer is empty: extend it first")
+    steps = len(storage) if storage.ndim == 1 else storage.shape[0]
+    if n is not None and not 1 <= n <= steps:
+        raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
+    end = next_step(storage)
+    return torch.arange(end - (steps if n is None else n), end) % steps
 
 
 def lanes_of(storage: Any) -> torch.Size:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tensordict import NestedKey, TensorDictBase
 
+from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers import MinibatchSampler
 from rlbuf_td.samplers.common import GraphCapturable
@@ -26,17 +28,15 @@ class CapturableBuffer(Protocol):
     writer: Any
     priority_key: NestedKey
     last_draw: Any
-    _replay_lock: AbstractContextManager[Any]
-    _write_lock: AbstractContextManager[Any]
-    _is_direct: bool
-    _prioritized: Any
-    _replays: Any
-    _stages: Any
+    replay_count: Any
+    parts: Parts
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the buffer's locks."""
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    def _draw(self, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]: ...
-    def _assembled(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase: ...
-    def _errors_of(self, data: TensorDictBase, reduction: str) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+        """Return the transformed batch."""
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Give the rows of a batch the TD errors that it holds."""
@@ -106,7 +106,7 @@ class CapturedStep:
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
             return self._learn(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
-        with buffer._replay_lock, buffer._write_lock:
+        with buffer.locked():
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
@@ -123,7 +123,7 @@ class CapturedStep:
                 "cannot capture a MinibatchSampler: the host counts its epochs, and ends them with a shorter batch; "
                 "take UniformSampler(unique=True), or sample outside of a graph"
             )
-        if not self._buffer._is_direct or not isinstance(sampler, GraphCapturable):
+        if not self._buffer.parts.draws or not isinstance(sampler, GraphCapturable):
             raise TypeError(
                 f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: "
                 "it takes PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, "
@@ -138,7 +138,7 @@ class CapturedStep:
         if self._step is None:  # TD errors in the batch, if any, were written with its rows
             return batch
         output = self._step(batch)
-        if self._buffer._prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
+        if self._buffer.parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
             update(batch)
         return output
 
@@ -150,9 +150,9 @@ class CapturedStep:
         if self._write_clock.tensor.device != storage.device:
             self._write_clock = DeviceScalars(1, storage.device)
         self._write_clock.set_(0, storage.clock.now)
-        counts = None if buffer._replays is None else buffer._replays.counts()
+        counts = None if buffer.replay_count is None else buffer.replay_count.counts()
         memory = storage.rows, *storage.all_rows().sources(), self._write_clock, counts
-        objects = sampler, sampler._rng, *memory, *buffer._stages
+        objects = sampler, sampler._rng, *memory, *buffer.parts.transforms
         # The objects of the last recording are held here, so that no others can take their addresses.
         before, settings_before = self._recorded_with
         is_same = len(before) == len(objects) and all(map(is_, before, objects)) and settings_before == settings
@@ -218,14 +218,55 @@ class CapturedStep:
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
         """Run one step; return its output, and the rows and weights that were drawn."""
-        buffer, sampler = self._buffer, self._buffer._prioritized
+        buffer, sampler = self._buffer, self._buffer.parts.prioritized
 
         def update(batch: TensorDictBase) -> None:  # no row is stale: nothing was written since the draw
-            sampler.update_priority(*buffer._errors_of(batch, sampler.reduction), storage=storage)
+            assert sampler is not None  # noqa: S101
+            sampler.update_priority(*errors_of(buffer.parts, batch, buffer.priority_key), storage=storage)
 
-        flat, info, batch = buffer._draw(self._batch_size)
+        flat, info, batch = buffer.parts.draw(self._batch_size)
         if sampler is not None:
             info[SAMPLED_AT] = self._write_clock.tensor.long().expand(flat.shape[0])
-        batch = buffer._assembled(flat, info, batch)
+        batch = buffer.assemble(flat, info, batch)
         drawn = info["index"], info.get("priority_weight")
         return self._learn(batch, update), drawn
+
+
+def capture(
+    rb: Any,
+    step: Callable[[TensorDictBase], Any] | None = None,
+    batch_size: int | None = None,
+    *,
+    ring: int = 2,
+    warmup: int = 3,
+) -> CapturedStep:
+    """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
+
+    The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
+    Write with :meth:`extend` between calls, on the same stream; other threads wait while a graph is launched. On
+    the CPU there is no graph, and other threads may write during the step: rows that they replace are left out, as
+    by :meth:`update_tensordict_priority`.
+
+    **Aliasing:** outputs lie in memory that is used again: the output of call ``k`` is valid until call
+    ``k + ring``.
+
+    Args:
+        step: takes a batch, and may return tensors. The TD errors that it leaves in ``priority_key`` become the
+            priorities of the rows, or of the anchors of sequences; without that key priorities stay. It must be
+            what a CUDA graph can hold: no host synchronisation, optimizers with ``capturable=True``. ``None``:
+            return the batch, update nothing.
+        batch_size: default: the buffer's.
+        ring: number of outputs, at least 2.
+        warmup: number of steps that run, with effect, before the capture.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no batch size; (when called) the buffer's generator is
+            not on the device of its rows, or the sampler cannot draw such a batch: nothing has changed.
+        TypeError: ``step`` is not callable; (when called) the storage is not a :class:`PackedStorage`, or the
+            sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
+        RuntimeError: (when called) the buffer is empty.
+    """
+    size = rb.batch_size if batch_size is None else batch_size
+    if size is None:
+        raise ValueError("say how many rows a batch has: batch_size")
+    return CapturedStep(rb, step, size, ring, warmup)

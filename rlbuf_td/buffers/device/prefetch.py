@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import is_
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
@@ -14,16 +15,24 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.device.packet import Packet, pack
-from rlbuf_td.buffers.device.priority_return import PriorityReturn, WritePriorities
+from rlbuf_td.buffers.device.priority_return import PriorityReturn
+from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import coordinates, device_of, merge_
-from rlbuf_td.storages.rows import Rows
-
-Pack = Callable[[torch.Tensor, dict[Any, Any], TensorDictBase | Rows], tuple[Packet, torch.Tensor]]
-"""Copies a batch to one block: flat rows, the sampler's report, and the transitions or where they are stored."""
+from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 
 class HostBuffer(Protocol):
-    """What the prefetcher reads of a buffer; torchrl's buffers have these attributes."""
+    """What the prefetcher needs of a buffer: :class:`ReplayBuffer`."""
+
+    parts: Parts
+    stale_updates: Any
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the buffer's locks."""
+
+    def note_draw(self, index: Any, info: dict[str, Any]) -> None:
+        """Remember a draw."""
 
     @property
     def storage(self) -> Any:
@@ -61,42 +70,46 @@ class DevicePrefetcher:
         device: where batches are wanted.
         ahead: how many batches are drawn before they are asked for. With 0, batches and priorities equal those of a
             buffer without ``device``.
-        draw: draws a batch of a size, passes it to a :data:`Pack` under the buffer's locks, and returns the result.
-        write_priorities: updates the buffer's priorities.
 
     Raises:
         ValueError: ``ahead`` is negative.
     """
 
-    def __init__(
-        self,
-        buffer: HostBuffer,
-        device: torch.device,
-        ahead: int,
-        draw: Callable[[int, Pack], tuple[Packet, torch.Tensor]],
-        write_priorities: WritePriorities,
-    ) -> None:
+    def __init__(self, buffer: HostBuffer, device: torch.device, ahead: int) -> None:
         if ahead < 0:
             raise ValueError(f"prefetch must be at least 0, got {ahead}")
         self.device, self.ahead = device, ahead
-        self._buffer, self._draw, self._write_priorities = buffer, draw, write_priorities
+        self._buffer = buffer
         self._lock = RLock()
         self._queue: deque[_Sent] = deque()
         self._drawn_from: tuple[Any, ...] = ()
         self._last: Packet | None = None
         self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
         self._pinned: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # blocks, and when they may be overwritten
-        self._returned = PriorityReturn(device, write_priorities)
+        self._returned = PriorityReturn(device, partial(write_priorities, buffer))
 
     def __reduce__(self) -> Any:
         """Pickle the settings: batches drawn ahead are dropped by :meth:`paused` before."""
-        return type(self), (self._buffer, self.device, self.ahead, self._draw, self._write_priorities)
+        return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
         """Whether rows of a storage have to be copied: not if they are on the wanted GPU already."""
         rows = device_of(storage)
         is_there = self.device.type == rows.type and self.device.index in (None, rows.index)
         return self.device.type == "cpu" or not is_there
+
+    def refuse_other_parts(self, parts: Parts) -> None:
+        """Refuse parts whose batches cannot be copied to the device.
+
+        Raises:
+            TypeError: see above.
+        """
+        if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
+            raise TypeError(
+                "device= needs a PackedStorage on the CPU and a sampler of this package or with a draw of its own, got "
+                f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
+                "(nor does it take a collate_fn, a sample unit or tracked generations)"
+            )
 
     # -- batches
 
@@ -141,16 +154,23 @@ class DevicePrefetcher:
         """Draw a batch, gather it into pinned memory and begin to copy it."""
         host, is_cuda, sampler = self._reusable(), self.device.type == "cuda", self._buffer.sampler
         place = None if getattr(sampler, "begun", None) is None else sampler.snapshot()
-        drawn_at = 0
-
-        def packed(flat: torch.Tensor, report: dict[Any, Any], rows: TensorDictBase | Rows) -> Any:
-            nonlocal drawn_at
-            drawn_at = self._buffer.storage.clock.now
+        with self._buffer.locked():
+            parts = self._buffer.parts
+            self.refuse_other_parts(parts)
+            storage, rows = parts.storage, None
+            drawn_at = storage.clock.now
+            if parts.draws == "draw_batch":
+                flat, report, rows = parts.sampler.draw_batch(storage, batch_size)
+            else:
+                flat, report = parts.sampler.draw(storage, batch_size)
+            self._buffer.note_draw(coordinates(flat, storage), report)
+            if parts.is_stamped:
+                report[SAMPLED_AT] = storage.clock.stamp(drawn_at, flat.shape[0], flat.device)
             self._drop_outdated()  # a draw may begin new epochs
-            self._last, block = pack(flat, report, rows, self._last, host, is_cuda)
-            return self._last, block
-
-        packet, block = self._draw(batch_size, packed)
+            packet, block = pack(
+                flat, report, storage.written_rows() if rows is None else rows, self._last, host, is_cuda
+            )
+            self._last = packet
         if not is_cuda:
             return _Sent(block.to(self.device), None, packet, drawn_at, place)
         if self._stream is None:

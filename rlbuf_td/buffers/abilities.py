@@ -1,0 +1,326 @@
+"""What a buffer offers beside writing, sampling and priorities: methods of :class:`~rlbuf_td.ReplayBuffer`.
+
+Constructors for environments, rows by age, edits of rows, health, dumps, and sharing between processes.
+"""
+
+from __future__ import annotations
+
+from operator import setitem
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
+
+from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
+from rlbuf_td.diagnostics.health import health as health_of_parts
+from rlbuf_td.envs.specs import schema_of, transition_schema
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.writers.ring import steps_by_age
+
+Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
+
+NO_CHECKPOINTERS = (
+    "dumps of this buffer have a format of their own, without TorchRL's checkpointers and hooks: TorchRL's "
+    "TensorDictReplayBuffer over the same storage takes them"
+)
+
+# -- constructors
+
+
+def from_env(cls: Any, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
+    """Return a buffer whose rows are allocated for the transitions of an environment.
+
+    Every write is checked against them. The first write may add keys to all rows: a policy's outputs, a collector's
+    ``("collector", "traj_ids")``. RAM is taken from the system as rows are written.
+
+    Args:
+        env: a TorchRL environment, or a Gymnasium one, single or vectorised.
+        capacity: in transitions, rounded up to whole time steps; of a :class:`RolloutBuffer` in time steps.
+        extras: further entries of every transition, see :func:`~rlbuf_td.envs.specs.schema_of`. Rows that several
+            processes share need all of them.
+        **kwargs: as for :meth:`from_schema`.
+
+    Raises:
+        SchemaError: the environment has values of no fixed size in bytes.
+        TypeError: ``env`` is not an environment.
+
+    Example:
+        >>> import gymnasium
+        >>> from rlbuf_td import ReplayBuffer
+        >>> rb = ReplayBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=3), 300, batch_size=8)
+        >>> rb.storage.max_size, len(rb)
+        (300, 0)
+    """
+    return cls.from_schema(schema_of(env, extras=extras), capacity, **kwargs)
+
+
+def from_spaces(
+    cls: Any,
+    observation_space: Any,
+    action_space: Any,
+    capacity: int,
+    *,
+    num_envs: int | None = None,
+    extras: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a buffer as :meth:`from_env` does, for the Gymnasium spaces or TorchRL specs of a single environment.
+
+    Args:
+        observation_space: a space or a spec.
+        action_space: a space or a spec.
+        capacity: see :meth:`from_env`.
+        num_envs: E, for rows ``[T, E]``; ``None`` for ``[T]``.
+        extras: see :meth:`from_env`; ``{"next": {"reward": numpy.zeros(1)}}`` keeps rewards float64.
+        **kwargs: as for :meth:`from_schema`.
+
+    Raises:
+        SchemaError: a space has values of no fixed size in bytes.
+        TypeError: an argument is not a space.
+
+    Example:
+        >>> from gymnasium.spaces import Box, Dict, Discrete
+        >>> from rlbuf_td import ReplayBuffer
+        >>> space = Dict({"camera": Box(0, 255, (8, 8, 3), "uint8"), "body": Dict({"speed": Box(-1, 1, (2,))})})
+        >>> rb = ReplayBuffer.from_spaces(space, Discrete(4), 100, num_envs=2)
+        >>> rb.storage.layout.row_bytes, tuple(rb.storage.lanes)
+        (416, (2,))
+    """
+    schema = transition_schema(observation_space, action_space, num_envs, extras=extras)
+    return cls.from_schema(schema, capacity, **kwargs)
+
+
+def from_schema(
+    cls: Any,
+    schema: TensorDictBase,
+    capacity: int,
+    *,
+    flat: bool = False,
+    device: torch.device | str = "cpu",
+    storing_device: torch.device | str | None = None,
+    scratch_dir: str | Path | None = None,
+    shared: bool = False,
+    offload: bool = False,
+    share_next: Any = False,
+    frames: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a buffer whose rows are allocated for transitions like an example.
+
+    Args:
+        schema: a time step, ``[]`` or ``[*lanes]``: an example, or the result of
+            :func:`~rlbuf_td.envs.specs.schema_of`.
+        capacity: see :meth:`from_env`.
+        flat: rows ``[T]``, each a transition of one lane.
+        device: where batches are used and, without ``storing_device``, where the rows live.
+        storing_device: where the rows live (TorchRL's collectors use the same two names).
+        scratch_dir: see :class:`PackedStorage`; also ``shared``, ``offload``, ``share_next`` and ``frames``.
+        shared: see ``scratch_dir``.
+        offload: see ``scratch_dir``.
+        share_next: see ``scratch_dir``.
+        frames: see ``scratch_dir``.
+        **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
+
+    Raises:
+        SchemaError: the schema has an entry that cannot be packed.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rlbuf_td import ReplayBuffer
+        >>> transition = TensorDict({"observation": torch.zeros(3), "next": {"reward": torch.zeros(1)}})
+        >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
+        True
+    """
+    if flat and schema.ndim:
+        schema = schema.flatten()[0]
+    if storing_device is not None:
+        device, kwargs["device"] = storing_device, device
+    storage = PackedStorage(
+        capacity,
+        ndim=1 + schema.ndim,
+        device=device,
+        scratch_dir=scratch_dir,
+        shared=shared,
+        offload=offload,
+        share_next=share_next,
+        frames=frames,
+    )
+    storage.reserve(schema)
+    return cls(storage=storage, **kwargs)
+
+
+# -- rows by age
+
+
+def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
+    """Return all rows, oldest first, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
+
+    Transforms are applied, as when sampling. On the CPU, ``numpy()`` of the result is a nested dict of NumPy arrays.
+
+    Args:
+        flat: merge the lane dim into time: ``[T * E]``, all lanes of a time step together.
+
+    Raises:
+        RuntimeError: the buffer is empty.
+        TypeError: the writer is not a ring, so that rows have no order of age.
+    """
+    return _by_age(rb, None, flat)
+
+
+def last(rb: Any, n: int, *, flat: bool = False) -> TensorDictBase:
+    """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+
+    Args:
+        n: time steps.
+        flat: see :meth:`chronological`.
+
+    Raises:
+        RuntimeError: the buffer is empty.
+        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
+        TypeError: the writer is not a ring, so that rows have no order of age.
+    """
+    return _by_age(rb, n, flat)
+
+
+def _by_age(rb: Any, n: int | None, flat: bool) -> TensorDictBase:
+    storage, writer = rb.storage, rb.writer
+    with rb.locked():
+        data = storage.get(steps_by_age(writer, storage, n))
+    if flat and data.ndim > 1:
+        data = data.flatten(0, storage.ndim - 1)
+    return rb.transformed(data)
+
+
+# -- edits. The rows stay the transitions that they were, with their priorities.
+
+
+def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
+    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
+
+    Raises:
+        KeyError: no such key.
+        RuntimeError: ``value`` has another shape than the entry.
+    """
+    if not isinstance(rb.storage, PackedStorage):
+        return TensorDictReplayBuffer.set_at_(rb, key, value, index)
+    rb.storage.edit(lambda data: setitem(data[key], ..., value), index)
+    return rb
+
+
+def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
+    """Set one entry of all rows, and return the buffer.
+
+    Raises:
+        KeyError: no such key.
+        RuntimeError: ``value`` is not ``[T, *lanes, ...]``.
+    """
+    if not isinstance(rb.storage, PackedStorage):
+        return TensorDictReplayBuffer.set_(rb, key, value)
+    rb.storage.edit(lambda data: data.set_(key, value))
+    return rb
+
+
+def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Buffer:
+    """Set several entries of all rows, and return the buffer; see TorchRL's ``ReplayBuffer.update_``."""
+    if not isinstance(rb.storage, PackedStorage):
+        return TensorDictReplayBuffer.update_(rb, input_dict_or_td, clone, keys_to_update=keys_to_update)
+    rb.storage.edit(lambda data: data.update_(input_dict_or_td, clone=clone, keys_to_update=keys_to_update))
+    return rb
+
+
+# -- health, dumps
+
+
+def health(rb: Any) -> dict[str, float]:
+    """Return how the buffer and its batches are doing, as a flat dict for loggers.
+
+    See :mod:`rlbuf_td.diagnostics.health` for the entries. ``stale_updates`` counts the TD errors that
+    :meth:`update_tensordict_priority` left out because their rows had been replaced.
+
+    Cost: O(N log N) with priorities: not for every step.
+    """
+    storage, sampler, writer = rb.storage, rb.sampler, rb.writer
+    with rb.locked():
+        report = health_of_parts(storage, sampler, writer, rb.last_draw, rb.replay_count)
+    return report | {"stale_updates": float(rb.stale_updates.total())}
+
+
+def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
+    """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
+
+    The new dump replaces the old one at once: a process killed at any moment leaves one of the two, whole. Unchanged
+    content is not written again. Buffers of other processes wait for each other.
+
+    Args:
+        path: created if missing. A folder with a foreign manifest is never overwritten.
+        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        sync: wait until everything is on the disk. ``False`` takes half the time; the death of the process still loses
+            nothing, but that of the machine may damage both dumps, which a load would notice.
+
+    Raises:
+        CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
+        OSError: for example the disk is full. The previous dump is untouched.
+    """
+    dump_buffer(rb, path, progress, sync=sync)
+
+
+def loads(
+    rb: Any,
+    path: str | Path,
+    *,
+    rows_only: bool = False,
+    default_generator: bool = False,
+    progress: bool | None = None,
+) -> None:
+    """Continue from a dump of :meth:`dumps`, with the same batches as the buffer that was saved. Executes nothing.
+
+    Every file is checked against its checksum first. The buffer must have parts of the same classes; its rows are
+    replaced. A buffer of another capacity keeps the newest rows that fit, by age, with their priorities, and warns of
+    the rest.
+
+    Args:
+        path: the folder of the dump.
+        rows_only: load the rows alone, as new rows for the sampler of this buffer.
+        default_generator: restore torch's default generator, too. Exact resumption needs it, unless the buffer has a
+            generator of its own.
+        progress: as for :meth:`dumps`.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version, or the dump does not fit
+            this buffer: says which and how. The buffer is as it was.
+    """
+    load_buffer(rb, path, rows_only=rows_only, default_generator=default_generator, progress=progress)
+
+
+def refuse_hook(rb: Any, hook: Any) -> NoReturn:
+    """Refuse a hook: :meth:`dumps` and :meth:`loads` would not call it.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(NO_CHECKPOINTERS)
+
+
+def full(rb: Any) -> bool:
+    """Whether the next write replaces the oldest rows."""
+    return rb.storage._is_full
+
+
+def describe(rb: Any) -> str:
+    """Return the parts and the fill of a buffer, as its ``repr``."""
+    if not rb.initialized:
+        return f"{type(rb).__name__}(not initialized)"
+    named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
+    if len(rb.parts.transforms):
+        named.append(("transform", rb.transform))
+    lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in named]
+    lines.append(f"batch_size={rb.batch_size}, fill={len(rb.storage) / rb.storage.max_size:.1%}")
+    return f"{type(rb).__name__}(\n    " + "\n    ".join(lines) + "\n)"
+
+
+def repair(rb: Any) -> None:
+    """Make priorities consistent after a process has died while it held the lock."""
+    if rb.parts is not None and rb.parts.prioritized is not None:
+        rb.parts.prioritized.repair(rb.parts.storage)

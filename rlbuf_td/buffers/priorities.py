@@ -1,0 +1,100 @@
+"""How TD errors become priorities: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
+
+from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.storages.indexing import by_row
+from rlbuf_td.storages.tensordict_fast import entries_of
+from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
+
+
+def update_priority(rb: Any, index: Any, priority: Any) -> None:
+    """Set the priorities of rows from TD errors, whatever the rows hold by now.
+
+    Args:
+        index: flat rows, or the index that :meth:`extend` and :meth:`sample` return: a tuple of coordinates, or
+            ``[..., ndim]``.
+        priority: one TD error per row, in the same order; or one for all. The magnitude counts.
+
+    Raises:
+        ValueError: wrong number of errors, or NaN or infinite ones; all priorities are as they were.
+        IndexError: a row is out of range; all priorities are as they were.
+    """
+    parts = rb.parts or rb.initialize()
+    if parts.prioritized is None:
+        return TensorDictReplayBuffer.update_priority(rb, index, priority)
+    if rb.prefetcher is not None:
+        rb.prefetcher.flush()
+    by_coordinates = parts.storage.ndim > 1
+    if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
+        index = index.flatten(0, -2) if by_coordinates else index.flatten()
+    with rb.locked():
+        parts.prioritized.update_priority(index, priority, storage=parts.storage)
+
+
+def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
+    """Set the priorities of the rows of a batch from its TD errors; does nothing for a sampler without priorities.
+
+    Rows that have been replaced since the batch was sampled keep their priority and are counted in :meth:`health`, even
+    after prefetching, slicing, a move to a device, or writes by other threads and processes. Without the batch's entry
+    ``"sampled_at"`` all rows are updated, as by :meth:`update_priority`.
+
+    Args:
+        data: a batch of this buffer with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors of a row are
+            reduced, by magnitude. Its ``"index"`` names the rows.
+
+    Raises:
+        KeyError: there are no TD errors in the batch, or no index.
+        ValueError: an error is NaN or infinite; all priorities are as they were.
+    """
+    parts = rb.parts or rb.initialize()
+    if parts.prioritized is None or parts.has_units:
+        return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
+    if rb.plan is not None:
+        with parts.storage.lock:
+            stale = None if rb.plan is None else rb.plan.update(data, rb.priority_key)
+        if stale is not None:
+            rb.stale_updates.add(stale)
+            return None
+    entries = entries_of(data)
+    index, td_error = errors_of(parts, data, rb.priority_key)
+    update = index, td_error, entries.get(SAMPLED_AT), data.ndim
+    if rb.prefetcher is None or not rb.copies_batches or not rb.prefetcher.return_errors(*update):
+        write_priorities(rb, *update)
+
+
+def write_priorities(
+    rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
+) -> None:
+    """Update priorities, except of rows that have been replaced since ``sampled_at``, of ``dims`` batch dims."""
+    stale: int | torch.Tensor = 0
+    with rb.parts.storage.lock if rb.parts.is_packed else rb.locked():
+        parts = rb.parts
+        if parts.prioritized is None:  # another sampler has been set since the update
+            return
+        if sampled_at is not None and parts.is_packed:
+            index, stale = skip_stale(index, sampled_at, dims, parts.storage)
+        parts.prioritized.update_priority(index, td_error, storage=parts.storage)
+        rb.stale_updates.add(stale)
+
+
+def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows whose priorities a batch changes, in any form of an index, and their TD errors.
+
+    Raises:
+        KeyError: there are no TD errors in the batch, or no index.
+    """
+    entries, sampler = entries_of(data), parts.prioritized
+    td_error = entries.get(key) if type(key) is str else data.get(key, None)
+    index = entries.get("index")
+    if td_error is None or index is None or sampler is None:
+        missing = key if td_error is None else "index"
+        raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
+    td_error, index = by_row(td_error, index, data.ndim, parts.storage, sampler.reduction)
+    return (index, td_error) if parts.wrapper is None else parts.wrapper.anchored(data, index, td_error)
