@@ -70,8 +70,7 @@ class RangeListener(Listener):
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("first", [0, 1, 3, 5])
-@pytest.mark.parametrize("n", [1, 4, 5, 6, 10, 11, 23])
+@pytest.mark.parametrize(("first", "n"), [(0, 1), (0, 6), (1, 4), (3, 5), (5, 1), (3, 10), (1, 23)])
 def test_the_newest_rows_stay_however_long_the_write(kind: str, ndim: int, first: int, n: int) -> None:
     lanes = (2,) * (ndim - 1)
     cells = torch.Size(lanes).numel()
@@ -205,10 +204,6 @@ def test_counters_have_64_bits(start: int) -> None:
     again.load_state_dict(state)
     assert (again._cursor, again._write_count) == (3, start + 8)
     assert pickle.loads(pickle.dumps(again))._write_count == start + 8
-
-
-def test_the_cursor_has_64_bits() -> None:
-    writer = RingWriter()
     writer._cursor = 2**40
     assert (writer._cursor, writer.state_dict()["_cursor"]) == (2**40, 2**40)
 
@@ -284,10 +279,7 @@ def cells_of(heard: list[Any], lanes: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize(
-    "writes", [[2], [None], [4, 3], [4, None, None], [5], [3, 5], [13], [3, 12], [7, None]], ids=str
-)
-def test_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int, writes: list[int | None]) -> None:
+def test_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int) -> None:
     lanes = (3,) * (ndim - 1)
     cells = torch.Size(lanes).numel()
     storage = STORAGES[kind](5 * cells, ndim=ndim)
@@ -296,7 +288,7 @@ def test_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: i
     for listener in (by_index, by_range, too):
         storage.attach(listener)
     cursor = 0
-    for n in writes:
+    for n in (2, None, 4, 3, 4, None, None, 5, 3, 5, 13, 3, 12, 7, None):
         for listener in (by_index, by_range, too):
             listener.heard.clear()
         index = writer.add(numbered(0, None, lanes)) if n is None else writer.extend(numbered(0, n, lanes))
