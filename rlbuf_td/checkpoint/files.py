@@ -23,7 +23,7 @@ from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.checkpoint.manifest import CHUNK_NAME, FORMAT, MANIFEST, Chunk, Manifest, Stored, checksum, read_manifest
 
 DATA = "data"
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 _WRITERS = 8  # threads, whatever the number of cores: they wait for the disk
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
