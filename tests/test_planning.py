@@ -69,7 +69,7 @@ def test_rows_are_planned_byte_for_byte(schema: Schema, lanes: tuple[int, ...]) 
     assert list(needed.keys.values()) == sorted(needed.keys.values(), reverse=True)
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 8, 9, 63, 64, 65, 1_000, 4_097, 100_000])
+@pytest.mark.parametrize("capacity", [1, 8, 9, 64, 65, 4_097])
 @pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
 def test_priorities_are_planned_byte_for_byte(kind: Any, capacity: int) -> None:
     sampler = kind(capacity)
@@ -207,10 +207,9 @@ def test_priorities_of_rows_on_a_disk_need_room_in_memory(monkeypatch: pytest.Mo
     assert not planned(monkeypatch, memory=1 << 20, disk=20 * GIB, scratch_dir="x", sampler="rank").fits
 
 
-def test_a_place_of_unknown_size_counts_as_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_of_unknown_size_is_taken_as_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = planned(monkeypatch, memory=None, disk=None)
-    assert needed.fits
-    assert needed.most_rows is None
+    assert (needed.fits, needed.most_rows) == (True, None)
     assert "-> RAM of unknown size: fits" in str(needed)
 
 
@@ -227,14 +226,11 @@ def test_the_text_has_a_line_for_every_part(monkeypatch: pytest.MonkeyPatch) -> 
 # -- the command
 
 
-def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture) -> None:
+def test_the_command_prints_the_plan_or_what_is_wrong(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e6", "--sampler", "rank", "--num-envs", "4"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("CartPole-v1, rank sampler: 1,000,000 rows of 48 bytes: 71.6 MiB")
     assert "fits" in out
-
-
-def test_the_command_fails_for_what_does_not_fit_or_does_not_exist(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--env", "CartPole-v1", "--capacity", "1e15"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert main(["plan", "--env", "NoSuchPole-v1", "--capacity", "10"]) == 2
