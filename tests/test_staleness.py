@@ -73,9 +73,10 @@ class Numbered:
         return self.rb.sampler.priority(torch.arange(self.rb.storage.max_size))
 
 
-@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "lanes", "sampler"),
+    [(0, 0, ProportionalSampler), (1, 3, ProportionalSampler), (2, 3, RankSampler), (3, 0, RankSampler)],
+)
 def test_only_rows_that_hold_what_was_sampled_are_updated_whatever_was_written(seed, lanes, sampler):
     draw = torch.manual_seed(seed)  # of what is drawn, too: other seeds may find nothing stale
     buffer = Numbered(lanes, sampler)
@@ -293,7 +294,7 @@ def test_a_thread_that_writes_between_sampling_and_updating():
 # -- kernels
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     steps=st.integers(1, 9),
     lanes=st.integers(1, 3),

@@ -55,7 +55,10 @@ KEYS = ["observation", "step_count", ("next", "observation"), ("collector", "tra
 
 @pytest.mark.parametrize(
     ("collector", "ndim", "sampler"),
-    [(MultiSyncCollector, 2, ProportionalSampler), (MultiAsyncCollector, 1, RankSampler)],
+    [
+        (MultiSyncCollector, 2, ProportionalSampler),
+        pytest.param(MultiAsyncCollector, 1, RankSampler, marks=pytest.mark.slow),
+    ],
 )
 def test_workers_write_while_the_learner_samples_and_updates(collector, ndim, sampler):
     rb = ReplayBuffer(storage=PackedStorage(240, ndim=ndim), sampler=sampler(240), batch_size=16)

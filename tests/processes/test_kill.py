@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.kernels.invariants import check_order
@@ -116,7 +116,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
 
 
 BEFORE_IT_IS_WRITTEN = {
-    "half the rows are written": (Rows, "copy_", half_then_die),
+    "half the rows are written": (PlainRows, "copy_", half_then_die),
     "the rows are written": (PackedStorage, "count_written", die),
     "the cursor has moved": (RingWriter, "_bump_generation", die),
 }

@@ -243,5 +243,5 @@ class Lockstep(RuleBasedStateMachine):
 
 TestLockstep = Lockstep.TestCase
 TestLockstep.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

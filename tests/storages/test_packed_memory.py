@@ -144,7 +144,7 @@ def _change(storage: PackedStorage, done: Any) -> None:
     done.put((len(storage), storage._last_cursor_index, float(storage[torch.tensor([0])]["first"].sum())))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["file", *(pytest.param(place, marks=pytest.mark.slow) for place in PLACES[:2])])
 def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) -> None:
     storage = stored(place, tmp_path)
     before, revision = copied(storage[:]), storage._mutation_revision
@@ -171,9 +171,8 @@ def test_a_storage_without_rows_cannot_be_sent_to_a_process() -> None:
 # -- copies
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize(("how", "steps"), [("pickle", 0), ("deepcopy", 3), ("pickle", 5)])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("steps", [0, 3, 5])
 def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(
     how: str, place: str, steps: int, tmp_path: Path
 ) -> None:

@@ -96,18 +96,14 @@ def check(plain: ReplayBuffer, pooled: ReplayBuffer, most: float) -> None:
     pooled.sample()
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("capacity", [70, 500])
-@pytest.mark.parametrize("share", [True, "auto", ["observation"]])
+@pytest.mark.parametrize(("share", "capacity", "lanes"), [(True, 70, 3), ("auto", 500, 1), (["observation"], 70, 1)])
 def test_observations_of_cart_pole(share, capacity, lanes) -> None:
     plain, pooled = collected(cart_pole, {"share_next": share}, lanes, 200, capacity)
     assert ("observation",) in pooled.storage.saved_bytes
     check(plain, pooled, most=1.15)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("capacity", [70, 500])
-@pytest.mark.parametrize("padding", ["same", "constant"])
+@pytest.mark.parametrize(("padding", "capacity", "lanes"), [("same", 70, 2), ("constant", 500, 1)])
 def test_stacks_of_frames(padding, capacity, lanes) -> None:
     make = partial(screen, padding=padding)
     plain, pooled = collected(make, {"frames": {"observation": 4}}, lanes, 200, capacity)
@@ -126,6 +122,7 @@ def test_stacks_of_floats() -> None:
     check(plain, pooled, most=1.6)
 
 
+@pytest.mark.slow
 def test_pixels_of_cart_pole() -> None:
     def make() -> EnvBase:
         env = GymWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), from_pixels=True, pixels_only=True)

@@ -263,5 +263,5 @@ def assert_same_entry(left: Any, right: Any) -> None:
 
 TestLockstep = Lockstep.TestCase
 TestLockstep.settings = settings(
-    max_examples=150, stateful_step_count=25, deadline=None, derandomize=True, database=None
+    max_examples=50, stateful_step_count=25, deadline=None, derandomize=True, database=None
 )

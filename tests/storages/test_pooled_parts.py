@@ -60,8 +60,7 @@ def check(rb: ReplayBuffer) -> None:
         rows.check()
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("steps", [20, 40, 100])
+@pytest.mark.parametrize(("steps", "ndim"), [(20, 2), (100, 1)])
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("since", KINDS)
 def test_a_dump_goes_to_any_kind_of_rows(since, to, steps, ndim, tmp_path: Path) -> None:
@@ -204,8 +203,7 @@ def _write(rb: ReplayBuffer, seed: int) -> None:
         rb.sample(4)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(("start", "first"), [("fork", True), pytest.param("spawn", False, marks=pytest.mark.slow)])
 def test_several_processes_write_to_the_same_entries(start, first) -> None:
     rb = ReplayBuffer(storage=POOLED(50, shared=True), batch_size=4)
     if first:
@@ -266,8 +264,7 @@ KILLED: dict[str, Any] = {
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("steps", [30, 100])
-@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize(("steps", "ndim"), [(30, 2), (100, 1)])
 @pytest.mark.parametrize("point", KILLED)
 def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = filled(POOLED, steps=steps, ndim=ndim)

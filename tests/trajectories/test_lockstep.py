@@ -250,6 +250,6 @@ class LockstepWithFlags(Lockstep):
 
 
 TestBitmap = Lockstep.TestCase
-TestBitmap.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+TestBitmap.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True, database=None)
 TestFlags = LockstepWithFlags.TestCase
-TestFlags.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+TestFlags.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True, database=None)

@@ -47,10 +47,16 @@ def assert_same_as_history(rb: TensorDictReplayBuffer, rows: list[TensorDict], n
 
 
 @torchrl_warns
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("per_batch", [1, 7, 60])
-@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize(
+    ("lanes", "per_batch", "storage", "cls"),
+    [
+        (3, 7, PackedStorage, ReplayBuffer),
+        (3, 1, PackedStorage, ReplayBuffer),
+        (0, 60, PackedStorage, TensorDictReplayBuffer),
+        (0, 1, LazyTensorStorage, ReplayBuffer),
+        (3, 60, LazyTensorStorage, TensorDictReplayBuffer),
+    ],
+)
 def test_a_collector_in_batches_of_any_length(lanes, per_batch, storage, cls):
     """Episodes of up to 25 steps span batches of one step; the ring of 50 wraps; ``[E, T]`` becomes ``[T, E]``."""
     if cls is TensorDictReplayBuffer and lanes and per_batch == 1:
