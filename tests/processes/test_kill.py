@@ -42,7 +42,7 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def half_then_die(rows_: Rows, start: int, count: int, leaves: list[torch.Tensor]) -> None:
+def half_then_die(rows_: PlainRows, start: int, count: int, leaves: list[torch.Tensor]) -> None:
     columns = rows_.layout.columns(rows_.matrix)
     for step in range(count // 2):
         columns[0][(start + step) % rows_.steps].copy_(leaves[0][step])
