@@ -1,10 +1,7 @@
-"""The hot loops, each written more than once.
+"""The hot loops, on tensors only: no storage, no sampler, no TensorDict.
 
-A public module here (``sum_tree``, ...) holds, or names, the *specification*: short functions in torch ops that run on
-any device. Its twins are private modules beside it: ``_sum_tree_numba`` for the CPU, ``_sum_tree_triton`` for CUDA. The
-public functions ask :mod:`~rlbuf_td.kernels.dispatch` which of them runs; nothing above this package knows. Twins are
-imported with the first call that needs them, never with the package, and what they compile to is cached on disk.
-Without Triton, and in graphs that ``torch.compile`` makes, the specification runs.
-
-Kernels know tensors only: no storage, no sampler, no TensorDict.
+Each operation has a reference in torch operations, which runs on any device and is what ``torch.compile`` sees, and
+loops that numba compiles for the CPU; the sum tree and the reach of trajectories have Triton kernels as well.
+:mod:`~rlbuf_td.kernels.dispatch` decides which of them runs; no other room knows. Numba and Triton are imported with
+the first call that needs them, and what they compile is cached on disk.
 """

@@ -5,9 +5,9 @@ not follow it: its trajectory ended there, or the write head stands there. It is
 From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
 beginning of one.
 
-Two classes offer the same. :class:`FlagBoundaries` is the specification, in torch ops on any device: a look-up scans
-all steps, once after a write; with Triton it reads a trajectory. On the CPU :class:`BitBoundaries` is a bitmap with
-summaries, 64 bits to the word, in which a look-up reads as many words as there are levels: four for a million steps.
+Two classes offer the same. :class:`FlagBoundaries` is the reference, in torch ops on any device: a look-up scans all
+steps, once after a write; with Triton it reads a trajectory. :class:`BitBoundaries`, on the CPU, is a bitmap with
+summaries of 64 bits each: a look-up reads one word per level, four for a million steps.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a lane that has been written has at least one cut; while the
 ring fills, its last step is cut; a step that is over is cut.
@@ -30,7 +30,7 @@ WORD = 64
 
 
 class FlagBoundaries:
-    """The specification: one flag a row.
+    """The reference: one flag per row.
 
     Attributes:
         cut: ``[T, E]`` bool.
@@ -138,7 +138,7 @@ class FlagBoundaries:
 
 
 class BitBoundaries:
-    """The CPU twin: one bit a row, and for each 64 of them one bit that says whether any is set, and so on.
+    """Boundaries on the CPU: one bit per row, one bit per 64 of these that says whether any is set, and so on.
 
     Attributes:
         bits: ``[E, words]`` int64. Of each lane first the cuts, the rows' own level and then the levels above it, and

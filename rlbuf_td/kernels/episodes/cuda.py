@@ -1,7 +1,7 @@
-"""GPU twin of :class:`rlbuf_td.kernels.episodes.FlagBoundaries`: look-ups that read only what they need.
+"""Triton kernel of :class:`rlbuf_td.kernels.episodes.FlagBoundaries`: look-ups that read only what they need.
 
 One program a row reads flags from it on, a stretch at a time, until it comes to a cut or has read enough: O(length of a
-trajectory), where the specification scans all rows after every write.
+trajectory), where the reference scans all rows after every write.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Hindsight: which rows give new goals to a batch, and putting them there.
 
-Costs are per batch of ``B``. The torch ops of this module are the specification, without host synchronisation; on the
-CPU the numba twin runs.
+Costs are per batch of ``B``. On the CPU numba's loops run, elsewhere the torch ops of this module, without waiting for
+the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
-from rlbuf_td.kernels.rows import copy_rows_, refuse_rows
+from rlbuf_td.kernels.rows import refuse_rows
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -55,39 +54,6 @@ class Outcomes(NamedTuple):
         return cls(column, column.data_ptr(), column.stride(0) * size, column.shape[1:].numel() * size)
 
 
-def relabel_(
-    boundaries: Boundaries,
-    cells: Tensor,
-    uniform: Tensor,
-    law: Law,
-    live: int,
-    outcomes: Outcomes,
-    goals: Sequence[Tensor],
-) -> Tensor:
-    """Give rows of a batch the outcomes of other rows as goals, and return which have got one, ``[B]`` bool.
-
-    Args:
-        boundaries: where trajectories are cut.
-        cells: the batch's flat rows, ``[B]`` int64, contiguous.
-        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
-        law: who gets a goal, and from where.
-        live: how many rows are written.
-        outcomes: what to read.
-        goals: one or two columns of the batch, ``[B, ...]``, each row contiguous, changed in place.
-
-    Raises:
-        IndexError: a row has not been written (on the CPU).
-    """
-    if not isinstance(boundaries, BitBoundaries):
-        rows, mask = choose_goals(boundaries, cells, uniform, law, live)
-        for goal in goals:
-            copy_rows_(goal, outcomes.column, rows, mask)
-        return mask
-    size = goals[0].element_size()
-    places = [number for goal in (goals[0], goals[-1]) for number in (goal.data_ptr(), goal.stride(0) * size)]
-    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, 0, 0)
-
-
 def read_relabelled_(
     boundaries: BitBoundaries,
     cells: Tensor,
@@ -99,34 +65,30 @@ def read_relabelled_(
     block: int,
     offsets: tuple[int, int],
 ) -> Tensor:
-    """Read whole rows into a batch and do what :func:`relabel_` does, in one pass through memory, on the CPU.
+    """Read whole rows into a batch and give them the outcomes of other rows as goals, in one pass through memory.
 
     Args:
-        boundaries: as there, as also the arguments up to ``outcomes``, a column of the rows.
-        cells: see above.
-        uniform: see above.
-        law: see above.
-        live: see above.
-        outcomes: see above.
+        boundaries: where trajectories are cut.
+        cells: the batch's flat rows, ``[B]`` int64, contiguous.
+        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
+        law: who gets a goal, and from where.
+        live: how many rows are written.
+        outcomes: a column of the rows.
         base: address of all rows.
         block: address of the batch's.
         offsets: of the two goals in a row; twice the same if there is one.
+
+    Returns:
+        Which rows have got a goal, ``[B]`` bool.
 
     Raises:
         IndexError: a row has not been written.
     """
     stride = outcomes.stride
     places = block + offsets[0], stride, block + offsets[1], stride
-    return _on_cpu(boundaries, cells, uniform, law, live, outcomes, *places, base, block)
-
-
-def _on_cpu(
-    boundaries: BitBoundaries, cells: Tensor, uniform: Tensor, law: Law, live: int, outcomes: Outcomes, *places: int
-) -> Tensor:
-    count = cells.shape[0]
-    mask = torch.from_numpy(np.empty(count, np.bool_))  # half the time of torch.empty
-    given = count, cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
-    if not _cpu().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *places, *given):
+    mask = torch.from_numpy(np.empty(cells.shape[0], np.bool_))  # half the time of torch.empty
+    given = *places, base, block, cells.shape[0], cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
+    if not _cpu().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *given):
         refuse_rows(cells, live)
     return mask
 
@@ -138,7 +100,7 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows whose outcomes become goals; arguments as for :func:`relabel_`.
+    """Choose the rows whose outcomes become goals; arguments as for :func:`read_relabelled_`.
 
     Returns:
         ``[B]`` int64, the flat rows chosen (the row itself where it is left alone), and ``[B]`` bool, which are not.

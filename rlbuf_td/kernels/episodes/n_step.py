@@ -1,7 +1,7 @@
 """n-step returns: rewards added up along a trajectory, and where the sum ends.
 
-The specification is in torch ops and runs on any device; costs are per batch of ``B``. The CPU twin works in place on
-rows of bytes; elsewhere :func:`sums_ahead` reads rewards and says which rows to copy from.
+Costs are per batch of ``B``. On the CPU numba works in place on rows of bytes; elsewhere :func:`sums_ahead`, in torch
+ops, reads rewards and says which rows to copy from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adding steps up to episodes, on the CPU. The specification is the oracle in ``tests/test_stats.py``.
+"""Adding steps up to episodes, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
 
 Steps are walked in the order of time, lanes inside, so that episodes come out in the order in which they ended.
 """

@@ -5,7 +5,7 @@ on; 0 is none. A row's observation is the entry that the row before it, in time 
 one, where the bytes agree. So all rows that name an entry lie near each other, and nobody counts them: when a row is
 overwritten, an entry of its that no row within ``reach`` steps names is free.
 
-On the CPU the numba twin goes row by row, O(1) a row; elsewhere torch ops do, all lanes of a time step at once: a write
+On the CPU numba goes row by row, O(1) per row; elsewhere torch ops do, all lanes of a time step at once: a write
 takes some fifty kernels for each of its time steps. Neither these nor reads make the host wait.
 """
 
@@ -112,7 +112,7 @@ class Table:
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
     def arrays(self) -> list[np.ndarray]:
-        """Return groups and parts as the numba twin takes them."""
+        """Return groups and parts as numba takes them."""
         if not self._arrays:
             groups: list[list[int]] = []
             parts: list[list[int]] = []
@@ -143,7 +143,7 @@ def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor 
     if not table.is_compiled:
         return _read(table, cells, live, target)
     own, where = table.rows, 0 if order is None else order.data_ptr()
-    return twin().read(
+    return _cpu().read(
         *table.arrays(),
         table.runs,
         own.data_ptr(),
@@ -161,7 +161,7 @@ def assemble_(table: Table, rows: Tensor, target: int) -> None:
     """Put whole rows together from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
     count, cells = len(rows), torch.arange(len(rows))
     given = rows.data_ptr(), rows.shape[1], count, cells.data_ptr(), 0, count, target, table.row_bytes
-    twin().read(*table.arrays(), table.runs, *given)
+    _cpu().read(*table.arrays(), table.runs, *given)
 
 
 def write_(
@@ -188,7 +188,7 @@ def write_(
     where, start = (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     rows = table.rows
     addresses = sources, rows.data_ptr(), rows.shape[1], len(rows)
-    twin().write(*table.arrays(), *addresses, table.lanes, where, start, count, lanes, deferred)
+    _cpu().write(*table.arrays(), *addresses, table.lanes, where, start, count, lanes, deferred)
 
 
 def grow_(table: Table, g: int, most: int) -> None:
@@ -247,7 +247,7 @@ def check(table: Table) -> None:
                 raise AssertionError(f"group {g}: entry {name} is held by rows at {sorted(places)}")
 
 
-# -- the specification
+# -- the reference
 
 
 def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
@@ -276,8 +276,8 @@ def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
 
 
 @cache
-def twin() -> ModuleType:
-    """Return the numba twin, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.rows import pool_cpu as _pool_numba
+def _cpu() -> ModuleType:
+    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
+    from rlbuf_td.kernels.rows import pool_cpu
 
-    return _pool_numba
+    return pool_cpu

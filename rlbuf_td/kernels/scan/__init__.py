@@ -10,10 +10,8 @@ is whatever lies behind time in memory, so a time-major ``[T, E]`` rollout is ``
 A zero coefficient *cuts*: what lies beyond it is never multiplied, so that a NaN or an infinity of one
 trajectory cannot reach the one before it.
 
-* :func:`reverse_scan_doubling` gives the same in ``ceil(log2 T)`` rounds of tensor operations, without asking
-  the device for a value: the form for CUDA and for compiled graphs.
-* :func:`reverse_scan` and :func:`gae` are what the package calls: the CPU's twin (numba) where it applies, else the
-  doubling form.
+The reference, :func:`reverse_scan_doubling`, takes ``ceil(log2 T)`` rounds of tensor operations and never waits for the
+device. :func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "spread"]
 
-_twin: ModuleType | None = None
+_loops: ModuleType | None = None
 _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
 
 
-def _load_twin() -> ModuleType:
-    global _twin
-    if _twin is None:
-        from rlbuf_td.kernels.scan import cpu as _scan_numba
+def _cpu() -> ModuleType:
+    global _loops
+    if _loops is None:
+        from rlbuf_td.kernels.scan import cpu
 
-        _twin = _scan_numba
-    return _twin
+        _loops = cpu
+    return _loops
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
@@ -115,16 +113,16 @@ def gae_contiguous(
     steps: int,
     features: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """:func:`gae` by the CPU twin on contiguous tensors of any shape with ``L * T * F`` elements.
+    """:func:`gae` by numba on contiguous tensors of any shape with ``L * T * F`` elements.
 
     The caller vouches for layout, dtypes (float32 or float64; bool) and sizes. Returns None under
-    ``torch.compile``, whose graphs cannot hold the twin.
+    ``torch.compile``, whose graphs cannot hold the cpu.
     """
     if _is_compiling():
         return None
-    twin: Any = _twin or _load_twin()
+    cpu: Any = _loops or _cpu()
     advantage, target = _empty_like(state_value), _empty_like(state_value)
-    run = twin.gae_float32 if state_value.dtype is torch.float32 else twin.gae_float64
+    run = cpu.gae_float32 if state_value.dtype is torch.float32 else cpu.gae_float64
     run(
         gamma,
         gamma * lmbda,
@@ -147,15 +145,15 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
-    twin: Any = _load_twin()
+    cpu: Any = _cpu()
     x = torch.empty_like(a)
-    run = twin.scan_float32 if a.dtype is torch.float32 else twin.scan_float64
+    run = cpu.scan_float32 if a.dtype is torch.float32 else cpu.scan_float64
     run(a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
     return x
 
 
 def _is_for_numba(*tensors: Tensor) -> bool:
-    """Return whether the CPU twin runs: all tensors are in RAM, and of a dtype that it takes."""
+    """Return whether numba runs: all tensors are in RAM, and of a dtype that it takes."""
     if tensors[0].dtype not in (torch.float32, torch.float64):
         return False
     return all(backend_of(x) == "numba" for x in tensors)

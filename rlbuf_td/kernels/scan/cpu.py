@@ -1,4 +1,4 @@
-"""CPU twins of :mod:`rlbuf_td.kernels.scan`, compiled by numba.
+"""The loops of :mod:`rlbuf_td.kernels.scan` on the CPU.
 
 Entry points take addresses, not arrays: turning seven tensors into NumPy arrays costs more than the whole
 estimate of a short rollout. The callers vouch that each address is that of a contiguous block of the size and
