@@ -75,9 +75,9 @@ class HindsightSampler(SamplerWrapper):
 
     Cost: O(B) beside the wrapped draw. Randomness: the buffer's generator, else torch's default one.
 
-    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5. Unlike TorchRL's
-    ``HERReplayBuffer``: goals are outcomes (``"next"``), never what had been reached before the row's action; rows are
-    chosen one by one; lanes and wraps are kept apart, and unfinished trajectories take part.
+    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5. Unlike in TorchRL's
+    ``HERReplayBuffer``, goals are outcomes (``"next"``), each row is chosen by itself, lanes and wraps are kept apart,
+    and unfinished trajectories take part.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler

@@ -89,9 +89,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self._max_capacity = int(max_capacity)
         self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0])
         self._is_shared = False
-        self.stratified = stratified
-        self.weight_norm = weight_norm
-        self.reduction = reduction
+        self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
         self._device = torch.device("cpu")
         require_room(
             self.nbytes_for(self._max_capacity),
@@ -146,8 +144,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         if isinstance(largest, Tensor):
             before = self.largest_magnitude
             if largest is not before:
-                is_tensor = isinstance(before, Tensor)
-                largest.copy_(torch.maximum(largest, before) if is_tensor else largest.clamp(min=before))
+                largest.clamp_(min=before)
             self._largest_on_device = largest
         else:
             self._largest_on_device, self._numbers[LARGEST] = None, largest
@@ -162,10 +159,9 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
     @property
     def refused_priorities(self) -> int:
-        """How many NaN or infinite TD errors have been left out; their rows have kept what they had.
+        """How many NaN or infinite TD errors were skipped since the sampler was made or a state loaded.
 
-        Counted since the sampler was made or a state loaded. On the CPU always 0: there a batch with such an error is
-        refused whole. Waits for the device.
+        Waits for the device. Always 0 on the CPU, which refuses the whole batch.
         """
         return int(self._priorities.refused)
 
@@ -177,10 +173,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     # -- priorities
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priorities of rows to ``|priority|``, whatever they hold by now.
-
-        TorchRL's buffers come here with every update, this package's :class:`ReplayBuffer` only with the rows that have
-        not been replaced since they were sampled.
+        """Set the priorities of rows to ``|priority|``, also of rows that were replaced since they were sampled.
 
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
@@ -188,12 +181,11 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             storage: needed for coordinates; rows beyond those that it has written are refused.
 
         Raises:
-            ValueError: wrong shape, or NaN or infinite errors (on the CPU; on CUDA such rows keep their
-                priority, and :attr:`refused_priorities` counts them).
-            IndexError: a row is out of range (on the CPU; on CUDA it is skipped).
+            ValueError: wrong shape, or NaN or infinite errors (on CUDA such rows are skipped and counted).
+            IndexError: a row is out of range (on CUDA it is skipped).
             TypeError: the index is not of integers.
 
-        In every case of error all priorities are as they were.
+        After any error all priorities are as they were.
         """
         flat = self._prepared(index, storage)
         td_error = as_errors(priority, flat.numel(), self._device)
@@ -243,7 +235,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._priorities.magnitude(self._rows(index, storage))
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return the probability with which a draw takes each of the rows; arguments and errors as in priority."""
+        """Return the probability of each row in a draw, ``[B]`` float64; raises as :meth:`priority`."""
         self._apply_alpha()
         return self._priorities.probability(self._rows(index, storage))
 
@@ -300,19 +292,13 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     # -- processes
 
     def share_memory_(self) -> None:
-        """Let processes that are forked from now on, or spawned and sent this sampler, use the same priorities.
-
-        The buffer's lock orders what they do; :meth:`ReplayBuffer.share` calls this.
-        """
+        """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""
         if not self._is_shared:
             self._is_shared = True
             self._priorities.share_memory_()
 
     def repair(self, storage: Storage) -> None:
-        """Repair what a process left that died while it changed priorities; O(N).
-
-        Rows that have lost theirs enter as new ones do.
-        """
+        """Repair what a process left that died while it changed priorities; rows without one enter as new. O(N)."""
         self._priorities.rebuild()
         self.admit(storage)
 
@@ -343,8 +329,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         """Continue from :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of a sampler of a smaller capacity, or of no such sampler; this one stays as it
-                was.
+            ValueError: the state is of a smaller capacity or of another sampler; this one stays as it was.
         """
         capacity = int(state_dict["max_capacity"])
         if capacity < self._max_capacity:
@@ -353,8 +338,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         priorities = self._priorities if self._is_shared else self._make(capacity, self._device)
         refuse_state(tensors, priorities.tensors())
         alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
-        names = ("stratified", "weight_norm", "reduction")
-        settings = {name: state_dict.get(name, getattr(self, name)) for name in names}
+        settings = {n: state_dict.get(n, getattr(self, n)) for n in ("stratified", "weight_norm", "reduction")}
         refuse_settings(**settings)
         largest = float(state_dict["largest"])
         if not largest < float("inf"):
@@ -381,14 +365,13 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return state | {"max_capacity": capacity, "priorities": blank}
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None:
-            return self.__dict__ | {"_rng": None, "_is_shared": False}
-        if not self._is_shared:
+        is_spawning = get_spawning_popen() is not None
+        if is_spawning and not self._is_shared:
             raise RuntimeError(
                 f"a {type(self).__name__} cannot be sent to another process: each would keep priorities of its own. "
                 "Share the buffer first: rb.share()"
             )
-        return self.__dict__ | {"_rng": None}
+        return self.__dict__ | {"_rng": None, "_is_shared": is_spawning}
 
     def __repr__(self) -> str:
         return (

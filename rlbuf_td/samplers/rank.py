@@ -41,10 +41,9 @@ class RankSampler(Prioritized):
         alpha: how far ranks count, at least 0; 0 is uniform.
         beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
             TorchRL's ``ParameterScheduler`` too.
-        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
-            rather than independently. Segments end within a rank's mass where they have to: the expected count of a row
-            in a batch is ``B * P(i)`` for every ``B`` and ``N``, which is what the weights correct for. They are spread
-            over the batch: any part of it has rows from everywhere.
+        stratified: draw one row from each of ``B`` segments of equal mass (lower variance), rather than independently.
+            The expected count of a row is exactly ``B * P(i)``. Segments are spread over the batch: any part of it has
+            rows from everywhere.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
