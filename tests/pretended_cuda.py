@@ -4,16 +4,13 @@ As a plugin of pytest it lets the tests that need a CUDA device run without one:
 
     python -m pytest -p tests.pretended_cuda -m cuda
 
-It shows what the *host* does on the way of CUDA. Refused, as by CUDA, are operations on tensors of both devices,
-numbers from a generator of the other device, ``numpy()`` of what lies on the device, and memory of the CPU given to
-Triton's kernels, which run in its interpreter. Under ``torch.cuda.set_sync_debug_mode("error")``, and while a graph is
-captured, whoever waits for the device is refused. Graphs are recorded and repeated operation by operation: see
-:class:`tests.graphs.RecordedGraph`.
+It checks what the *host* does. Like CUDA it refuses operations on tensors of both devices, generators of the other
+device, ``numpy()`` of a tensor of the device, and tensors of the CPU as arguments of Triton's kernels (which run in
+Triton's interpreter). Under ``torch.cuda.set_sync_debug_mode("error")`` and during a capture it refuses what waits for
+the device. Graphs are recorded and repeated operation by operation: :class:`tests.graphs.RecordedGraph`.
 
-It cannot show what a device does by itself. Operations are done at once: there are no streams and events by which
-something could come too early or too late, no times, no memory that runs out or is page-locked, no driver and no second
-device. No kernels of CUDA and no compiled ones of Triton run, with their rounding. There is no backward pass, for which
-autograd asks the driver, and no Dynamo. Random numbers are those of the CPU.
+It does not check the device: operations run at once, so no stream or event can be missing. There are no timings, no
+limit of memory, no compiled kernels, no second device, no backward pass and no Dynamo. Random numbers are the CPU's.
 """
 
 from __future__ import annotations
@@ -316,9 +313,6 @@ class _Stream:
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or _Stream()
 
-    def elapsed_time(self, other: _Stream) -> float:
-        return 1.0
-
     def record(self, *args: Any) -> None:
         pass
 
@@ -376,7 +370,6 @@ def _functions() -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _is_cuda,
-        "get_device_name": lambda device=None: "a pretended device",
         "device": lambda device: nothing,
         "stream": lambda stream: nothing,
         "Stream": _Stream,

@@ -6,7 +6,6 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -165,24 +164,6 @@ def test_tensors_say_where_they_are_and_share_memory_as_they_should(cuda):
     part.zero_()
     assert (one.tolist(), x.tolist()) == ([0, 1, 0, 0, 0, 0], [0, 1, 2, 7, 7, 7])
     assert pickle.loads(pickle.dumps(x)).device == cuda
-
-
-def test_generators_say_where_they_are(cuda):
-    generator = torch.Generator(cuda).manual_seed(3)
-    first = torch.rand(3, device=cuda, generator=generator)
-    assert torch.equal(first, torch.rand(3, device=cuda, generator=torch.Generator(cuda).manual_seed(3)))
-    assert not torch.equal(first, torch.rand(3, device=cuda, generator=generator))
-    assert isinstance(torch.default_generator, torch.Generator)
-    assert isinstance(generator, torch.Generator)
-    assert (generator.device, torch.Generator().device.type) == (cuda, "cpu")
-
-
-def test_other_threads_have_the_device(cuda):
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device=cuda).sum().item()))
-    thread.start()
-    thread.join()
-    assert found == [0.0]
 
 
 def test_it_is_gone_afterwards():
