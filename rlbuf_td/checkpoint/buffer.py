@@ -156,8 +156,7 @@ class _Load:
         """Restore everything that cannot fail any more."""
         rb, saved = self.rb, self.saved
         if self.rows_only:
-            rb.writer._cursor = saved["writer"]["state"].get("_cursor", 0)
-            rb.writer._write_count = saved["writer"]["state"].get("_write_count", 0)
+            parts.start_anew(rb, saved["writer"]["state"])
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         parts.load_trajectories(rb.storage, saved["trajectories"])
@@ -166,5 +165,4 @@ class _Load:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
             rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
         if self.rows_only:
-            rb.sampler._empty()
             rb.give_default_priorities()

@@ -74,6 +74,12 @@ def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | N
     rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved), clone_queue=False)
 
 
+def start_anew(rb: Any, writer: dict[str, Any]) -> None:
+    """Let the sampler forget all rows, and the ring continue after the newest; for ``rows_only``."""
+    rb.sampler._empty()
+    rb.writer._cursor, rb.writer._write_count = writer.get("_cursor", 0), writer.get("_write_count", 0)
+
+
 def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
     queue = saved["prefetched"] if rb.prefetcher is None else ()  # a learner's device draws its own
     return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
