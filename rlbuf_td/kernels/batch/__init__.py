@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from struct import Struct
 from types import ModuleType
 from typing import TypeAlias
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from rlbuf_td.kernels.sum_tree import SumTree
 
-_CPU = torch.device("cpu")
 _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
@@ -32,20 +32,24 @@ class Gather:
         count: B, rows per batch.
     """
 
-    __slots__ = ("_made", "leaves", "row_bytes", "rows", "targets")
+    __slots__ = ("_examples", "_set_targets", "leaves", "row_bytes", "rows", "targets")
 
     def __init__(self, matrix: Tensor, leaves: Sequence[_Entry], more: Sequence[_Entry], count: int) -> None:
         widths = np.array([dtype.itemsize * shape.numel() for dtype, shape in leaves], np.int64)
         self.rows = matrix.data_ptr()
         self.row_bytes = matrix.stride(0) * matrix.element_size()
         self.leaves = np.stack((np.cumsum(widths) - widths, widths), -1)
-        self._made = [(torch.Size([count, *shape]), dtype) for dtype, shape in (*leaves, *more)]
-        self.targets = np.empty(len(self._made), np.int64)
+        # ``empty_like`` takes two thirds of the time of ``empty``; the examples have one element of memory each.
+        self._examples = [
+            torch.empty((), dtype=dtype, device="cpu").expand(count, *shape) for dtype, shape in (*leaves, *more)
+        ]
+        self.targets = np.empty(len(self._examples), np.int64)
+        self._set_targets = Struct(f"{len(self._examples)}q").pack_into
 
     def allocate(self) -> list[Tensor]:
         """Return fresh tensors for a batch, not initialised; the next kernel fills them."""
-        tensors = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in self._made]
-        self.targets[:] = list(map(Tensor.data_ptr, tensors))
+        tensors = list(map(torch.empty_like, self._examples))
+        self._set_targets(self.targets, 0, *map(Tensor.data_ptr, tensors))
         return tensors
 
 
