@@ -20,7 +20,7 @@ from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
 from tests.residency import resident_of
 from tests.storages.observations import FRAMES, Lanes
-from tests.storages.test_pooled import chain, pooled
+from tests.storages.test_dedup import chain, pooled
 from tests.worlds import World, reward_fn
 
 HOW: dict[str, Any] = {
