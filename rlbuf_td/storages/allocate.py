@@ -155,28 +155,15 @@ def allocate_bytes(
     what: str = "The rows take",
     remedy: str = "",
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, not initialised.
+    """Return ``[nbytes]`` uint8, not initialised: in RAM, in a file, in shared memory, or page-locked for a device.
 
-    In RAM, pages are taken from the system when they are first written; in shared memory, on a disk, on a CUDA device
-    and in RAM that one reads all is taken at once.
-
-    Args:
-        nbytes: bytes.
-        device: where the memory lies.
-        scratch_dir: in a file there.
-        shared: in shared memory.
-        offload: in page-locked RAM, as a tensor of ``device``, a CUDA device.
-        quiet: do not warn: that has been done.
-        what: what it is for, and what to do if it cannot be had: words for the errors.
-        remedy: see ``what``.
+    In RAM, pages are taken from the system when they are first written; elsewhere all is taken at once. ``quiet``,
+    ``what`` and ``remedy`` are those of :func:`require_room`.
 
     Raises:
         FileExistsError: ``scratch_dir`` already holds rows, which are not overwritten.
         OSError: the disk cannot hold the file.
         MemoryError: the memory cannot be had, now or ever.
-
-    Warns:
-        MemoryWarning: there is less RAM free than the rows will take when all are written.
     """
     place = torch.device("cpu") if offload else device
     require_room(
@@ -216,19 +203,10 @@ def allocate_sparse(
     what: str = "The rows take",
     remedy: str = "",
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in RAM or in a file, most of which will never be used.
+    """Return ``[nbytes]`` uint8 zeros in RAM or in a file, of which ``likely`` bytes will be used.
 
-    RAM is taken from the system as it is written to. The file has holes; whoever writes to one fills it before, see
-    :class:`FileRoom`.
-
-    Args:
-        nbytes: bytes at most.
-        likely: bytes that will be used.
-        at_once: bytes of the file that are taken at once.
-        scratch_dir: in a file there.
-        quiet: do not warn: that has been done.
-        what: see :func:`allocate_bytes`, also for the errors.
-        remedy: see ``what``.
+    RAM is taken from the system as it is written to. The file has holes behind the first ``at_once`` bytes; whoever
+    writes to a hole fills it before, see :class:`FileRoom`.
     """
     cpu = torch.device("cpu")
     given = {"scratch_dir": scratch_dir, "lazily": scratch_dir is None, "quiet": quiet, "what": what, "remedy": remedy}

@@ -133,24 +133,17 @@ def require_room(
     what: str,
     remedy: str,
 ) -> None:
-    """Ask for memory before it is allocated. On CUDA, where allocating too much is an error anyway, nothing is asked.
+    """Check before an allocation whether the memory can be had; not on CUDA, where allocating too much is an error.
 
-    Args:
-        nbytes: bytes in the end.
-        device: where, as for a storage; likewise ``scratch_dir`` and ``shared``.
-        scratch_dir: see ``device``.
-        shared: see ``device``.
-        lazily: the memory is taken bit by bit, as it is written to; else at once.
-        quiet: refuse, but do not warn: that has been done.
-        what: what it is for, with a verb: ``"1,000 rows of 8 bytes take"``.
-        remedy: what to do if there is not enough.
+    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a warning (not if ``quiet``). The
+    messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
 
     Raises:
-        MemoryError: there is not so much; with ``lazily``: there never is.
+        MemoryError: less is free; with ``lazily``: there never is so much.
         OSError: the disk cannot hold so much.
 
     Warns:
-        MemoryWarning: with ``lazily``: there is not so much now.
+        MemoryWarning: with ``lazily``: less is free now.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return

@@ -18,16 +18,10 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not name
 
 
 def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, dedup: bool) -> None:
-    """Refuse ``offload=True`` where rows cannot lie in page-locked RAM.
-
-    Args:
-        device: as for a storage; likewise ``scratch_dir`` and ``shared``.
-        scratch_dir: see ``device``.
-        shared: see ``device``.
-        dedup: whether observations or frames are stored once.
+    """Refuse ``offload=True`` if another argument or the system excludes it.
 
     Raises:
-        ValueError: another argument excludes it, or the system.
+        ValueError: says which.
     """
     if device == "auto" or torch.device(device).type != "cuda":
         raise ValueError(
