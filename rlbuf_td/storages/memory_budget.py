@@ -135,7 +135,7 @@ def require_room(
 ) -> None:
     """Check before an allocation whether the memory can be had; not on CUDA, where allocating too much is an error.
 
-    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a warning (not if ``quiet``). The
+    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a warning unless ``quiet``. The
     messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
 
     Raises:
