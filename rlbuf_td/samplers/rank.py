@@ -21,7 +21,7 @@ from rlbuf_td.kernels.rank_order import (
 )
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
-from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.indexing import flat_rows
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"
@@ -102,10 +102,12 @@ class RankSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         if not len(storage):
             raise RuntimeError(EMPTY)
-        self._apply_alpha()
+        settings, priorities = self._numbers.values, self._priorities  # the hot path: with few calls
+        if settings[ALPHA] != priorities.law.alpha:
+            self._apply_alpha()
         uniform = uniform_numbers(batch_size, self._rng, self._device)
-        drawn = self.order.draw(
-            self._priorities.law, uniform, stratified=self.stratified, beta=self.beta, norm=self.weight_norm
+        drawn = priorities.order.draw(
+            priorities.law, uniform, stratified=self.stratified, beta=settings[BETA], norm=self.weight_norm
         )
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
