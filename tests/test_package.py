@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 import rlbuf_td
 from rlbuf_td import functional
@@ -110,3 +112,25 @@ def test_torchrl_is_imported_by_its_public_folders_only(path):
         return
     inner = re.findall(r"(?:from|import) (torchrl[\w.]*)", path.read_text())
     assert set(inner) <= {"torchrl.data", "torchrl.data.replay_buffers"}
+
+
+def test_parts_have_one_parent_of_torchrls():
+    assert rlbuf_td.ReplayBuffer.__bases__ == (TensorDictReplayBuffer,)
+    assert rlbuf_td.RolloutBuffer.__bases__ == (rlbuf_td.ReplayBuffer,)
+    assert rlbuf_td.PackedStorage.__bases__ == (LazyTensorStorage,)
+
+
+def test_a_sample_and_an_update_enter_few_files():
+    storage, sampler = rlbuf_td.PackedStorage(100), rlbuf_td.ProportionalSampler(100)
+    rb = rlbuf_td.ReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+    rb.extend(TensorDict({"x": torch.zeros(50)}, [50]))
+    batch = [rb.sample().set("td_error", torch.rand(8)) for _ in range(2)][-1]  # the first prepares the short path
+    for call in (rb.sample, lambda: rb.update_tensordict_priority(batch)):
+        call()
+        entered: set[str] = set()
+        sys.setprofile(lambda frame, event, _, entered=entered: entered.add(frame.f_code.co_filename))
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        assert len([file for file in entered if Path(file).is_relative_to(ROOT / "rlbuf_td")]) <= 8

@@ -5,6 +5,7 @@ Constructors for environments, rows by age, edits of rows, health, dumps, and sh
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from operator import setitem
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -13,10 +14,13 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
+from rlbuf_td.buffers.parts import share_parts
 from rlbuf_td.checkpoint.buffer import dump_buffer, load_buffer
+from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
 from rlbuf_td.diagnostics.health import health as health_of_parts
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.state import examine
 from rlbuf_td.writers.ring import steps_by_age
 
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
@@ -324,3 +328,64 @@ def repair(rb: Any) -> None:
     """Make priorities consistent after a process has died while it held the lock."""
     if rb.parts is not None and rb.parts.prioritized is not None:
         rb.parts.prioritized.repair(rb.parts.storage)
+
+
+def state_dict(rb: Any) -> dict[str, Any]:
+    """Return a copy of all that behaviour depends on, as tensors and plain values."""
+    return TensorDictReplayBuffer.state_dict(rb) | {"_trajectories": trajectories_of(rb.storage)}
+
+
+def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
+    """Continue from :meth:`state_dict`.
+
+    Raises:
+        ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
+        RuntimeError: it was saved with another ``prefetch``; the buffer stays as it was.
+    """
+    rb.initialize()
+    prefetched = state_dict.get("_prefetch_state")
+    if rb.prefetcher is not None and isinstance(prefetched, dict):  # drop batches that threads fetched ahead
+        prefetched = prefetched | {"queue": ()}
+        state_dict = state_dict | {"_prefetch_state": prefetched}
+    rb._validate_prefetch_state(prefetched)  # as TorchRL does, before anything changes
+    with rb._futures_lock:
+        rb.synchronize()  # prefetching threads need the other locks
+        with rb.locked():  # nobody sees the parts of two states
+            if isinstance(rb.storage, PackedStorage):
+                examine(rb.storage, state_dict["_storage"])
+            parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}
+            load_or_restore(parts, state_dict)
+            TensorDictReplayBuffer.load_state_dict(rb, state_dict)
+            load_trajectories(rb.storage, state_dict.get("_trajectories", []))
+
+
+# -- sharing
+
+
+def share(rb: Any, shared: bool = True) -> Any:
+    """Let several processes use this buffer: those forked from now on, or spawned and sent it.
+
+    Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities, one
+    at a time; one that is killed in the middle of a write has written nothing and blocks nobody. TorchRL's
+    collectors with several workers call this themselves. The other state of samplers (the position in an epoch,
+    generators) stays with each process. Parts cannot be replaced afterwards. A storage of TorchRL's is shared as
+    TorchRL does.
+
+    Args:
+        shared: ``False`` is for TorchRL's constructor: a shared buffer stays shared.
+
+    Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) for the first call after a process
+    has died in a call.
+
+    Raises:
+        ValueError: rows on a CUDA device.
+        RuntimeError: this system has no locks that outlive processes (Windows).
+    """
+    storage = vars(rb).get("_storage")  # there is none while TorchRL's constructor calls this
+    if not shared or not isinstance(storage, PackedStorage):
+        return TensorDictReplayBuffer.share(rb, shared)
+    with storage.lock:
+        share_parts(storage, rb.sampler, rb.writer)
+        TensorDictReplayBuffer.share(rb, True)
+        rb._write_lock = nullcontext()  # the storage's lock serves processes, too
+    return rb

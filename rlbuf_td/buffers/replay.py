@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -16,9 +16,8 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, Tens
 from rlbuf_td.buffers import abilities, priorities, writing
 from rlbuf_td.buffers.device.graph import capture
 from rlbuf_td.buffers.device.prefetch import DevicePrefetcher
-from rlbuf_td.buffers.parts import Parts, share_parts
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan, make_plan
-from rlbuf_td.checkpoint.parts import load_or_restore, load_trajectories, trajectories_of
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.diagnostics.html import html_of
@@ -26,12 +25,8 @@ from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import coordinates, merge_, put_back_
-from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers.ring import RingWriter, continue_after_newest
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
@@ -50,12 +45,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that is shown every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
-        device: where batches are wanted, for rows in host memory (the storage's ``device`` says where rows are). Each
-            batch is one asynchronous copy, and transforms run on the device. With ``prefetch=k``, k batches are drawn
-            ahead, and the TD errors of the last k updates are on their way back; both use streams, not threads. With
-            ``prefetch=0``, batches and priorities equal those of a buffer without ``device``. Rows that are on that GPU
-            already are not copied. Saving the buffer (:meth:`dumps`, :meth:`state_dict`, pickle, deepcopy) waits for
-            the TD errors and drops the batches drawn ahead: this buffer and a loaded one both draw new ones.
+        device: where batches are wanted, for rows in host memory. Each batch is one asynchronous copy, and transforms
+            run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
+            are on their way back; both use streams, not threads. With ``prefetch=0``, batches and priorities equal
+            those of a buffer without ``device``. Saving (:meth:`dumps`, :meth:`state_dict`, pickle, deepcopy) waits for
+            the TD errors and drops the batches drawn ahead.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
@@ -113,8 +107,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if device is not None:
             self._prefetch = False  # in TorchRL's threads
 
-    # -- abilities: functions, documented where they are defined
-
+    # Abilities are functions, documented where they are defined.
     from_env = classmethod(abilities.from_env)
     from_spaces = classmethod(abilities.from_spaces)
     from_schema = classmethod(abilities.from_schema)
@@ -135,7 +128,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
     dumps = abilities.dumps
     loads = abilities.loads
     register_save_hook = register_load_hook = abilities.refuse_hook
+    share = abilities.share
     repair = abilities.repair
+    state_dict = abilities.state_dict
+    load_state_dict = abilities.load_state_dict
     capture = capture
     _repr_html_ = html_of
     __repr__ = abilities.describe
@@ -210,7 +206,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._replay_lock:
             previous = super().set_writer(writer)
             self.find_path()
-        return previous
+            return previous
 
     def _refuse_if_shared(self, part: str) -> None:
         if getattr(self._storage, "shared_rows", None) is not None:
@@ -359,36 +355,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _replay_lock(self, lock: Any) -> None:
         self._own_lock = lock  # TorchRL's, for storages without one
 
-    def share(self, shared: bool = True) -> Self:
-        """Let several processes use this buffer: those forked from now on, or spawned and sent it.
-
-        Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities, one
-        at a time; one that is killed in the middle of a write has written nothing and blocks nobody. TorchRL's
-        collectors with several workers call this themselves. The other state of samplers (the position in an epoch,
-        generators) stays with each process. Parts cannot be replaced afterwards. A storage of TorchRL's is shared as
-        TorchRL does.
-
-        Args:
-            shared: ``False`` is for TorchRL's constructor: a shared buffer stays shared.
-
-        Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) for the first call after a process
-        has died in a call.
-
-        Raises:
-            ValueError: rows on a CUDA device.
-            RuntimeError: this system has no locks that outlive processes (Windows).
-        """
-        storage = self.__dict__.get("_storage")
-        if not shared or not isinstance(storage, PackedStorage):
-            return super().share(shared)
-        with self._replay_lock:
-            share_parts(storage, self._sampler, self._writer)
-            super().share(True)
-            self._write_lock = nullcontext()  # the storage's lock serves processes, too
-        return self
-
-    # -- batches for another device
-
     @property
     def copies_batches(self) -> bool:
         """Whether batches are copied to another device than that of the rows."""
@@ -432,31 +398,3 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
         super().__setstate__(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on, as tensors and plain values."""
-        return super().state_dict() | {"_trajectories": trajectories_of(self._storage)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
-            RuntimeError: it was saved with another ``prefetch``; the buffer stays as it was.
-        """
-        if not self._initialized:
-            self._init()
-        prefetched = state_dict.get("_prefetch_state")
-        if self.prefetcher is not None and isinstance(prefetched, dict):  # drop batches that threads fetched ahead
-            prefetched = prefetched | {"queue": ()}
-            state_dict = state_dict | {"_prefetch_state": prefetched}
-        self._validate_prefetch_state(prefetched)  # as TorchRL does, before anything changes
-        with self._futures_lock:
-            self.synchronize()  # prefetching threads need the other locks
-            with self.locked():  # nobody sees the parts of two states
-                if isinstance(self._storage, PackedStorage):
-                    examine(self._storage, state_dict["_storage"])
-                parts = {"_transforms": self._transform, "_writer": self._writer, "_sampler": self._sampler}
-                load_or_restore(parts, state_dict)
-                super().load_state_dict(state_dict)
-                load_trajectories(self._storage, state_dict.get("_trajectories", []))
