@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,11 @@ def test_a_sample_and_an_update_enter_few_files():
     for call in (rb.sample, lambda: rb.update_tensordict_priority(batch)):
         call()
         entered: set[str] = set()
-        sys.setprofile(lambda frame, event, _, entered=entered: entered.add(frame.f_code.co_filename))
+
+        def note(frame: Any, event: str, _: Any, entered: set[str] = entered) -> None:
+            entered.add(frame.f_code.co_filename)
+
+        sys.setprofile(note)
         try:
             call()
         finally:

@@ -27,7 +27,11 @@ A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the b
 
 def _of_inner(name: str) -> Any:
     """Return a property that is an attribute of the wrapped sampler."""
-    return property(lambda self: getattr(self.sampler, name), lambda self, value: setattr(self.sampler, name, value))
+    return property(
+        lambda self: getattr(self.sampler, name),
+        lambda self, value: setattr(self.sampler, name, value),
+        doc=f"The ``{name}`` of the wrapped sampler.",
+    )
 
 
 class SamplerWrapper(GraphCapturable, PrioritizedSampler):
@@ -144,7 +148,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     ran_out = _of_inner("ran_out")
     _remaining_batches = _of_inner("_remaining_batches")
     _rng = _of_inner("_rng")
-    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"))
+    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's.")
 
     def __getattr__(self, name: str) -> Any:
         """Look up settings and questions that a wrapper does not know in the wrapped sampler."""
