@@ -43,16 +43,14 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @over_storages
-@pytest.mark.parametrize("key", ["hidden", "observation", ("next", "observation")])
-@pytest.mark.parametrize(
-    "index", [3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8], ids=str
-)
-def test_one_entry_of_some_rows_is_set(storage: Any, key: Any, index: Any):
-    ours, theirs = pair(storage)
-    value = -1 - torch.rand_like(theirs[:][key][index])
-    for rb in (ours, theirs):
-        assert rb.set_at_(key, value, index) is rb
-    assert_same(ours, theirs)
+def test_one_entry_of_some_rows_is_set(storage: Any):
+    for index in (3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8):
+        ours, theirs = pair(storage)
+        for key in ("hidden", "observation", ("next", "observation")):
+            value = -1 - torch.rand_like(theirs[:][key][index])
+            for rb in (ours, theirs):
+                assert rb.set_at_(key, value, index) is rb
+            assert_same(ours, theirs)
 
 
 @over_storages

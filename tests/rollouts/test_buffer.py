@@ -329,7 +329,7 @@ def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, 
 def test_prefetch_gives_the_same_rows(make_world):
     world = make_world(3)
     rollout, _ = filled(world, epochs=2, prefetch=2)
-    for _ in range(20):  # a race would not show every time
+    for _ in range(5):  # a race would not show every time
         rows = torch.cat([batch["index"] for batch in rollout])
         assert sorted(map(tuple, rows.tolist())) == sorted(2 * [(t, e) for t in range(8) for e in range(3)])
 
