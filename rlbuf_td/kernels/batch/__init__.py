@@ -49,7 +49,7 @@ class Gather:
     def allocate(self) -> list[Tensor]:
         """Return fresh tensors for a batch, not initialised; the next kernel fills them."""
         tensors = list(map(torch.empty_like, self._examples))
-        self._set_targets(self.targets, 0, *map(Tensor.data_ptr, tensors))
+        self._set_targets(self.targets.data, 0, *map(Tensor.data_ptr, tensors))
         return tensors
 
 
