@@ -56,9 +56,10 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     parts = rb.parts or rb.initialize()
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
-    if rb.plan is not None:
+    plan = rb.plan
+    if plan is not None:
         with parts.storage.lock:
-            stale = None if rb.plan is None else rb.plan.update(data, rb.priority_key)
+            stale = plan.update(data, rb.priority_key) if rb.plan is plan else None
         if stale is not None:
             rb.stale_updates.add(stale)
             return None
