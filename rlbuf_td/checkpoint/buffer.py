@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from torchrl.data.replay_buffers import RoundRobinWriter
 
 from rlbuf_td.checkpoint import parts
-from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode
+from rlbuf_td.checkpoint.encoding import CheckpointError, decode
 from rlbuf_td.checkpoint.files import DumpReader, Report
-from rlbuf_td.checkpoint.folder import progress_bar, reading, write_state, writing
-from rlbuf_td.checkpoint.rows import Fit, SavedRows, split_rows, warn_dropped
+from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_state, writing
+from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import admit_state
 from rlbuf_td.writers import RolloutWriter
@@ -34,37 +33,25 @@ def load_buffer(
 ) -> None:
     """Load a buffer; see :meth:`rlbuf_td.ReplayBuffer.loads`."""
     with reading(path, KIND) as reader:
-        with _explained(reader):
+        with explained(reader):
             load = _Load(rb, reader, rows_only)
         with progress_bar("load", load.rows.nbytes if load.rows else 0, progress) as report:
             if load.rows:
                 load.rows.verify(report)
-            with parts.emptied_of_prefetched(rb), _explained(reader):
+            with parts.emptied_of_prefetched(rb), explained(reader):
                 load.apply(report)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
-    if load.rows:
-        warn_dropped(load.rows.fit)
-
-
-@contextmanager
-def _explained(reader: DumpReader) -> Iterator[None]:
-    """Turn errors that a state of the wrong form causes into a CheckpointError that names the dump."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except MALFORMED as error:
-        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"cannot load {reader.path}: {words}") from error
+    if load.rows and load.rows.fit.dropped:
+        fit = load.rows.fit
+        warnings.warn(
+            f"the {fit.dropped} oldest time steps of the dump were dropped: the buffer has room for {fit.steps}",
+            stacklevel=3,
+        )
 
 
 class _Load:
-    """One load: the constructor compares the dump with the buffer; :meth:`apply` changes the buffer.
-
-    Raises:
-        ValueError: the dump does not fit the buffer; also the other errors in ``MALFORMED``.
-    """
+    """One load: the constructor compares the dump with the buffer; :meth:`apply` changes the buffer."""
 
     def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
@@ -99,25 +86,20 @@ class _Load:
 
     def _resize(self, rows: SavedRows) -> None:
         """Convert the saved states to the capacity of this buffer."""
-        fit, saved, lanes = rows.fit, self.saved, prod(rows.lanes)
-        if not fit.is_same:
-            self._refuse_tied_to_capacity(rows.capacity)
-        if not self.rows_only:
-            moved = None if fit.is_same else fit.rows(lanes)
-            state, capacity = saved["sampler"]["state"], rows.capacity * lanes
-            saved["sampler"]["state"] = parts.resized_state(self.rb.sampler, state, moved, capacity, fit.moves)
-        if not fit.is_same:
-            self._resize_others(fit, lanes, rows.capacity)
-
-    def _refuse_tied_to_capacity(self, capacity: int) -> None:
-        if isinstance(self.rb.writer, RolloutWriter) or "_generation" in self.saved["writer"]["state"]:
+        fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
+        is_tied = isinstance(self.rb.writer, RolloutWriter) or "_generation" in saved["writer"]["state"]
+        if is_tied and not fit.is_same:
             raise CheckpointError(
-                f"the dump is of {self.saved['storage']['shape'][0]} time steps, this buffer of {capacity}: "
+                f"the dump is of {saved['storage']['shape'][0]} time steps, this buffer of {capacity}: "
                 "rollouts and tracked generations can be loaded into the same capacity only"
             )
-
-    def _resize_others(self, fit: Fit, lanes: int, capacity: int) -> None:
-        saved = self.saved
+        if not self.rows_only:
+            moved, sampler = None if fit.is_same else fit.rows(lanes), saved["sampler"]
+            sampler["state"] = parts.resized_state(
+                self.rb.sampler, sampler["state"], moved, capacity * lanes, fit.moves
+            )
+        if fit.is_same:
+            return
         state = saved["storage"]["state"]
         saved["storage"]["state"] = {
             "layout": state["layout"],
@@ -153,7 +135,7 @@ class _Load:
         self._finish()
 
     def _finish(self) -> None:
-        """Restore everything that cannot fail any more."""
+        """Restore everything that cannot fail anymore."""
         rb, saved = self.rb, self.saved
         if self.rows_only:
             parts.start_anew(rb, saved["writer"]["state"])

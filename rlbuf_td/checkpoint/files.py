@@ -32,11 +32,7 @@ Report = Callable[[int], Any]
 
 
 class DumpWriter:
-    """Builds a dump beside the previous one; ``sync`` waits for the disk. The caller holds the folder's lock.
-
-    Raises:
-        CheckpointError: the folder holds a manifest that is not ours, or of a newer version. It is never replaced.
-    """
+    """Builds a dump beside the previous one; ``sync`` waits for the disk. The caller holds the folder's lock."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -105,10 +101,9 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads the tensors that a manifest names. The caller holds the folder's lock.
+    """Reads the tensors that a manifest names, and compares each file with its length and checksum there.
 
-    Every method raises a CheckpointError that names the file if one is missing, has another length, or differs from its
-    checksum.
+    The caller holds the folder's lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,11 +132,11 @@ class DumpReader:
         for stored in tensors:
             self._require_files(stored)
         with ThreadPoolExecutor(_READERS) as pool:
-            for nbytes in pool.map(self._verify, [chunk for stored in tensors for chunk in stored.chunks]):
+            for nbytes in pool.map(
+                lambda chunk: self._read(chunk, 0, np.empty(chunk.nbytes, np.uint8)),
+                [chunk for stored in tensors for chunk in stored.chunks],
+            ):
                 report(nbytes)
-
-    def _verify(self, chunk: Chunk) -> int:
-        return self._read(chunk, 0, np.empty(chunk.nbytes, np.uint8))
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
         """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
@@ -169,7 +164,6 @@ class DumpReader:
         return len(target)
 
     def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> int:
-        """Read bytes of a chunk; compare its checksum if they are the whole chunk."""
         file = self._require(chunk)
         with open(file, "rb") as opened:
             opened.seek(offset)
@@ -185,7 +179,6 @@ class DumpReader:
             self._require(chunk)
 
     def _require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk, which must be a plain file of the right length."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()
@@ -213,10 +206,9 @@ def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _previous(path: Path) -> Manifest | None:
-    """Return the manifest in the folder; ``None`` if there is none, or if it is damaged or of an older version.
+    """Return the manifest that a dump replaces; ``None`` if there is none, or if it is damaged or older.
 
-    Raises:
-        CheckpointError: it is not ours, or of a newer version.
+    A manifest that is not ours, or of a newer version, is never replaced.
     """
     try:
         return read_manifest(path)
@@ -231,7 +223,6 @@ def _previous(path: Path) -> Manifest | None:
 
 
 def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
-    """Write a new file; with ``sync``, wait until it is on the disk."""
     with open(path, "xb") as file:
         file.write(data)  # type: ignore[arg-type]
         file.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.checkpoint.encoding import CheckpointError, decode, encode
+from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode, encode
 from rlbuf_td.checkpoint.files import DumpReader, DumpWriter, Report
 
 _LOCK = ".lock"
@@ -20,27 +20,17 @@ _LARGE = 1 << 30  # bytes from which on a progress bar is shown by default
 
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
-    """Save ``state`` in the folder ``path``, in place of what was saved there before.
+    """Save plain values and tensors in the folder ``path``, in place of what was saved there before.
 
-    Args:
-        path: created if it does not exist.
-        kind: a name for what the state belongs to; :func:`load_state` must give the same.
-        state: numbers, strings, lists, dicts, tensors.
-
-    Raises:
-        CheckpointError: the state holds something else, or the folder something that must not be overwritten.
+    :func:`load_state` must give the same ``kind``, the name of what the state belongs to.
     """
     with writing(path, kind) as writer:
         write_state(writer, state, [], None)
 
 
 def load_state(path: str | Path, kind: str) -> dict[str, Any]:
-    """Return the state that :func:`save_state` saved.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or foreign, or the state is of another kind.
-    """
-    with reading(path, kind) as reader:
+    """Return the state that :func:`save_state` saved; refuse one of another kind."""
+    with reading(path, kind) as reader, explained(reader):
         return decode(reader.manifest.state, reader.read)
 
 
@@ -91,14 +81,20 @@ def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
 
 
 @contextmanager
-def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Return a function to call with the bytes processed, which a bar shows.
+def explained(reader: DumpReader) -> Iterator[None]:
+    """Turn errors that a state of the wrong form causes into a CheckpointError that names the dump."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except MALFORMED as error:
+        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"cannot load {reader.path}: {words}") from error
 
-    Args:
-        what: the words beside the bar.
-        nbytes: the total.
-        progress: whether to show the bar; ``None``: on a terminal, from 1 GiB on.
-    """
+
+@contextmanager
+def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
+    """Return a function to call with the bytes processed. A bar shows them; ``None``: on a terminal, from 1 GiB on."""
     if progress or (progress is None and nbytes >= _LARGE):
         try:
             from tqdm import tqdm
@@ -106,8 +102,7 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
             if progress:
                 raise ImportError("progress=True needs tqdm: pip install tqdm") from None
         else:
-            # disable=None: off where the output is not a terminal
-            disable = None if progress is None else False
+            disable = None if progress is None else False  # None: off where the output is not a terminal
             with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
                 yield shown.update
             return

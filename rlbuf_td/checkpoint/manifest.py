@@ -26,16 +26,13 @@ CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
 _HEAD = re.compile(rb'\{\s*"format": "' + FORMAT.encode() + rb'",\s*"version": ([0-9]{1,9}),')
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
-_LARGEST = 1 << 30
 
 
 def checksum(data: np.ndarray | bytes) -> str:
     """Return the CRC-32 of some bytes and the 64-bit sum of their words, as 24 hexadecimal digits.
 
     The CRC detects damage. The sum is for repeated dumps, which take a chunk with the checksum of an old one for
-    unchanged: 32 bits alone would mistake one changed chunk in 4e9. Neither protects against malice.
-
-    Cost: about 2 GB/s; other threads run meanwhile.
+    unchanged: 32 bits alone would mistake one changed chunk in 4e9. About 2 GB/s; other threads run meanwhile.
     """
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // 8 * 8
@@ -71,11 +68,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
-        """Return the tensor that an entry of the manifest describes.
-
-        Raises:
-            CheckpointError: the entry contradicts itself, or names a file outside the dump.
-        """
+        """Return the tensor that an entry describes; refuse contradictions and files outside the dump."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
@@ -94,19 +87,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a dump.
+    """The content of a dump: ``{"$tensor": j}`` in ``state`` refers to ``tensors[j]``."""
 
-    Attributes:
-        generation: counts the dumps into a folder.
-        state: everything but the tensors' bytes, as JSON.
-        tensors: ``{"$tensor": j}`` in ``state`` refers to ``tensors[j]``.
-        about: the kind of dump, when it was written, and by which versions.
-    """
-
-    generation: int
+    generation: int  # number of earlier dumps into the folder
     state: dict[str, Any]
     tensors: tuple[Stored, ...]
-    about: dict[str, Any]
+    about: dict[str, Any]  # the kind of dump, when it was written, and by which versions
 
     @property
     def files(self) -> set[str]:
@@ -128,15 +114,9 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check the manifest in the folder ``path``.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, foreign, or of another version.
-    """
+    """Read the manifest in the folder ``path``; refuse one that is damaged, foreign or of another version."""
     file = path / MANIFEST
     try:
-        if file.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{file} is too large for a manifest")
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error

@@ -9,9 +9,9 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode
+from rlbuf_td.checkpoint.encoding import CheckpointError, decode
 from rlbuf_td.checkpoint.files import DumpReader
-from rlbuf_td.checkpoint.folder import progress_bar, reading
+from rlbuf_td.checkpoint.folder import explained, progress_bar, reading
 from rlbuf_td.checkpoint.rows import SavedRows
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import admit_state
@@ -66,24 +66,19 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         ('UniformSampler', (1000,), [0.0, 1.0, 2.0])
         >>> folder.cleanup()
     """
-    with reading(path, "buffer") as reader:
-        try:
-            state = {name: decode(part, reader.read) for name, part in reader.manifest.state.items()}
-            saved = state["storage"]
-            storage = _storage(reader, saved, progress) if "layout" in saved["state"] else None
-            return Checkpoint(
-                about=reader.manifest.about,
-                classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
-                shape=tuple(saved["shape"]),
-                rows=_content(saved["state"]) if storage is None else storage[:],
-                storage=storage,
-                sampler=state["sampler"]["state"],
-                writer=state["writer"]["state"],
-            )
-        except MALFORMED as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{reader.path} cannot be opened: {error}") from error
+    with reading(path, "buffer") as reader, explained(reader):
+        state = {name: decode(part, reader.read) for name, part in reader.manifest.state.items()}
+        saved = state["storage"]
+        storage = _storage(reader, saved, progress) if "layout" in saved["state"] else None
+        return Checkpoint(
+            about=reader.manifest.about,
+            classes={name: state[name]["class"] for name in ("buffer", "storage", "sampler", "writer")},
+            shape=tuple(saved["shape"]),
+            rows=_content(saved["state"]) if storage is None else storage[:],
+            storage=storage,
+            sampler=state["sampler"]["state"],
+            writer=state["writer"]["state"],
+        )
 
 
 def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -> PackedStorage:

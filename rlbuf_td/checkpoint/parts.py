@@ -9,7 +9,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -92,16 +91,11 @@ def name_of(part: Any) -> str:
 
 
 def _state_of(part: Any) -> dict[str, Any]:
-    """Return the state of a part, without a copy if the part offers that."""
     return part.snapshot() if hasattr(part, "snapshot") else part.state_dict()
 
 
 def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
-    """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ.
-
-    Raises:
-        CheckpointError: says which differ.
-    """
+    """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ."""
     if saved["max_size"] != storage.max_size:
         raise CheckpointError(
             f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
@@ -124,18 +118,10 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse values that only a forged dump holds, where the part that loads them would not.
-
-    Raises:
-        ValueError: see above; also the other errors in ``MALFORMED``.
-    """
+    """Refuse values that only a forged dump holds, where the part that loads them would not."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
-    counts = [
-        buffer["batch_size"],
-        buffer["consume_after_n_samples"],
-        writer.get("_cursor"),
-        writer.get("_write_count"),
-    ]
+    counts = [buffer["batch_size"], buffer["consume_after_n_samples"]]
+    counts += [writer.get(name) for name in ("_cursor", "_write_count")]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
         raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
     rb._validate_prefetch_state(_prefetch_state(rb, buffer))
@@ -160,17 +146,14 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 
 
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Return a sampler's saved state for a storage of another capacity, by the sampler's method of this name.
+    """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method of this name.
 
     Args:
         sampler: the sampler that will load the state.
         state: the saved state.
         rows: ``[n]`` int64, the saved row of each of the ``n`` new rows; ``None`` if the capacity is the same.
-        capacity: number of rows that the storage has room for.
+        capacity: see above.
         moved: whether a row has another number now, or is gone.
-
-    Raises:
-        CheckpointError: the sampler has no such method, and the capacity differs.
     """
     if hasattr(sampler, "resized_state"):
         return sampler.resized_state(state, rows, capacity, moved)
@@ -269,9 +252,7 @@ class Rollback:
     def __enter__(self) -> Rollback:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             for undo in reversed(self._undo):
                 undo()
@@ -304,11 +285,7 @@ class Rollback:
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts; if one refuses, all get back what they had.
-
-    Raises:
-        ValueError: a state does not fit its part.
-    """
+    """Load a state into each of several parts; if one refuses (ValueError), all get back what they had."""
     with Rollback() as rollback:
         for name, part in parts.items():
             try:

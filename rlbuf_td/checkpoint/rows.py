@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,14 +22,10 @@ from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows
 class Fit:
     """Which time steps of a dump go into a storage."""
 
-    ranges: tuple[tuple[int, int], ...]
-    """(first, count) of the saved time steps that fill the storage from step 0 on, one after the other."""
-    steps: int
-    """Their number."""
-    is_same: bool
-    """Whether the capacities are equal, so that nothing moves."""
-    dropped: int
-    """Number of time steps, the oldest, for which there is no room."""
+    ranges: tuple[tuple[int, int], ...]  # (first, count) of the saved steps that fill the storage from step 0 on
+    steps: int  # their number
+    is_same: bool  # whether the capacities are equal, so that nothing moves
+    dropped: int  # number of time steps, the oldest, for which there is no room
 
     @property
     def moves(self) -> bool:
@@ -46,14 +41,7 @@ class Fit:
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     """Fit ``live`` written steps of a ring of ``saved`` steps into one of ``capacity``: the newest, oldest first.
 
-    Args:
-        saved: time steps of the saved storage, ``live <= saved``.
-        capacity: time steps of the storage to fill.
-        live: time steps that had been written.
-        cursor: where the ring would have written next; ``None`` if the writer keeps no order of age.
-
-    Raises:
-        CheckpointError: rows must be dropped, and there is no order of age.
+    The ring would have written next at ``cursor``; ``None`` if the writer keeps no order of age.
     """
     if saved == capacity:
         return Fit(((0, live),) if live else (), live, True, 0)
@@ -71,15 +59,6 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
 
 
-def warn_dropped(fit: Fit) -> None:
-    """Warn of the oldest time steps if there was no room for them."""
-    if fit.dropped:
-        warnings.warn(
-            f"the {fit.dropped} oldest time steps of the dump were dropped: the buffer has room for {fit.steps}",
-            stacklevel=4,
-        )
-
-
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
     """Move the rows out of a storage's state, so that they become the first tensors of a dump; return them."""
     state = saved["state"]
@@ -95,14 +74,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 class SavedRows:
     """Saved rows, compared with the storage that is to hold them; nothing is read or changed yet.
 
-    Args:
-        reader: the dump.
-        saved: what the dump holds of the storage.
-        storage: the storage to fill.
-        cursor: the time step that the saved writer would have written next; ``None`` if it keeps no order of age.
-
-    Raises:
-        ValueError: the rows do not fit the storage; also CheckpointError, SchemaError.
+    ``saved`` is what the dump holds of its storage, ``cursor`` as in :func:`fit`.
     """
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
@@ -142,9 +114,7 @@ class SavedRows:
     def allocated(self, report: Report, *, keep_shared: bool = False) -> Rows | None:
         """Return new rows that hold the saved ones, if the storage has none like them.
 
-        Args:
-            report: told the bytes read.
-            keep_shared: store repeated observations once if the saved rows do, whatever the storage was asked for.
+        ``keep_shared`` stores repeated observations once if the saved rows do, whatever the storage was asked for.
         """
         if not self.is_fresh:
             return None
