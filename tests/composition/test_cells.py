@@ -204,21 +204,18 @@ def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
     check("uniform", RECIPES[recipe], ndim, fill, "ours")
 
 
-@pytest.mark.parametrize("recipe", ["hindsight", "n-step over hindsight"])
-@pytest.mark.parametrize(("strategy", "ndim"), [("final", 1), ("episode", 2), ("random", 2)])
-def test_other_strategies(ndim, strategy, recipe):
-    check("uniform", replace(RECIPES[recipe], strategy=strategy), ndim, "wrapped", "ours")
+OTHERS = {
+    **{name: replace(RECIPES["n-step over hindsight"], strategy=name) for name in ("final", "episode", "random")},
+    **{f"{n} steps": replace(RECIPES["n-step"], n=n, gamma=gamma) for n, gamma in ((1, 0.5), (30, 0.97), (5, 0.0))},
+    **{
+        f"{boundary} {burn_in}+{length}": replace(RECIPES["all"], length=length, burn_in=burn_in, boundary=boundary)
+        for boundary in ("pad", "shift")
+        for length, burn_in in ((1, 0), (1, 3), (12, 12))
+    },
+}
 
 
-@pytest.mark.parametrize(("n", "gamma"), [(1, 0.5), (2, 1.0), (30, 0.97), (5, 0.0)])
-@pytest.mark.parametrize("recipe", ["n-step", "n-step over hindsight"])
-def test_other_steps_and_discounts(recipe, n, gamma):
-    check("uniform", replace(RECIPES[recipe], n=n, gamma=gamma), 2, "wrapped", "ours")
-
-
-@pytest.mark.parametrize(("length", "burn_in"), [(1, 0), (5, 0), (1, 3), (3, 1), (12, 12)])
-@pytest.mark.parametrize("boundary", ["pad", "shift"])
-@pytest.mark.parametrize("recipe", ["sequence", "all"])
-def test_other_windows(recipe, boundary, length, burn_in):
-    """Priorities of the rows of a shifted window are checked below."""
-    check("uniform", replace(RECIPES[recipe], length=length, burn_in=burn_in, boundary=boundary), 2, "wrapped", "ours")
+@pytest.mark.parametrize("name", OTHERS)
+def test_limits_of_what_the_wrappers_are_given(name):
+    """What lies between is drawn at random in ``test_lockstep.py``."""
+    check("uniform", OTHERS[name], 2, "wrapped", "ours")
