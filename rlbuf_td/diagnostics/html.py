@@ -81,7 +81,7 @@ def _storage(storage: Any) -> str:
         words.append(f"{storage.row_bytes} bytes per row, {show_bytes(storage.nbytes)} in all")
     saved = getattr(storage, "saved_bytes", {})
     if saved:
-        words.append(f"{show_bytes(sum(saved.values()))} saved by sharing {', '.join(map('.'.join, saved))}")
+        words.append(f"{show_bytes(sum(saved.values()))} saved by deduplicating {', '.join(map('.'.join, saved))}")
     if getattr(storage, "scratch_dir", None) is not None:
         words.append(f"mapped file in {storage.scratch_dir}")
     if getattr(storage, "shared", False):
@@ -101,5 +101,5 @@ def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
     else:
         found = ((leaf.key, leaf.dtype, leaf.shape) for leaf in storage.layout.leaves)
     for key, dtype, shape in sorted(found, key=lambda field: field[0]):
-        size = f"{prod(shape) * dtype.itemsize:,}" + " (shared)" * (key in deduplicated)
+        size = f"{prod(shape) * dtype.itemsize:,}" + " (deduplicated)" * (key in deduplicated)
         yield ".".join(key), str(dtype).removeprefix("torch."), " × ".join(map(str, shape)) or "scalar", size

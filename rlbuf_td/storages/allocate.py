@@ -31,11 +31,7 @@ ROWS_FILE = "rows.bin"
 def refuse_arguments(
     max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool
 ) -> None:
-    """Refuse arguments of a storage that are out of range or exclude each other.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse arguments of a storage that are out of range or exclude each other."""
     if max_size < 1 or max_size != int(max_size):
         raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
     if ndim < 1:
@@ -125,7 +121,6 @@ def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLa
 
 
 def _remedy(storage: Any, layout: RowLayout) -> str:
-    """Return what to do if the rows do not fit."""
     largest = max(layout.leaves, key=lambda leaf: leaf.nbytes)
     elsewhere = "another scratch_dir" if storage.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
     if storage.offload:
@@ -159,11 +154,6 @@ def allocate_bytes(
 
     In RAM, pages are taken from the system when they are first written; elsewhere all is taken at once. ``quiet``,
     ``what`` and ``remedy`` are those of :func:`require_room`.
-
-    Raises:
-        FileExistsError: ``scratch_dir`` already holds rows, which are not overwritten.
-        OSError: the disk cannot hold the file.
-        MemoryError: the memory cannot be had, now or ever.
     """
     place = torch.device("cpu") if offload else device
     require_room(
@@ -227,23 +217,14 @@ def allocate_sparse(
 
 
 class FileRoom:
-    """Fills holes of a file before they are written to, so that a full disk is an error then and no crash.
-
-    Args:
-        scratch_dir: where the file is.
-        nbytes: its size.
-    """
+    """Takes disk space for holes of a file before they are written to: a full disk is then an error, not a crash."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes
         self._filled: dict[int, int] = {}  # by the beginning of a section, how many of its bytes
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Make sure that the first ``nbytes`` of a section have a place on the disk.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Take disk space for the first ``nbytes`` of a section; an OSError if the disk is full."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return

@@ -63,11 +63,6 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     The forms: an int, flat rows, a tuple of one tensor a dim, or their stack ``[B, ndim]``.
 
     Rows named -1 ("skip") stay -1.
-
-    Raises:
-        ValueError: coordinates came without the storage that gives them a meaning, or with a wrong number of dims.
-        IndexError: a lane is out of range (on the CPU).
-        TypeError: the index is not of integers.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -140,9 +135,6 @@ def by_row(
 
     Returns:
         ``[B]`` errors, and ``[B]`` or ``[B, ndim]`` indices.
-
-    Raises:
-        ValueError: the index does not name rows of this storage.
     """
     inner = inner_dims(storage) if dims > 1 else 0
     index = first_of_row(index, dims, inner)
@@ -165,12 +157,7 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows.
-
-    Raises:
-        TypeError: the errors are no real tensor.
-        ValueError: there is none a row.
-    """
+    """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:

@@ -53,9 +53,6 @@ class RowLayout:
         data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
         lead_dims: number of leading batch dims that index rows.
 
-    Raises:
-        SchemaError: a leaf cannot be packed (strings and other non-tensor data, ragged, nested or sparse tensors).
-
     Example:
         >>> data = TensorDict({"observation": torch.zeros(2, 3), "done": torch.zeros(2, 1, dtype=torch.bool)}, [2])
         >>> layout = RowLayout(data, lead_dims=1)
@@ -100,11 +97,7 @@ class RowLayout:
         return ((key,) if isinstance(key, str) else key) in self.offsets
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf, in the order of :attr:`leaves`, as a strided view of ``rows``.
-
-        Args:
-            rows: ``[*lead, row_bytes]`` in bytes, contiguous in its last dim, of any dtype.
-        """
+        """Return every leaf, in the order of :attr:`leaves`, as a view of ``rows``, ``[*lead, row_bytes]`` in bytes."""
         lead = rows.shape[:-1]
         columns: list[torch.Tensor] = [rows] * len(self.leaves)
         for group in self.groups:
@@ -116,24 +109,13 @@ class RowLayout:
         return columns
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
-        """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it.
-
-        Args:
-            rows: as for :meth:`columns`.
-        """
+        """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it."""
         return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
 
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return columns, in the order of :attr:`leaves`, as a TensorDict of batch size ``[*lead, ...]``.
-
-        Args:
-            columns: ``[*lead, ...]`` each; others may follow, which are not looked at.
-            lead: the leading dims.
-            device: of the columns.
-            more: further entries at the root, ``[*lead, ...]``; they replace columns of the same key.
-        """
+        """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace those of the same key."""
         entries: dict[str, Any] = {name: columns[slot] for name, slot in self.root.leaves}
         for name, child in self.root.nodes:
             entries[name] = _build(child, columns, lead, device)
@@ -141,10 +123,7 @@ class RowLayout:
         return new_tensordict(entries, lead + self.root.batch_size if self.root.batch_size else lead, device)
 
     def unpack_batches(self, rows: torch.Tensor, size: int) -> list[TensorDict]:
-        """Return ``rows``, ``[n, row_bytes]``, as TensorDicts of ``size`` rows each (the last may be shorter).
-
-        Cheaper than :meth:`unpack` on each part: columns are found once and then split.
-        """
+        """Return ``[n, row_bytes]`` as TensorDicts of ``size`` rows each, the last perhaps shorter."""
         full, device = torch.Size([size]), rows.device
         columns = [column.unsafe_split(size) for column in self.columns(rows)]
         return [
@@ -153,17 +132,9 @@ class RowLayout:
         ]
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data`` in the order of :attr:`leaves`, each checked, and detached from autograd.
+        """Return the leaves of ``data``, ``[*lead, ...]``, in the order of :attr:`leaves`, checked and detached.
 
-        Args:
-            data: what is to be written, of batch size ``[*lead, ...]``.
-            lead: the leading dims that index rows.
-
-        An ``"index"`` at the root, which TorchRL's buffers add to what they have written, is left out unless the rows
-        hold it.
-
-        Raises:
-            SchemaError: a key is missing or unknown, or has another dtype or shape than the rows.
+        An ``"index"`` at the root, which TorchRL's buffers add, is left out unless the rows hold it.
         """
         leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
@@ -205,16 +176,13 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Return what leaves are ordered by: "next" last, so that most of it lies together, and in it the reward first.
-
-    Transitions of n steps then read few cache lines: the first half of a row with its reward, rewards, a second half.
-    """
+    """Order by item size and dtype; "next" comes last, its reward first, so that n-step reads lie together."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
 
 def _padded(nbytes: int, align: int) -> int:
-    """Pad a row to its alignment, or to whole cache lines where that costs little."""
+    """Pad to the alignment, or to whole cache lines where that costs little."""
     small = -(-nbytes // align) * align
     lines = -(-nbytes // CACHE_LINE) * CACHE_LINE
     return lines if lines - small <= small * _MAX_LINE_PADDING else small
@@ -272,7 +240,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _example(state: dict[str, Any]) -> TensorDict:
-    """Return a TensorDict (without memory) of the layout that was saved."""
     entries: dict[str, Any] = {name: _example(child) for name, child in state["nodes"].items()}
     for name, (dtype_name, shape) in state["leaves"].items():
         dtype = getattr(torch, dtype_name, None)

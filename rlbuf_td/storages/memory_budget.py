@@ -70,11 +70,7 @@ def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: b
 
 
 def ram() -> Room:
-    """Return the memory of the machine, or of the tightest control group that this process is in.
-
-    Free is what the kernel deems available, caches that it can drop included; not swap, which is slow, though what swap
-    adds counts in the total.
-    """
+    """Return the memory of the machine, or of the tightest control group; swap counts in the total, not as free."""
     kib = _numbers(_PROC / "meminfo")
     free, total = kib.get("MemAvailable"), kib.get("MemTotal")
     if total is None:
@@ -138,10 +134,6 @@ def require_room(
     Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a warning unless ``quiet``. The
     messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
 
-    Raises:
-        MemoryError: less is free; with ``lazily``: there never is so much.
-        OSError: the disk cannot hold so much.
-
     Warns:
         MemoryWarning: with ``lazily``: less is free now.
     """
@@ -160,12 +152,7 @@ def require_room(
 
 
 def show_bytes(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it.
-
-    Example:
-        >>> show_bytes(999), show_bytes(167_000_000), show_bytes(56_448_000_000)
-        ('999 bytes', '159.3 MiB', '52.6 GiB')
-    """
+    """Return a number of bytes in the unit that suits it: ``'999 bytes'``, ``'159.3 MiB'``."""
     if nbytes < 1 << 10:
         return f"{nbytes:.0f} bytes"
     exponent = min(int(math.log2(nbytes)) // 10, len(_UNITS))
@@ -185,7 +172,6 @@ def _read(path: Path) -> str:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the lines ``name number ...`` of a file by name."""
     lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
@@ -198,10 +184,7 @@ def _physical() -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield ``(limit, unused)`` of every control group above this process that limits memory.
-
-    Files that the kernel can drop from memory count as unused.
-    """
+    """Yield ``(limit, unused)`` of every control group that limits memory; droppable file caches count as unused."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: one tree for all
@@ -220,10 +203,7 @@ def _control_groups() -> Iterator[tuple[int, int]]:
 
 
 def _up(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a control group and those above it.
-
-    In a container the path may be the one outside: what is not there is passed over, and the root is the container.
-    """
+    """Yield the folder of a control group and those above it; in a container some of them do not exist."""
     folder = root / path.lstrip("/")
     while folder != root:
         yield folder

@@ -18,11 +18,7 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not name
 
 
 def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, dedup: bool) -> None:
-    """Refuse ``offload=True`` if another argument or the system excludes it.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Refuse ``offload=True`` if another argument or the system excludes it."""
     if device == "auto" or torch.device(device).type != "cuda":
         raise ValueError(
             "offload=True keeps the rows of a CUDA device in RAM, where it reads them itself: it needs device='cuda', "
@@ -54,10 +50,6 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
         nbytes: bytes, at least 1.
         device: which one; without an index the current one.
 
-    Raises:
-        OSError: the system does not give so much.
-        RuntimeError: the driver does not lock so much; nothing is kept.
-
     Source: unified virtual addressing, CUDA C++ Programming Guide: memory that is registered on 64-bit Linux has the
     same address on the device. Graph neural networks are fed from RAM so (PyTorch-Direct, Min et al. 2021).
     """
@@ -83,13 +75,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Locked:
-    """Memory that is page-locked for as long as this object lives; torch keeps it with the tensor that it makes of it.
-
-    Args:
-        memory: in RAM, uint8.
-        index: of the device.
-        runtime: of CUDA.
-    """
+    """Memory that stays page-locked as long as this object lives; torch keeps it with the tensor that it makes of it."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}
@@ -99,7 +85,6 @@ class _Locked:
 
 
 def _unlock(memory: torch.Tensor, index: int, runtime: Any, process: int) -> None:
-    """Unlock memory, which is given back to the system after that."""
     if os.getpid() == process:  # a forked one has zeros there, and no device
         _waiting.append((memory, index, runtime))
         _unlock_waiting()

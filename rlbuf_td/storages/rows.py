@@ -228,30 +228,18 @@ class Rows(ABC):
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
-        """Put saved rows and their entries in place of what is here.
-
-        Raises:
-            SchemaError: the rows name entries that were not saved; these rows hold nothing then.
-        """
+        """Put saved rows and their entries in place of what is here."""
         for room, saved in zip(self.room_for([len(saved) for saved in entries]), entries, strict=True):
             room.copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
         self.take_in([len(saved) for saved in entries])
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Let rows hold nothing, and return memory for entries of each group, which :meth:`take_in` takes.
-
-        Raises:
-            OSError: the disk is full; rows are as they were.
-        """
+        """Let rows hold nothing, and return memory for entries of each group, which :meth:`take_in` takes."""
         return []
 
     def take_in(self, used: list[int]) -> None:
-        """Take rows, and ``used`` entries of each group, that have been put in place.
-
-        Raises:
-            SchemaError: the rows name entries that were not saved; these rows hold nothing then.
-        """
+        """Take rows, and ``used`` entries of each group, that have been put in place."""
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
         """Write the time steps of other rows, (first, count) one after the other, from the first one on."""
@@ -377,7 +365,6 @@ def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndar
 
 
 def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return ``matrix[index]`` as fresh memory, by the quickest way of the device."""
     if matrix.is_cuda:
         return matrix[index]
     flat = index.reshape(-1)

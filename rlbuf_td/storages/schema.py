@@ -65,11 +65,7 @@ def walk(data: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
-    """Refuse what has no fixed number of bytes a row.
-
-    Raises:
-        SchemaError: names the key and the storage of TorchRL's that takes such data.
-    """
+    """Refuse what has no fixed number of bytes a row."""
     if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
         raise SchemaError(
             f"key {show_key(key)} holds non-tensor data ({type(value).__name__}), which has no fixed size in bytes: "
@@ -89,11 +85,7 @@ def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
 
 
 def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
-    """Return ``reshape(data)``, and say it in words if an entry is of a kind that cannot be reshaped.
-
-    Raises:
-        SchemaError: names the key.
-    """
+    """Return ``reshape(data)``, and say it in words if an entry is of a kind that cannot be reshaped."""
     try:
         return reshape(data)
     except RuntimeError:  # sparse and nested tensors
@@ -105,15 +97,7 @@ def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
 
 
 def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
-    """Refuse lazy stacks, at any depth, whose members differ in keys or shapes: reading them would drop or break a key.
-
-    Args:
-        data: what is to be written, or one level of it.
-        path: the key of that level.
-
-    Raises:
-        SchemaError: names the key and the storage of TorchRL's that takes such data.
-    """
+    """Refuse lazy stacks, at any depth, whose members differ in keys or shapes; ``path`` is the key of ``data``."""
     if is_non_tensor(data):
         return
     if not isinstance(data, LazyStackedTensorDict):
@@ -146,27 +130,13 @@ def fits(value: Any, leaf: Leaf, lead: torch.Size) -> bool:
 
 
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
-    """Say what is wrong with data that does not fit the rows.
-
-    Raises:
-        SchemaError: always; names the first key that does not fit.
-    """
+    """Say what is wrong with data that does not fit the rows."""
     refuse_unfit(data, leaves, lead, more=False)
     raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Refuse data of which a key does not fit the rows.
-
-    Args:
-        data: what is to be written.
-        leaves: what the rows hold.
-        lead: the dims of ``data`` that index rows.
-        more: whether there may be other keys.
-
-    Raises:
-        SchemaError: names the first key that does not fit.
-    """
+    """Refuse data, ``[*lead, ...]``, of which a key does not fit the rows; ``more``: it may hold other keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():

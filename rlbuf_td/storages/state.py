@@ -118,12 +118,7 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 
 def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
-    """Return layout, lanes and deduplication of the rows that :func:`load` would load, None for none.
-
-    Raises:
-        SchemaError: see :meth:`PackedStorage.load_state_dict`.
-        ValueError: see :meth:`PackedStorage.load_state_dict`.
-    """
+    """Return layout, lanes and deduplication of the rows that :func:`load` would load, None for none."""
     if "layout" not in state:
         if state.keys() != {"_len"}:  # what is saved before the first write
             raise ValueError(
@@ -148,12 +143,7 @@ def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> Ded
 
 
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
-    """Return the layout and the lanes of saved rows that a storage can take in; changes nothing.
-
-    Raises:
-        SchemaError: the saved rows differ in keys, dtypes or shapes.
-        ValueError: the capacity or the lanes do not fit the saved rows.
-    """
+    """Return the layout and the lanes of saved rows that a storage can take in; changes nothing."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
     if rows is not None and layout != rows.layout and not may_get_more:
@@ -187,10 +177,10 @@ def describe(storage: Any) -> str:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"
     place = "shared memory" if storage.shared else "mapped file" if storage.scratch_dir else rows.place()
     saved = sum(storage.saved_bytes.values())
-    place += f", {saved / 2**20:,.1f} MiB saved by sharing" * (saved != 0)
+    place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
     lines = (
         f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-        + " (shared)" * (leaf.key in rows.deduplicated)
+        + " (deduplicated)" * (leaf.key in rows.deduplicated)
         for leaf in rows.layout.leaves
     )
     head = f"{name}({len(storage):,} of {storage.max_size:,} rows, shape {tuple(rows.shape)}, "
@@ -200,16 +190,7 @@ def describe(storage: Any) -> str:
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Refuse saved rows that name entries which were not saved with them, or entries of another size.
-
-    Args:
-        dedup: what they share.
-        matrix: the rows.
-        entries: of each group: tensors, or what else has a dtype and a shape.
-
-    Raises:
-        SchemaError: see above.
-    """
+    """Refuse saved rows that name entries which were not saved with them, or entries of another size."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes

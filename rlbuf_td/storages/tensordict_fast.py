@@ -15,7 +15,6 @@ from tensordict import TensorDict, TensorDictBase
 
 
 def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Wrap entries that are known to fit ``batch_size`` and ``device``, without checking them again."""
     data = TensorDict.__new__(TensorDict)
     data._device = device
     data._batch_size = batch_size
@@ -25,7 +24,6 @@ def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.dev
 
 
 def _construct(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    """Do the same with the public constructor."""
     return TensorDict(entries, batch_size=batch_size, device=device)
 
 

@@ -195,11 +195,7 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the step that a full ring wrote last.
-
-        Its writer knows, whatever has been written by other ways in between; storages of TorchRL forget it in a
-        checkpoint. Where no ring has written, it is the last one that the storage was given.
-        """
+        """Return the step that a full ring wrote last; its writer knows best, as TorchRL's storages forget it in checkpoints."""
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
             if isinstance(writer, RoundRobinWriter) and writer._write_count:
@@ -223,10 +219,7 @@ class TrajectoryIndex:
         return self._boundaries
 
     def _begun(self, start: int, count: int) -> Boundaries | None:
-        """Return empty boundaries if this write is all that is stored: ``count`` steps from ``start`` on.
-
-        Of a write that wraps these are the first part; the second ends before ``start``, with the storage's last step.
-        """
+        """Return empty boundaries if this write is all that is stored; ``start`` and ``count`` are of its last unwrapped part."""
         storage = self.storage
         live = len(storage) // lanes_of(storage).numel()
         if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
@@ -246,7 +239,6 @@ class TrajectoryIndex:
         boundaries.write(start, count, self._end, self._name)
 
     def _bind(self) -> Boundaries:
-        """Look at the storage's columns, and return boundaries of their size."""
         storage = self.storage
         columns = getattr(storage, "_storage", None)
         if columns is None:
@@ -306,11 +298,7 @@ class TrajectoryIndex:
     # -- processes
 
     def share_memory_(self) -> None:
-        """Let processes that are forked from now on, or spawned and sent the storage, use the same boundaries.
-
-        Before the first write there are none: each process then has its own, and reads the rows again after others
-        have written. :meth:`ReplayBuffer.share` calls this.
-        """
+        """Let processes forked from now on, or spawned and sent the storage, use the same boundaries, if there are rows."""
         if getattr(self.storage, "_storage", None) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):

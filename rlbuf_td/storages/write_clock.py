@@ -22,14 +22,7 @@ NOW, LAST, BY_ROW = range(3)
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the rows of a batch, -1 for each that no longer holds what was sampled, and how many these are.
 
-    Args:
-        index: ``[B]`` or ``[B, ndim]``, one a row, or one for each so many (windows, whose anchors they name).
-        stamp: the batch's entry :data:`SAMPLED_AT`, of ``dims`` batch dims.
-        dims: number of batch dims.
-        storage: the :class:`PackedStorage` from which the batch was sampled.
-
-    Raises:
-        ValueError: the two entries do not name as many rows.
+    ``index`` is ``[B]`` or ``[B, ndim]``, one a row or a window; ``stamp`` the entry :data:`SAMPLED_AT`, of ``dims`` dims.
     """
     clock, device = storage.clock, storage.device
     since = clock.steps_since(stamp)
@@ -102,10 +95,7 @@ class WriteClock:
         return stamps
 
     def steps_since(self, stamps: torch.Tensor) -> int | None:
-        """Return how many time steps a ring has written since these stamps were made; None if they are not the last.
-
-        None, too, where rows have been written out of order since.
-        """
+        """Return how many steps a ring has written since these stamps; None if they are not the last, or others wrote."""
         newest, then = self._newest
         if stamps is not newest:
             return None
@@ -119,10 +109,7 @@ class WriteClock:
     # -- what writes tell
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
-        """Take note of ``count`` consecutive time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes].
-
-        ``device`` is where the rows live.
-        """
+        """Note ``count`` consecutive time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes] on ``device``."""
         numbers, steps = self._numbers, shape[0]
         last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
@@ -169,15 +156,7 @@ class WriteClock:
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return flat rows with -1 ("skip") for each that has been rewritten since its stamp, and how many these are.
-
-        Args:
-            flat: ``[B]`` int64.
-            stamp: ``[B]`` int64, on the same device.
-            shape: of the rows, [T, *lanes].
-
-        Cost: O(B), 1 us for 256 rows; on CUDA nothing waits for the device, and the count is a 0-dim tensor.
-        """
+        """Return ``[B]`` flat rows, -1 for each rewritten since its stamp, and how many these are; O(B), never waits for CUDA."""
         numbers = self._numbers
         now, last, by_row = numbers[NOW], numbers[LAST], numbers[BY_ROW]
         if by_row and self._written is not None:
@@ -197,13 +176,9 @@ class WriteClock:
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
-        """Go on from :meth:`state_dict`, over the same rows, of a capacity of ``steps``, written up to ``last``.
+        """Go on from :meth:`state_dict`, over the same rows of ``steps`` time steps, written up to ``last``, on ``device``.
 
-        ``device`` is where these rows live, whatever that of the state was.
-
-        A clock that has not begun yet then knows what has become of the rows of batches that were sampled before the
-        state was saved. One that has been running counts all batches as stale: it could not tell a batch of what it has
-        lived through itself from one of what the state had lived through at the same count.
+        A clock that has been running counts all batches as stale: its own and the state's could have the same count.
         """
         if self._numbers[NOW]:
             self._numbers[NOW] = max(self._numbers[NOW], state["now"])

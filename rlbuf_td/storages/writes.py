@@ -56,11 +56,7 @@ def as_steps(cursor: Any, total: int) -> np.ndarray:
 
 
 def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
-    """Refuse positions that are out of range, or that would leave a row unwritten before the last one.
-
-    Raises:
-        IndexError: see above.
-    """
+    """Refuse positions that are out of range, or that would leave a row unwritten before the last one."""
     if not len(steps):
         raise IndexError("cannot write at an empty set of positions")
     if steps.min() < 0 or steps.max() >= total:
@@ -74,11 +70,7 @@ def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None
 
 
 def as_tensordict(data: Any) -> TensorDictBase:
-    """Return the data of a write as one TensorDict.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Return the data of a write as one TensorDict."""
     if type(data) is TensorDict:
         return data
     if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
@@ -100,9 +92,6 @@ def admit(
     """Return the rows, the leaves of transitions that fit them, and the number of time steps.
 
     At the first write the rows are allocated to fit, without an ``"index"`` if ``drop_index``.
-
-    Raises:
-        SchemaError: the data does not match the rows.
     """
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
@@ -115,7 +104,7 @@ def admit(
 
 
 def _fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
-    """Allocate rows for the first write, and for all that follow; reserved rows that do not fit are given back."""
+    """Allocate rows for all that is written; reserved rows that do not fit are given back."""
     ndim = storage.ndim
     if data.batch_dims < lead_dims:
         raise SchemaError(

@@ -166,10 +166,10 @@ def test_a_plan_that_does_not_fit_names_it() -> None:
 
 def test_what_is_shared_is_shown() -> None:
     rb = filled(POOLED)
-    assert "saved by sharing" in repr(rb.storage)
-    assert "'observation': float32 (3,) (shared)" in repr(rb.storage)
+    assert "saved by deduplication" in repr(rb.storage)
+    assert "'observation': float32 (3,) (deduplicated)" in repr(rb.storage)
     html = rb._repr_html_()
-    assert "saved by sharing" in html
+    assert "saved by deduplicating" in html
     assert "next.observation" in html
 
 

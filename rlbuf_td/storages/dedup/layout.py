@@ -32,9 +32,6 @@ class DedupLayout:
         stored: the layout of stored rows.
         deduplicated: the leaves that are stored once.
         places: of each deduplicated key: its group, its place in that group, and 1 below ``"next"``, else 0.
-
-    Raises:
-        SchemaError: a key has the name that the entry ids need.
     """
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
@@ -133,11 +130,7 @@ class DedupLayout:
 
     @classmethod
     def from_state(cls, layout: RowLayout, state: Sequence[Any]) -> DedupLayout:
-        """Return what :meth:`state` described.
-
-        Raises:
-            SchemaError: it does not fit the layout.
-        """
+        """Return what :meth:`state` described."""
         leaves = {leaf.key: leaf for leaf in layout.leaves}
         groups = []
         for keys, pieces, dim, has_next in state:
@@ -160,11 +153,7 @@ class DedupLayout:
 
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
-    """Return how saved rows are deduplicated; None for plain rows.
-
-    Raises:
-        SchemaError: the description does not fit the layout.
-    """
+    """Return how saved rows are deduplicated; None for plain rows."""
     return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
 
 
@@ -185,11 +174,7 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, cells: int) -> Sections:
-        """Return the sections for ``cells`` rows.
-
-        Raises:
-            SchemaError: their entries are more than an int32 counts.
-        """
+        """Return the sections for ``cells`` rows."""
         most = tuple(2 * cells * group.names for group in dedup.groups)
         if max(most) > _MAX_ENTRIES:
             fit = cells * _MAX_ENTRIES // max(most)
@@ -226,7 +211,6 @@ def _sides(group: DedupGroup, key: Key) -> list[Key]:
 
 
 def _without(state: dict[str, Any], path: Key, keys: Mapping[Key, Any]) -> dict[str, Any]:
-    """Return the state of a layout without some of its leaves."""
     return state | {
         "leaves": {name: leaf for name, leaf in state["leaves"].items() if (*path, name) not in keys},
         "nodes": {name: _without(node, (*path, name), keys) for name, node in state["nodes"].items()},

@@ -51,11 +51,7 @@ class DedupOptions:
 
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
-        """Check the arguments.
-
-        Raises:
-            ValueError: an argument has a value that is not allowed.
-        """
+        """Check the arguments."""
         is_keys = isinstance(share_next, Sequence | Set) and not isinstance(share_next, str)
         if not isinstance(share_next, bool) and share_next != "auto" and not is_keys:
             raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
@@ -85,7 +81,6 @@ def _key(key: Any, argument: str) -> Key:
 
 
 def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
-    """Return how many frames a stack has, and along which dim they lie."""
     pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
     if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
         raise ValueError(
@@ -106,9 +101,6 @@ def choose_groups(
         data: the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is one time step. One time
             step cannot show what repeats: ``"auto"`` then takes all keys of 16 bytes or more, a group each, so that a
             key which does not repeat costs the others nothing.
-
-    Raises:
-        SchemaError: a key that was named cannot be stored once.
     """
     leaves = {leaf.key: leaf for leaf in layout.leaves}
     groups = [frames_group(leaves, *stack) for stack in options.frames]
@@ -139,11 +131,7 @@ def _candidates(leaves: Mapping[Key, Leaf]) -> Iterator[Key]:
 
 
 def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
-    """Refuse a key that cannot be stored once.
-
-    Raises:
-        SchemaError: says why.
-    """
+    """Refuse a key that cannot be stored once."""
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None or other is None:
         raise SchemaError(
@@ -159,11 +147,7 @@ def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
 
 
 def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> DedupGroup:
-    """Return the group of a stack of frames.
-
-    Raises:
-        SchemaError: the key is not a stack of ``count`` frames along ``dim``.
-    """
+    """Return the group of a stack of frames."""
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None:
         raise SchemaError(f"frames names {show_key(key)}, which rows do not hold")

@@ -135,7 +135,6 @@ class DedupRows(Rows):
         out.copy_(self._packed(flat))
 
     def _packed(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return whole rows, packed as :attr:`layout` says."""
         flat = flat.contiguous()
         block = self._whole(len(flat))
         if not read_(self.table, flat, self.cells, block, self._read_order(flat) if self.is_mapped else None):
@@ -305,7 +304,6 @@ class DedupRows(Rows):
         self._write_entries([leaf[:, None] for leaf in flat], 1, where, len(rows))
 
     def _put_stored(self, matrix: torch.Tensor, where: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-        """Write what stored rows keep themselves; return the positions on the device of the rows."""
         where = where.to(matrix.device)
         for column, slot in zip(self._stored_columns(matrix), self.dedup.kept, strict=True):
             column[where] = leaves[slot].to(column.device)

@@ -30,20 +30,10 @@ class Guarded(Protocol):
 class ProcessLock:
     """Let one thread of one process in at a time; reentrant; free again when a process dies inside.
 
-    Between processes it is a POSIX record lock on a file without a name, which the system takes back from a process
-    that dies, however it dies; between the threads of one process an ``RLock`` stands before it. Whoever dies inside
-    leaves a mark, by which the next one knows that work was left undone.
-
-    Works between a process and those that it forks, or spawns and sends the lock to.
-
-    Args:
-        guarded: what is told when somebody comes and goes.
-        thread_lock: stands before the record lock; one that is in use already may be given.
-
-    Raises:
-        RuntimeError: this system has no record locks (Windows).
-
-    Cost: two system calls, some 2 us, and what the guarded does when somebody comes in.
+    Between processes it is a POSIX record lock on a nameless file, which the system takes back from a process that
+    dies; before it stands an ``RLock`` (or the ``thread_lock`` given). Whoever dies inside leaves a mark, by which the
+    next one calls ``guarded.recover``. Works between a process and those that it forks, or spawns and sends the lock
+    to. Cost: two system calls, some 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:

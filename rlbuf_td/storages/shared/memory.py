@@ -15,10 +15,7 @@ import torch
 
 
 class NamelessFile:
-    """A file in memory that has no name: it goes with the last process that has it, however that ends.
-
-    A forked process has it, and a spawned one to which it is sent. Pages take memory when they are first written.
-    """
+    """A file in memory without a name: forked processes have it, and spawned ones to which it is sent."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -48,22 +45,10 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """Numbers of 64 bits in memory that a forked process, or one that it is sent to when spawned, sees as well.
+    """64-bit numbers that forked processes, and spawned ones to which they are sent, see as well.
 
-    A copy, pickled or deep, has numbers of its own. Nothing is locked. Integers wrap at 2**63, as int64 tensors do.
-
-    Args:
-        kind: ``"q"`` for integers, ``"d"`` for floats.
-        values: what they are at first.
-
-    Attributes:
-        values: the memory itself, for hot paths, which save a call each time.
-
-    Example:
-        >>> numbers = SharedNumbers("q", [1, 2])
-        >>> numbers[1] += 5
-        >>> list(numbers)
-        [1, 7]
+    A copy has numbers of its own. Nothing is locked; integers wrap at 2**63. ``kind``: ``"q"`` for integers, ``"d"``
+    for floats. Hot paths use ``values``, the memory itself.
     """
 
     __slots__ = ("_kind", "values")

@@ -15,12 +15,7 @@ from rlbuf_td.storages.shared.rows import WRITTEN, Journal, SharedRows
 
 
 def share(storage: Any, counters: list[Any]) -> None:
-    """Let processes use the rows of a storage together; see :meth:`PackedStorage.share_memory_`.
-
-    Args:
-        storage: a PackedStorage.
-        counters: restored when a write is undone.
-    """
+    """Let processes use the rows together; ``counters`` are put back when a write is undone."""
     if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         raise ValueError(
             f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
@@ -45,7 +40,6 @@ def share(storage: Any, counters: list[Any]) -> None:
 
 
 def _find(storage: Any) -> None:
-    """Map the rows that another process has made, if there are any."""
     found = storage.shared_rows.description()
     if found is not None:
         layout = RowLayout.from_state(found["layout"])
