@@ -75,7 +75,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Locked:
-    """Memory that stays page-locked as long as this object lives; torch keeps it with the tensor that it makes of it."""
+    """Memory that stays page-locked while this object lives; torch keeps it with the tensor over it."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}

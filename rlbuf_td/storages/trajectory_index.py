@@ -195,7 +195,7 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the step that a full ring wrote last; its writer knows best, as TorchRL's storages forget it in checkpoints."""
+        """Return the step that a full ring wrote last: its writer's word, as TorchRL's checkpoints forget it."""
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
             if isinstance(writer, RoundRobinWriter) and writer._write_count:
@@ -219,7 +219,7 @@ class TrajectoryIndex:
         return self._boundaries
 
     def _begun(self, start: int, count: int) -> Boundaries | None:
-        """Return empty boundaries if this write is all that is stored; ``start`` and ``count`` are of its last unwrapped part."""
+        """Return empty boundaries if this write, or the first part of one that wraps, is all that is stored."""
         storage = self.storage
         live = len(storage) // lanes_of(storage).numel()
         if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
@@ -298,7 +298,7 @@ class TrajectoryIndex:
     # -- processes
 
     def share_memory_(self) -> None:
-        """Let processes forked from now on, or spawned and sent the storage, use the same boundaries, if there are rows."""
+        """Let processes that use the storage together use the same boundaries, if there are rows."""
         if getattr(self.storage, "_storage", None) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):

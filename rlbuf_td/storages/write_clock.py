@@ -20,9 +20,9 @@ NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return the rows of a batch, -1 for each that no longer holds what was sampled, and how many these are.
+    """Return the rows of a batch, -1 for each that no longer holds what was sampled, and the number of these.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, one a row or a window; ``stamp`` the entry :data:`SAMPLED_AT`, of ``dims`` dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, one a row or window; ``stamp`` the :data:`SAMPLED_AT` of ``dims`` dims.
     """
     clock, device = storage.clock, storage.device
     since = clock.steps_since(stamp)
@@ -95,7 +95,7 @@ class WriteClock:
         return stamps
 
     def steps_since(self, stamps: torch.Tensor) -> int | None:
-        """Return how many steps a ring has written since these stamps; None if they are not the last, or others wrote."""
+        """Return how many steps a ring has written since these stamps; None if they are not the last ones."""
         newest, then = self._newest
         if stamps is not newest:
             return None
@@ -109,7 +109,7 @@ class WriteClock:
     # -- what writes tell
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
-        """Note ``count`` consecutive time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes] on ``device``."""
+        """Note ``count`` time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes]."""
         numbers, steps = self._numbers, shape[0]
         last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
@@ -156,7 +156,7 @@ class WriteClock:
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return ``[B]`` flat rows, -1 for each rewritten since its stamp, and how many these are; O(B), never waits for CUDA."""
+        """Return ``[B]`` flat rows, -1 where rewritten since the stamp, and how many; never waits for CUDA."""
         numbers = self._numbers
         now, last, by_row = numbers[NOW], numbers[LAST], numbers[BY_ROW]
         if by_row and self._written is not None:
@@ -176,7 +176,7 @@ class WriteClock:
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
-        """Go on from :meth:`state_dict`, over the same rows of ``steps`` time steps, written up to ``last``, on ``device``.
+        """Go on from :meth:`state_dict`, over the same rows, of ``steps`` time steps, written up to ``last``.
 
         A clock that has been running counts all batches as stale: its own and the state's could have the same count.
         """
