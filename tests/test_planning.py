@@ -14,6 +14,7 @@ from torchrl.envs import GymEnv, SerialEnv
 
 from rlbuf_td import (
     MinibatchSampler,
+    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -79,15 +80,14 @@ def test_priorities_are_planned_byte_for_byte(kind: Any, capacity: int) -> None:
 
 
 def test_samplers_of_others_are_planned_too() -> None:
-    class Wrapper:
-        sampler = ProportionalSampler(10)
-
     assert priority_bytes(UniformSampler(), 1_000) == priority_bytes(None, 1_000) == 0
     assert priority_bytes(MinibatchSampler(), 1_000) == 8_000
-    assert priority_bytes(Wrapper(), 10) == ProportionalSampler.nbytes_for(10)
+    assert priority_bytes(NStepSampler(ProportionalSampler(10), 2, 0.9), 10) == ProportionalSampler.nbytes_for(10)
     assert priority_bytes(PrioritizedSampler, 1_000) == 2 * 2 * 1024 * 4  # two trees of float32
     with pytest.raises(TypeError, match=r"must be one of uniform, proportional, rank, .* got 'random'"):
         priority_bytes("random", 10)
+    with pytest.raises(TypeError, match="a NStepSampler wraps a sampler that its class does not name"):
+        priority_bytes(NStepSampler, 10)
 
 
 @pytest.mark.parametrize(("ndim", "lanes"), [(1, ()), (2, (3,))])
@@ -100,10 +100,7 @@ def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[i
     assert needed.trajectories == index.nbytes > 0
     assert needed.total == needed.rows + needed.priorities + needed.trajectories
     assert plan(TensorDict({"x": torch.zeros(3)}), 100).trajectories == 0
-
-
-def test_a_capacity_is_rounded_up_to_whole_time_steps() -> None:
-    assert plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102
+    assert plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102  # whole time steps
 
 
 # -- sources
@@ -121,12 +118,9 @@ def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_pat
     assert needed.places[0].place.startswith(f"disk ({tmp_path}")
     assert plan(rb, 2_000, sampler="uniform").priorities == 0
     assert plan(storage, 2_000).rows == 2 * storage.nbytes
-
-
-def test_a_storage_of_torchrl_is_planned_as_if_it_were_packed() -> None:
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=RingWriter())
-    rb.extend(transitions(SCHEMAS["vector"], 3))
-    assert plan(rb).keys == plan(transitions(SCHEMAS["vector"], None), 100).keys
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=RingWriter())  # as if it were packed
+    theirs.extend(transitions(SCHEMAS["vector"], 3))
+    assert plan(theirs).keys == plan(transitions(SCHEMAS["vector"], None), 100).keys
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
@@ -171,13 +165,20 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, memory: Any, disk: Any, **settin
     return plan(example, 1_000_000, **settings)
 
 
-def test_what_fits_needs_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = planned(monkeypatch, memory=20 * GIB, disk=0)
-    assert needed.fits
-    assert needed.remedy == ""
-    assert "-> 20.0 GiB of RAM are free (40.0 GiB in all): fits" in str(needed)
-    assert "0 bytes of disk (here) are free (0 bytes in all): does not fit" in str(needed)
-    assert "What to do" not in str(needed)
+def test_what_fits_needs_no_remedy_and_every_part_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = planned(monkeypatch, memory=20 * GIB, disk=0, sampler="rank")
+    text = str(needed)
+    assert (needed.fits, needed.remedy, needed.largest_key) == (True, "", "'pixels'")
+    assert text.startswith("1,000,000 rows of 12,352 bytes: 11.5 GiB")
+    assert "-> 20.0 GiB of RAM are free (40.0 GiB in all): fits" in text
+    assert "0 bytes of disk (here) are free (0 bytes in all): does not fit" in text
+    assert "largest key: 'pixels'" in text
+    assert "What to do" not in text
+    for name in ("'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
+        assert f"\n  {name} " in text
+    unknown = planned(monkeypatch, memory=None, disk=None)
+    assert (unknown.fits, unknown.most_rows) == (True, None)
+    assert "-> RAM of unknown size: fits" in str(unknown)
 
 
 def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +189,9 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
     assert elsewhere == "put the rows elsewhere: scratch_dir=... keeps them in a file"
     assert images.startswith("make the rows smaller: 'pixels' is 99% of them; images stored as uint8 take 25%")
     assert all(way in str(needed) for way in needed.remedy.splitlines())
+    for memory, fits in ((GIB, True), (1 << 20, False)):  # priorities of rows on a disk are in memory
+        on_disk = planned(monkeypatch, memory=memory, disk=20 * GIB, scratch_dir="x", sampler="rank")
+        assert on_disk.fits is fits
 
 
 @pytest.mark.parametrize("settings", [{}, {"sampler": "proportional"}, {"sampler": "proportional", "scratch_dir": "x"}])
@@ -200,27 +204,6 @@ def test_the_largest_capacity_that_fits_does_fit_and_a_tenth_more_does_not(
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
     assert plan(example, most - 64, **settings).fits
     assert not plan(example, int(1.1 * most), **settings).fits
-
-
-def test_priorities_of_rows_on_a_disk_need_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert planned(monkeypatch, memory=GIB, disk=20 * GIB, scratch_dir="x", sampler="rank").fits
-    assert not planned(monkeypatch, memory=1 << 20, disk=20 * GIB, scratch_dir="x", sampler="rank").fits
-
-
-def test_a_place_of_unknown_size_is_taken_as_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = planned(monkeypatch, memory=None, disk=None)
-    assert (needed.fits, needed.most_rows) == (True, None)
-    assert "-> RAM of unknown size: fits" in str(needed)
-
-
-def test_the_text_has_a_line_for_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = planned(monkeypatch, memory=20 * GIB, disk=0, sampler="rank")
-    text = str(needed)
-    assert text.startswith("1,000,000 rows of 12,352 bytes: 11.5 GiB")
-    assert "largest key: 'pixels'" in text
-    for name in ("'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
-        assert f"\n  {name} " in text
-    assert needed.largest_key == "'pixels'"
 
 
 # -- the command

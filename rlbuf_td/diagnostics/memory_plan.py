@@ -18,6 +18,7 @@ from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.kernels.episodes import make_boundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
+from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.dedup.options import DedupOptions, choose_groups
 from rlbuf_td.storages.layout import RowLayout
@@ -217,8 +218,6 @@ def plan(
         raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
     device = torch.device("cpu" if device in (None, "auto") else device)
     schema = schema_of(source)
-    lanes = prod(schema.batch_size)
-    steps = -(-int(capacity) // lanes)
     layout = RowLayout(schema, schema.ndim)
     if dedup is None or share_next or frames:
         chosen = choose_groups(DedupOptions.of(share_next, frames), layout)
@@ -226,13 +225,27 @@ def plan(
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
         refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
+    places = tuple(_places(torch.device("cpu") if offload else device, folder, shared))
+    return _sum_up(layout, dedup, int(capacity), prod(schema.batch_size), sampler, device, places)
+
+
+def _sum_up(
+    layout: RowLayout,
+    dedup: DedupLayout | None,
+    capacity: int,
+    lanes: int,
+    sampler: Any,
+    device: torch.device,
+    places: tuple[Room, ...],
+) -> MemoryPlan:
+    steps = -(-capacity // lanes)
     return MemoryPlan(
         capacity=steps * lanes,
         leaves=tuple(sorted(layout.leaves, key=lambda leaf: -leaf.nbytes)),
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
+        places=places,
         memory=room_for(device),
         dedup=dedup,
     )
@@ -242,6 +255,9 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
     """Return the bytes of a sampler's state for ``capacity`` rows; ``sampler`` as for :func:`plan`.
 
     TorchRL's ``PrioritizedSampler`` has two float32 trees, a sampler without replacement the order of an epoch.
+
+    Raises:
+        TypeError: ``sampler`` is no sampler, or the class of a wrapper, which does not say what it wraps.
     """
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
@@ -250,6 +266,8 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
             raise TypeError(f"sampler must be one of {', '.join(SAMPLERS)}, a sampler or its class, got {sampler!r}")
         sampler = SAMPLERS[sampler]
     kind = sampler if isinstance(sampler, type) else type(sampler)
+    if issubclass(kind, SamplerWrapper):
+        raise TypeError(f"a {kind.__name__} wraps a sampler that its class does not name: pass that sampler's class")
     if issubclass(kind, Prioritized):
         return kind.nbytes_for(capacity, device)
     if issubclass(kind, PrioritizedSampler):
