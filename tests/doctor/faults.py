@@ -25,22 +25,6 @@ def without_flags(rows: TensorDict) -> TensorDict:
     return flags(rows, **{name: torch.zeros_like(rows["next", name]) for name in FLAGS})
 
 
-def always_done(rows: TensorDict) -> TensorDict:
-    return flags(rows, done=torch.ones_like(rows["next", "done"]))
-
-
-def time_limit_left_out(rows: TensorDict) -> TensorDict:
-    return flags(rows, done=rows["next", "terminated"], truncated=torch.zeros_like(rows["next", "done"]))
-
-
-def terminated_only(rows: TensorDict) -> TensorDict:
-    return flags(rows, done=rows["next", "truncated"])
-
-
-def truncated_only(rows: TensorDict) -> TensorDict:
-    return flags(rows, done=rows["next", "terminated"])
-
-
 def same_step_autoreset(rows: TensorDict) -> TensorDict:
     """Store as next observation what ``step`` returned: at an end, the first one of the next episode."""
     following = rows.exclude("next", "action", "done", "collector").apply(lambda leaf: leaf.roll(-1, 0))
@@ -48,12 +32,13 @@ def same_step_autoreset(rows: TensorDict) -> TensorDict:
     ends[-1] = False
     for key in following.keys(True, True):
         path = ("next", *(key if isinstance(key, tuple) else (key,)))
-        rows[path] = torch.where(_as(ends, rows[path]), following[key], rows[path])
+        at_end = ends.view(*ends.shape, *(1,) * (rows[path].ndim - ends.ndim))
+        rows[path] = torch.where(at_end, following[key], rows[path])
     return rows
 
 
-def _as(flag: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    return flag.view(*flag.shape, *(1,) * (leaf.ndim - flag.ndim))
+def time_limit_left_out(rows: TensorDict) -> TensorDict:
+    return flags(rows, done=rows["next", "terminated"], truncated=torch.zeros_like(rows["next", "done"]))
 
 
 def next_step_autoreset(rows: TensorDict) -> TensorDict:
@@ -123,10 +108,10 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "all flags late": (shifted(1, *FLAGS), 0, "done-shifted"),
     "all flags early": (shifted(-1, *FLAGS), 0, "done-shifted"),
     "done never": (without_flags, 0, "done-never"),
-    "done always": (always_done, 0, "done-always"),
+    "done always": (lambda rows: flags(rows, done=torch.ones_like(rows["next", "done"])), 0, "done-always"),
     "time limit left out": (time_limit_left_out, 0, "reset-without-done"),
-    "terminated without done": (terminated_only, 0, "terminated-without-done"),
-    "truncated without done": (truncated_only, 0, "truncated-without-done"),
+    "terminated without done": (lambda rows: flags(rows, done=rows["next", "truncated"]), 0, "terminated-without-done"),
+    "truncated without done": (lambda rows: flags(rows, done=rows["next", "terminated"]), 0, "truncated-without-done"),
     "same-step autoreset": (same_step_autoreset, 0, "final-observation-lost"),
     "next-step autoreset": (next_step_autoreset, 1, "reset-row-stored"),
     "done twice": (done_twice, 0, "one-step-trajectories"),

@@ -88,16 +88,15 @@ def test_a_finding_names_the_rows_at_fault() -> None:
     lost = check(FAULTS["same-step autoreset"][0](rows.clone()))[0]
     assert lost.rows == tuple((t, 0) for t in ends[:5])
     assert (lost.count, lost.of) == (len([t for t in ends if t < 1_199]),) * 2
-    late = check(FAULTS["done late"][0](rows.clone())[:, 0])[0]
-    assert late.rows == tuple(t + 1 for t in ends[:5])
-    assert "one step too late" in late.explanation
-    early = check(FAULTS["done early"][0](rows.clone())[:, 0])[0]
-    assert early.rows == tuple(t - 1 for t in ends[:5])
-    assert "one step too early" in early.explanation
-    unmarked = check(FAULTS["time limit left out"][0](rows.clone())[:, 0])[0]
-    assert unmarked.rows == tuple(rows["next", "truncated"].flatten().nonzero()[:5, 0].tolist())
-    stored = check(FAULTS["next-step autoreset"][0](rows.clone())[:, 0])[0]
-    assert stored.rows == tuple(t + 1 + j for j, t in enumerate(ends[:5]))
+    for name, named, words in (
+        ("done late", [t + 1 for t in ends], "one step too late"),
+        ("done early", [t - 1 for t in ends], "one step too early"),
+        ("time limit left out", rows["next", "truncated"].flatten().nonzero()[:, 0].tolist(), ""),
+        ("next-step autoreset", [t + 1 + j for j, t in enumerate(ends)], ""),
+    ):
+        finding = check(FAULTS[name][0](rows.clone())[:, 0])[0]
+        assert finding.rows == tuple(named[:5])
+        assert words in finding.explanation
 
 
 def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
@@ -140,18 +139,14 @@ def test_a_single_wrong_flag_among_thousands_is_found() -> None:
 # -- what is no fault
 
 
-def test_a_trajectory_that_has_not_ended_yet_is_no_fault() -> None:
-    place = torch.arange(501.0).unsqueeze(-1).expand(-1, 2)
-    no = torch.zeros(500, 1, dtype=torch.bool)
-    rows = TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [500])
-    assert check(rows).healthy
+def endless(steps: int) -> TensorDict:
+    place, no = torch.arange(steps + 1.0).unsqueeze(-1), torch.zeros(steps, 1, dtype=torch.bool)
+    return TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [steps])
 
 
-def test_a_long_lane_without_an_end_is_found() -> None:
-    place = torch.arange(20_001.0).unsqueeze(-1)
-    no = torch.zeros(20_000, 1, dtype=torch.bool)
-    rows = TensorDict({"observation": place[:-1], "next": {"observation": place[1:], "done": no}}, [20_000])
-    (finding,) = check(rows)
+def test_a_lane_without_an_end_is_a_fault_only_if_it_is_long() -> None:
+    assert check(endless(500)).healthy
+    (finding,) = check(endless(20_000))
     assert (finding.code, finding.count) == ("done-never", 20_000)
 
 
@@ -214,11 +209,8 @@ def test_rows_without_next_observations_are_checked_for_the_rest() -> None:
 
 
 def test_rows_without_an_order_of_time_are_not_checked_for_it() -> None:
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key"), batch_size=4
-    )
-    rows = healthy(1)[:, 0]
-    rb.extend(rows.set("key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))))
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(200), writer=TensorDictMaxValueWriter(rank_key="key"))
+    rb.extend(healthy(1)[:, 0].set("key", torch.rand(1_200, generator=torch.Generator().manual_seed(0))))
     report = check(rb)
     assert report.healthy
     assert "the order of rows, which a TensorDictMaxValueWriter does not keep" in report.skipped
