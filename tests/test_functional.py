@@ -192,7 +192,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.fixture(params=FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.fixture(params=list(FUNCTIONS.values()), ids=list(FUNCTIONS))
 def function(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -299,8 +299,9 @@ def test_bad_coefficients_are_refused_by_name():
     with pytest.raises(ValueError, match="rolling_gamma=False needs a gamma of the inputs' shape"):
         F.td1_return_estimate(0.5, **no_value, rolling_gamma=False)
     for name in ("rho_thresh", "c_thresh"):
+        threshold: dict[str, Any] = {name: -1.0}
         with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
-            F.vtrace_advantage_estimate(0.5, c["reward"], c["reward"], **c, **{name: -1.0})
+            F.vtrace_advantage_estimate(0.5, c["reward"], c["reward"], **c, **threshold)
 
 
 def test_explained_variance_of_perfect_constant_and_opposite_predictions():

@@ -117,7 +117,7 @@ def test_a_column_that_never_changes_is_found(rows: TensorDict) -> None:
         rows[key][:, 1] = 3.0
     assert check(rows[:900]).codes == []  # too few to tell
     rows["action"] = torch.full((1_200, 2), 0.25)
-    action, observation = sorted(check(rows), key=lambda finding: finding.key)
+    action, observation = sorted(check(rows), key=lambda finding: str(finding.key))
     assert (action.code, action.key, observation.key) == ("constant", ("action",), ("observation",))
     assert (observation.code, observation.count) == ("constant", 1_200)
     assert "all of it" in action.explanation
