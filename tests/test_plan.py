@@ -107,7 +107,8 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, history):
                 batches.append(rb.sample())
             elif step in ("update", "late") and batches:
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
-                batch["td_error"] = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
+                error = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
+                batch["td_error"] = (error, error[:, None], error.double(), error.requires_grad_())[value % 4]
                 rb.update_tensordict_priority(batch)
             elif step in CHANGES and len(rb) > 2 * LANES:
                 CHANGES[step](rb, value)

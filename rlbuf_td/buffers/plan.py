@@ -201,7 +201,7 @@ class RankPlan(PrioritizedPlan):
         """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
         stale = loops().fresh_rows(*where, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes)
-        largest = self.order.update_(self.flat, error, written) if stale >= 0 else None
+        largest = self.order.update_(self.flat, error.detach().view(-1), written) if stale >= 0 else None
         return REFUSED if largest is None else largest, stale
 
 

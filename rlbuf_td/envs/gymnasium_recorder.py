@@ -75,6 +75,7 @@ class GymnasiumRecorder:
 
     Example:
         >>> import gymnasium
+        >>> from rlbuf_td import GymnasiumRecorder, ReplayBuffer
         >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2)
         >>> rb = ReplayBuffer.from_env(env, 1_000, batch_size=8)
         >>> recorder = GymnasiumRecorder(rb, env)
