@@ -23,7 +23,7 @@ from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.law import rank_law
-from tests.kernels.invariants import check_order
+from tests.kernels.invariants import check_order, check_tree
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "proportional": ProportionalSampler,
@@ -120,7 +120,7 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
 def check_priorities(rb: ReplayBuffer) -> None:
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
+        check_tree(sampler.tree, sampler.alpha, sampler.eps)
     elif isinstance(sampler, RankSampler):
         order: Any = sampler.order
         check_order(order)

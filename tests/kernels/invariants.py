@@ -19,6 +19,8 @@ from rlbuf_td.kernels.rank_order.chunks import (
     WIDTH,
     Chunks,
 )
+from rlbuf_td.kernels.rows.pool import Table
+from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
 
 def check_order(order: Any) -> None:
@@ -100,3 +102,34 @@ def check_boundaries(bits: BitBoundaries) -> None:
         at = torch.arange(below.shape[1])
         summary = (above[:, at // WORD] >> (at % WORD)) & 1
         _must(torch.equal(summary, (below != 0).long()), f"level {level} summarises the one below")
+
+
+def check_pool(table: Table) -> None:
+    """Refuse entries that are lost, or both free and held, or held by rows that are not near each other."""
+    for g, group in enumerate(table.groups):
+        free, used = table.counters[g].tolist()
+        stack, ids = table.stacks[g][:free].tolist(), table.ids(g).cpu().numpy()
+        held = set(np.unique(ids).tolist()) - {0}
+        is_apart = len(set(stack)) == free and not held & set(stack)
+        is_whole = is_apart and held | set(stack) == set(range(1, used + 1))
+        _must(is_whole, f"group {g}: each of {used} entries is free ({free}) or held ({len(held)})")
+        steps, names = len(ids) // table.lanes, {name: set[tuple[int, int]]() for name in held}
+        for cell, row in enumerate(ids):
+            for name in set(row.tolist()) - {0}:
+                names[name].add((cell % table.lanes, cell // table.lanes))
+        for name, places in names.items():
+            lanes, times = {lane for lane, _ in places}, [time for _, time in places]
+            apart = max(min((a - b) % steps, (b - a) % steps) for a in times for b in times)
+            near = len(lanes) == 1 and apart <= group.reach
+            _must(near, f"group {g}: rows that hold entry {name} lie near each other, not at {sorted(places)}")
+
+
+def check_tree(tree: SumTree, alpha: float, eps: float) -> None:
+    """Raise AssertionError unless a sum tree keeps the invariants of ``kernels.sum_tree``."""
+    given = tree.magnitude >= 0
+    expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
+    torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
+    again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
+    reference.repair_range(again, 0, again.weight.shape[0])
+    for name in ("sums", "before", "minima"):
+        torch.testing.assert_close(getattr(again, name), getattr(tree, name), rtol=1e-14, atol=0.0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree, reference
+from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
 
@@ -52,7 +53,7 @@ def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps
     for step, (index, td_error) in enumerate(history):
         largest = sum_tree.update_(tree, index, td_error, capacity, alpha, eps)
         assert largest == reference_update(spec, index, td_error, capacity, alpha, eps)
-        sum_tree.check(tree, alpha, eps)
+        check_tree(tree, alpha, eps)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
         weights = naive_weights(capacity, history[: step + 1], alpha, eps)
@@ -136,7 +137,7 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
         index = torch.randint(capacity, (256,), generator=generator)
         td_error = torch.rand(256, generator=generator).log_().mul_(-3).exp_()
         sum_tree.update_(tree, index, td_error, capacity, 0.6, 1e-6)
-    sum_tree.check(tree, 0.6, 1e-6)
+    check_tree(tree, 0.6, 1e-6)
     counts = torch.zeros(capacity)
     draws = 4_000
     for _ in range(draws // 8):
@@ -153,7 +154,7 @@ def test_huge_and_tiny_priorities_stay_finite_and_positive():
     sum_tree.update_(tree, torch.arange(3), torch.tensor([1e300, 1e-300, 1.0], dtype=torch.float64), 3, 2.0, 0.0)
     assert tree.weight.tolist()[:3] == [LARGEST, SMALLEST, 1.0]
     assert tree.total.isfinite()
-    sum_tree.check(tree, 2.0, 0.0)
+    check_tree(tree, 2.0, 0.0)
 
 
 def test_a_tree_takes_less_than_twenty_bytes_a_row():

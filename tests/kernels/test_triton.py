@@ -16,6 +16,7 @@ from rlbuf_td.kernels import dispatch, sum_tree
 from rlbuf_td.kernels.dispatch import backend_of, enable_triton, forced
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.sum_tree import SumTree, tree_over
+from tests.kernels.invariants import check_tree
 
 ROOT = Path(__file__).parents[2]
 #: One block, one group, a ragged one of each level that a launch covers, and levels beyond them.
@@ -57,7 +58,7 @@ def test_updates_fills_and_rebuilds_leave_what_the_reference_leaves(gpu, capacit
         assert found[0] == found[1]
         assert_same(tree, expected)
     assert int(tree.refused) == int(expected.refused)
-    sum_tree.check(tree, alpha, eps)
+    check_tree(tree, alpha, eps)
     with forced("triton"):
         assert_same(tree_over(tree.magnitude, tree.weight), tree)
 

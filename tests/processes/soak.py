@@ -28,8 +28,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.kernels import sum_tree
-from tests.kernels.invariants import check_order
+from tests.kernels.invariants import check_order, check_tree
 
 SAMPLERS = {"proportional": ProportionalSampler, "rank": RankSampler}
 _FACTORS = torch.tensor([(2 * j + 3) * 0x9E3779B97F4A7C15 % 2**63 for j in range(12)])
@@ -203,7 +202,7 @@ def _check_priorities(rb: ReplayBuffer) -> None:
     """Raise AssertionError unless the priorities are consistent, and every row has one."""
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
+        check_tree(sampler.tree, sampler.alpha, sampler.eps)
     else:
         check_order(sampler.order)
     if not bool((sampler.priority(torch.arange(len(rb))) >= 0).all()):

@@ -14,11 +14,10 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
-from rlbuf_td.kernels import sum_tree
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.kernels.invariants import check_order
+from tests.kernels.invariants import check_order, check_tree
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY = 24
@@ -102,7 +101,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
         assert torch.equal(mine, right)
     sampler = rb.sampler
     if isinstance(sampler, ProportionalSampler):
-        sum_tree.check(sampler.tree, sampler.alpha, sampler.eps)
+        check_tree(sampler.tree, sampler.alpha, sampler.eps)
     if isinstance(sampler, RankSampler):
         order: Any = sampler.order
         check_order(order)
@@ -242,7 +241,7 @@ def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch,
     killed(work)
     assert (rb.chronological() == expected).all()
     assert rb.write_count == 30
-    sum_tree.check(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
+    check_tree(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
     rb.load_state_dict(other.state_dict())
     assert (rb.chronological() == other.chronological()).all()
     assert (rb.sample()["x"] >= 500).all()

@@ -24,11 +24,10 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.kernels import sum_tree
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.kernels.invariants import check_order
+from tests.kernels.invariants import check_order, check_tree
 from tests.processes import soak
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -104,7 +103,7 @@ def test_priorities_and_settings_are_everybodys(sampler):
 
     elsewhere(draw)
     if sampler is ProportionalSampler:
-        sum_tree.check(rb.sampler.tree, 1.0, rb.sampler.eps)
+        check_tree(rb.sampler.tree, 1.0, rb.sampler.eps)
     else:
         check_order(rb.sampler.order)
 

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.kernels import sum_tree
+from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
 
@@ -46,7 +46,7 @@ def draws(rb: ReplayBuffer, batch: int, batches: int) -> torch.Tensor:
 
 
 def check(rb: ReplayBuffer) -> None:
-    sum_tree.check(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
+    check_tree(rb.sampler.tree, rb.sampler.alpha, rb.sampler.eps)
 
 
 @pytest.mark.parametrize(("alpha", "rows"), [(0.6, 1), (1.0, 2), (0.5, 9), (0.0, 100), (0.6, 100), (1.5, 100)])
@@ -346,7 +346,7 @@ def test_state_is_complete_through_state_dict_and_files(tmp_path):
         assert other.default_priority == 9.0
         torch.testing.assert_close(other.priority(torch.arange(10)), rb.sampler.priority(torch.arange(10)))
         other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
-        sum_tree.check(other.tree, 0.6, 1e-6)
+        check_tree(other.tree, 0.6, 1e-6)
         assert other.eps == rb.sampler.eps
     with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())

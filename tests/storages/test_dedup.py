@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
 from rlbuf_td.storages.dedup.rows import DedupRows
 from tests.catalogue import assert_same
+from tests.kernels.invariants import check_pool
 from tests.storages.observations import FRAMES, Lanes
 
 
@@ -103,7 +104,7 @@ def test_auto_shares_keys_one_by_one_where_it_cannot_look() -> None:
     assert set(storage.saved_bytes) == {("observation",), ("noise",)}
     assert sorted(pooled(storage).in_use) == [101, 200]
     assert_same(storage[:], data)
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
 
 
 def test_auto_shares_nothing_that_is_not_worth_it() -> None:
@@ -232,7 +233,7 @@ def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in (storage, plain):
         one.set(torch.ones(60, dtype=torch.bool), data)
     assert_same(storage[:], plain[:])
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
 
 
 @pytest.mark.cuda
@@ -245,7 +246,7 @@ def test_rows_on_a_cuda_device() -> None:
         for one in (storage, plain):
             one.set(range(start, start + 20), data)
         assert_same(storage[:].cpu(), plain[:].cpu())
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
 
 
 def test_damaged_state_is_refused_and_changes_nothing() -> None:
@@ -293,12 +294,12 @@ def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
     storage.load_state_dict(plain.state_dict())
     assert_same(storage[:], plain[:])
     assert pooled(storage).in_use == [6]
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
     storage._empty()
     for start in (0, 3):
         storage.set(range(start, 10), data[start:])
     assert_same(storage[:], data)
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
 
 
 def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_a_write_that_was_cut_short_does_not_outlive_the_rows(monkeypatch: pytes
     for start in (0, 3):
         storage.set(range(start, 10), data[start:])
     assert_same(storage[:], data)
-    pooled(storage).check()
+    check_pool(pooled(storage).table)
 
 
 @pytest.mark.parametrize("index", [True, False])

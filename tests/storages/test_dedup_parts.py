@@ -32,6 +32,7 @@ from rlbuf_td.storages.dedup.rows import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied
+from tests.kernels.invariants import check_pool
 from tests.storages.observations import FRAMES, Lanes
 
 POOLED = partial(PackedStorage, share_next=True, frames={"pixels": FRAMES})
@@ -57,7 +58,7 @@ def filled(make: Any, capacity: int = 40, steps: int = 100, ndim: int = 1, **kwa
 def check(rb: ReplayBuffer) -> None:
     rows = rb.storage.rows
     if isinstance(rows, DedupRows):
-        rows.check()
+        check_pool(rows.table)
 
 
 @pytest.mark.parametrize(("steps", "ndim"), [(20, 2), (100, 1)])

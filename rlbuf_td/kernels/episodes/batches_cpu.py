@@ -152,6 +152,17 @@ def _walk(bitmap, cell, n):
     return k, t * lanes + lane
 
 
+@inlined
+def _sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
+    """Return the discounted sum of ``k`` rewards from row ``cell`` on."""
+    total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
+    for _ in range(1, k):
+        cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
+        discount *= gamma
+        total += discount * _reward_at(rewards + cell * row_bytes, double)
+    return total
+
+
 @kernel
 def n_step(
     bitmap, reward, features, double, row_bytes, ranges, taken_parts, parts,
@@ -185,13 +196,8 @@ def n_step(
         if reads:
             _copy_parts(to, source + cell * row_bytes, kept, end)
         for feature in range(features):
-            at, here = reward + feature * width, cell
-            total = _reward_at(source + here * row_bytes + at, double)
-            discount = 1.0
-            for _ in range(1, k):
-                here = here + lanes if here + lanes < steps * lanes else here + lanes - steps * lanes
-                discount *= gamma
-                total += discount * _reward_at(source + here * row_bytes + at, double)
+            at = reward + feature * width
+            total = _sum_rewards(source + at, row_bytes, cell, lanes, steps * lanes, k, gamma, double)
             if double:
                 store_float64(to + at, total)
             else:

@@ -30,6 +30,14 @@ def _slot(keys, key, hint):
 
 
 @compiled
+def _key(address, row, lane):
+    """Return the trajectory number of a row, a number of its lane if there are none."""
+    if address == 0:
+        return np.int64(-2 - lane)  # lanes and trajectory numbers never meet
+    return carray(pointer(address), row + 1, np.int64)[row]
+
+
+@compiled
 def _number(address, row, is_double):
     if is_double:
         return carray(pointer(address), row + 1, np.float64)[row]
@@ -42,63 +50,53 @@ def _flag(address, row):
 
 
 @compiled
-def _finish(slot, now, reduction, lengths, sums, record):
-    """Write what an episode amounts to: when it ended, its length, its metrics."""
-    record[0] = now
-    record[1] = lengths[slot]
+def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
+    """Record when an episode ended, its length, its metrics and the reasons for its end; free its slot."""
+    at = counters[EPISODES] % records.shape[0]
+    records[at, 0] = counters[STEPS]
+    records[at, 1] = lengths[slot]
     for m in range(reduction.shape[0]):
-        record[2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
+        records[at, 2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
+    for r in range(ends.shape[1]):
+        ends[at, r] = _flag(reasons[r], row)
+    keys[slot] = FREE
+    counters[EPISODES] += 1
 
 
 @compiled
 def count_steps(
-    start,
-    shape,
-    strides,
-    inputs,
-    is_double,
-    reduction,
-    keys,
-    lengths,
-    touched,
-    sums,
-    lane_slot,
-    records,
-    ends,
-    counters,
-):
+    start, shape, strides, inputs, is_double, reduction,
+    keys, lengths, touched, sums, lane_slot, records, ends, counters,
+):  # fmt: skip
     """Count the steps of one write from number ``start`` on; return how many of them are done.
 
     Fewer than there are means: no slot is free. Make room, and call again from there.
 
     Args:
         start: number of the first step, time-major.
-        shape: time steps and lanes of the data; ``strides``: rows from one to the next of each.
-        strides: see ``shape``.
+        shape: time steps and lanes of the data.
+        strides: rows from one time step, and from one lane, to the next.
         inputs: addresses of contiguous blocks: trajectory numbers (int64; 0: lanes are trajectories), ends (one byte),
             then M metrics (float32 or float64), then R reasons (one byte).
         is_double: which of the metrics are float64, ``[M]``.
         reduction: ``SUM``, ``MEAN`` or ``LAST``, ``[M]``.
-        keys: of the open episodes, ``[S]``, ``FREE`` where there is none; with them their ``lengths``, when they were
-            ``touched``, and the ``sums`` of their metrics, ``[S, M]``.
-        lengths: see ``keys``.
-        touched: see ``keys``.
-        sums: see ``keys``.
+        keys: of the open episodes, ``[S]``, ``FREE`` where there is none.
+        lengths: steps of the open episodes so far, ``[S]``.
+        touched: the write that added to them last, ``[S]``.
+        sums: their metrics so far, ``[S, M]``.
         lane_slot: the slot that each lane used last: where to look first.
-        records: a ring of finished episodes, ``[H, 2 + M]``; ``ends``: their reasons, ``[H, R]``.
-        ends: see ``records``.
+        records: a ring of finished episodes, ``[H, 2 + M]``.
+        ends: the reasons for their ends, ``[H, R]``.
         counters: steps, episodes and writes so far.
     """
     steps, lanes = shape
-    metrics, reasons = is_double.shape[0], ends.shape[1]
+    metrics = is_double.shape[0]
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
-        key = np.int64(-2 - lane)  # lanes and trajectory numbers never meet
-        if inputs[0] != 0:
-            key = carray(pointer(inputs[0]), row + 1, np.int64)[row]
-            if key == PADDING:
-                continue
+        key = _key(inputs[0], row, lane)
+        if key == PADDING:
+            continue
         slot = _slot(keys, key, lane_slot[lane])
         if slot < 0:
             return number
@@ -114,10 +112,5 @@ def count_steps(
             x = _number(inputs[2 + m], row, is_double[m])
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
         if _flag(inputs[1], row):
-            at = counters[EPISODES] % records.shape[0]
-            _finish(slot, counters[STEPS], reduction, lengths, sums, records[at])
-            for r in range(reasons):
-                ends[at, r] = _flag(inputs[2 + metrics + r], row)
-            keys[slot] = FREE
-            counters[EPISODES] += 1
+            _finish(slot, row, inputs[2 + metrics :], reduction, keys, lengths, sums, records, ends, counters)
     return steps * lanes

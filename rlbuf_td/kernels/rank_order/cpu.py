@@ -125,6 +125,26 @@ def find_in_chunks(
         step >>= 1
 
 
+@bare
+def _find_groups(head: np.ndarray, top_tree: np.ndarray, rest: np.ndarray, pos: np.ndarray) -> None:
+    """Write the positions of the groups that hold ranks into ``pos``, and reduce ``rest`` to ranks in these groups."""
+    n = len(rest)
+    groups = head[GROUPS]
+    step = 1
+    while step * 2 <= groups:
+        step *= 2
+    while step > 0:
+        for i in range(n):
+            # Past the last group the tree's nodes hold what FULL holds in a group: they are never entered.
+            p = pos[i] + step
+            inside = p < groups
+            mass = top_tree[np.uint64(p * inside)]
+            go = inside & (mass <= rest[i])
+            pos[i] += step * go
+            rest[i] -= mass * go
+        step >>= 1
+
+
 @compiled
 def rows_at(
     head: np.ndarray,
@@ -146,20 +166,7 @@ def rows_at(
     for i in range(n):
         rest[i] = ranks[i] - 1
         rows[i] = 0
-    groups = head[GROUPS]
-    step = 1
-    while step * 2 <= groups:
-        step *= 2
-    while step > 0:
-        for i in range(n):
-            # Past the last group the tree's nodes hold what FULL holds in a group: they are never entered.
-            p = pos[i] + step
-            inside = p < groups
-            mass = top_tree[np.uint64(p * inside)]
-            go = inside & (mass <= rest[i])
-            pos[i] += step * go
-            rest[i] -= mass * go
-        step >>= 1
+    _find_groups(head, top_tree, rest, pos)
     slot = rows
     step = WIDTH // 2
     while step > 0:

@@ -224,29 +224,6 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
 _CHUNK = 1 << 18
 
 
-def check(table: Table) -> None:
-    """Compare the free entries with those that rows name.
-
-    Raises:
-        AssertionError: an entry is lost, or both free and held, or held by rows that are not near each other.
-    """
-    for g, group in enumerate(table.groups):
-        free, used = table.counters[g].tolist()
-        stack, ids = table.stacks[g][:free].tolist(), table.ids(g).cpu().numpy()
-        held = set(np.unique(ids).tolist()) - {0}
-        if len(set(stack)) != free or held & set(stack) or held | set(stack) != set(range(1, used + 1)):
-            raise AssertionError(f"group {g}: {used} entries used, {free} free, {len(held)} held")
-        steps, names = len(ids) // table.lanes, {name: set[tuple[int, int]]() for name in held}
-        for cell, row in enumerate(ids):
-            for name in set(row.tolist()) - {0}:
-                names[name].add((cell % table.lanes, cell // table.lanes))
-        for name, places in names.items():
-            lanes, times = {lane for lane, _ in places}, [time for _, time in places]
-            apart = max(min((a - b) % steps, (b - a) % steps) for a in times for b in times)
-            if len(lanes) > 1 or apart > group.reach:
-                raise AssertionError(f"group {g}: entry {name} is held by rows at {sorted(places)}")
-
-
 # -- the reference
 
 

@@ -5,7 +5,7 @@ Every row has a *magnitude* ``|td_error|`` (-1 where none was given) and a *weig
 the next level, up to the root. A group keeps, in one cache line each, the sums of its members, the sum *before* each of
 them (what a draw compares with), and their minima (over positive weights). A draw thus reads one line per level.
 
-Invariants, which :func:`check` states as code: a parent is *recomputed* from its children, never shifted by a
+Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never shifted by a
 difference, so that nothing drifts and equal updates give equal trees; ``before`` is infinite behind a group's last
 member of positive sum, so that a draw never returns a row of weight 0.
 
@@ -28,7 +28,7 @@ from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, Number, SumTree, padded
 
-__all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "check", "draw", "fill_", "padded", "prepare_capture"]
+__all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "padded", "prepare_capture"]
 __all__ += ["rebuild_", "reweigh_", "tree_over", "update_", "weight_of"]
 
 
@@ -140,17 +140,6 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
     return tree.device_state.largest
-
-
-def check(tree: SumTree, alpha: float, eps: float) -> None:
-    """Assert the invariants, for tests: O(N)."""
-    given = tree.magnitude >= 0
-    expected = torch.where(given, weight_of(tree.magnitude, alpha, eps), 0.0)
-    torch.testing.assert_close(tree.weight, expected, rtol=1e-12, atol=0.0)
-    again = SumTree(**{name: tensor.clone() for name, tensor in tree.tensors().items()})
-    reference.repair_range(again, 0, again.weight.shape[0])
-    for name in ("sums", "before", "minima"):
-        torch.testing.assert_close(getattr(again, name), getattr(tree, name), rtol=1e-14, atol=0.0)
 
 
 def _device_kernels(tree: SumTree) -> ModuleType:

@@ -106,6 +106,24 @@ def _go(mass, left, right):
     return tl.where(goes_right, mass - left, mass), goes_right
 
 
+@triton.jit
+def _draw_in_blocks(weight, mass, node, inside):
+    """Go on from blocks to their rows, by halves; return the rows and their weights."""
+    leaf = weight + node * WIDTH
+    w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
+    w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
+    w4, w5 = tl.load(leaf + 4, mask=inside, other=1.0), tl.load(leaf + 5, mask=inside, other=1.0)
+    w6, w7 = tl.load(leaf + 6, mask=inside, other=1.0), tl.load(leaf + 7, mask=inside, other=1.0)
+    mass, four = _go(mass, (w0 + w1) + (w2 + w3), (w4 + w5) + (w6 + w7))
+    a, b = tl.where(four, w4, w0), tl.where(four, w5, w1)
+    c, d = tl.where(four, w6, w2), tl.where(four, w7, w3)
+    mass, two = _go(mass, a + b, c + d)
+    a, b = tl.where(two, c, a), tl.where(two, d, b)
+    mass, one = _go(mass, a, b)
+    row = node * WIDTH + 4 * four.to(tl.int64) + 2 * two.to(tl.int64) + one.to(tl.int64)
+    return row, tl.where(one, b, a)
+
+
 @triton.jit(do_not_specialize=["count", "step"])
 def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
@@ -135,19 +153,7 @@ def _draw(
             member += beyond.to(tl.int64)
         mass -= passed
         node = WIDTH * node + member
-    leaf = weight + node * WIDTH
-    w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
-    w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
-    w4, w5 = tl.load(leaf + 4, mask=inside, other=1.0), tl.load(leaf + 5, mask=inside, other=1.0)
-    w6, w7 = tl.load(leaf + 6, mask=inside, other=1.0), tl.load(leaf + 7, mask=inside, other=1.0)
-    mass, four = _go(mass, (w0 + w1) + (w2 + w3), (w4 + w5) + (w6 + w7))
-    a, b = tl.where(four, w4, w0), tl.where(four, w5, w1)
-    c, d = tl.where(four, w6, w2), tl.where(four, w7, w3)
-    mass, two = _go(mass, a + b, c + d)
-    a, b = tl.where(two, c, a), tl.where(two, d, b)
-    mass, one = _go(mass, a, b)
-    chosen = tl.where(one, b, a)
-    row = node * WIDTH + 4 * four.to(tl.int64) + 2 * two.to(tl.int64) + one.to(tl.int64)
+    row, chosen = _draw_in_blocks(weight, mass, node, inside)
     tl.store(index + at, row, mask=inside)
     if NORM == 1:
         tl.store(importance + at, chosen, mask=inside)

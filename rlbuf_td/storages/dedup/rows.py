@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.rows import new_rows
-from rlbuf_td.kernels.rows.pool import Table, assemble_, check, grow_, read_, rebuild_, write_
+from rlbuf_td.kernels.rows.pool import Table, assemble_, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup.layout import ENTRY_IDS, DedupLayout, Sections
@@ -102,10 +102,6 @@ class DedupRows(Rows):
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
         return self.dedup.saved_bytes(self.cells, self.in_use)
-
-    def check(self) -> None:
-        """Assert that each entry is either free or named by rows that may share it; for tests."""
-        check(self.table)
 
     def sources(self) -> tuple[torch.Tensor, ...]:
         return (self.matrix, *self.table.entries)
