@@ -110,9 +110,6 @@ class CudaTensor(torch.Tensor):
         _wait("tolist")
         return self.on_cpu.tolist()
 
-    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        return torch.tensor(data, dtype=dtype or self.dtype, device=device or CUDA)
-
     def __getitem__(self, index: Any) -> torch.Tensor:
         return super().__getitem__(_index(index))
 
@@ -120,12 +117,6 @@ class CudaTensor(torch.Tensor):
         if isinstance(value, (bool, int, float)):  # which of its operations torch takes differs between versions
             value = CudaTensor(torch.tensor(value, dtype=self.dtype))
         super().__setitem__(_index(index), value)
-
-    def is_pinned(self, *args: Any) -> bool:
-        return False
-
-    def share_memory_(self) -> CudaTensor:
-        return self
 
     def record_stream(self, stream: Any) -> None:
         pass
@@ -151,7 +142,7 @@ def _done(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if ours:
         to_cuda = _check(func, args, kwargs, len(ours) < len(tensors), to_cuda)
     elif tensors and func.overloadpacket.__name__ == "_to_copy":
-        _check_copy("_to_copy", bool(kwargs.get("non_blocking")))
+        _wait_unless(kwargs.get("non_blocking"))
     if to_cuda and named is not None:
         kwargs["device"] = torch.device("cpu")
     func = func if _THREAD.recorder is None else _recorded_by(_THREAD.recorder, func)
@@ -168,11 +159,11 @@ def _check(func: Any, args: Any, kwargs: dict[str, Any], mixed: bool, to_cuda: b
     others = [x for x in tree_leaves((args, kwargs)) if _is_cpu(x)]
     if name == "_to_copy":
         if not to_cuda:
-            _check_copy(name, bool(kwargs.get("non_blocking")))
+            _wait_unless(kwargs.get("non_blocking"))
         return to_cuda
     if name in ("copy_", "_foreach_copy_"):
         if mixed:
-            _check_copy(name, args[2] if len(args) > 2 else bool(kwargs.get("non_blocking")))
+            _wait_unless(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         return not any(map(_is_cpu, tree_leaves(args[0])))
     if waits(func, args, kwargs):
         _wait(name)
@@ -199,17 +190,17 @@ def _refuse_mix(name: str) -> None:
     raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, in {name}")
 
 
-def _check_copy(name: str, non_blocking: bool) -> None:
-    if not non_blocking:
-        _wait(f"{name} between devices")
-
-
 def _wait(what: str) -> None:
     """Wait for the device, unless that is refused."""
     if _THREAD.recorder is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
     if _SYNC.mode == "error":
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+
+
+def _wait_unless(non_blocking: Any) -> None:
+    if not non_blocking:
+        _wait("copy between devices")
 
 
 def _same(tensor: CudaTensor) -> CudaTensor:
@@ -262,21 +253,12 @@ class _Generator(torch.Generator, metaclass=_AnyGenerator):
         _GENERATORS.add(made)
         return made
 
-    def __reduce__(self) -> Any:
-        return _restored, (self.get_state(),)
-
     @property
     def device(self) -> torch.device:
         return CUDA
 
 
 _GENERATORS: weakref.WeakSet[_Generator] = weakref.WeakSet()
-
-
-def _restored(state: torch.Tensor) -> torch.Generator:
-    generator = _Generator(CUDA)
-    generator.set_state(state)
-    return generator
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -309,9 +291,6 @@ class _Stream:
     def synchronize(self, *args: Any) -> None:
         if _THREAD.recorder is not None:
             _wait("synchronize")
-
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or _Stream()
 
     def record(self, *args: Any) -> None:
         pass
@@ -356,9 +335,6 @@ class _Runtime:
         self.locked.remove(address)
         return 0
 
-    def cudaGetErrorString(self, error: int) -> str:
-        return f"error {error}"
-
 
 def _functions() -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda``."""
@@ -377,14 +353,12 @@ def _functions() -> dict[str, Any]:
         "current_stream": _Stream,
         "synchronize": _Stream().synchronize,
         "set_sync_debug_mode": lambda mode: setattr(_SYNC, "mode", mode),
-        "get_sync_debug_mode": lambda: ["default", "warn", "error"].index(_SYNC.mode),
         "is_current_stream_capturing": lambda: _THREAD.recorder is not None,
         "CUDAGraph": _Graph,
         "graph": _Graph.recording,
         "mem_get_info": lambda device=None: (1 << 37, 1 << 37),
         "memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
-        "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,  # the CPU's generator has got it
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
