@@ -46,9 +46,6 @@ _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 class ReplayCount:
     """How often each row of a storage has been drawn since it was written. It is attached to the storage.
 
-    Args:
-        storage: the storage.
-
     Cost: 4 bytes per row; O(rows of the batch) per draw and write.
     """
 
@@ -113,13 +110,6 @@ def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
     """Return the numbers that this module's docstring lists, as far as the parts have them.
-
-    Args:
-        storage: the rows.
-        sampler: the sampler; of a wrapper, the innermost sampler is examined.
-        writer: the writer.
-        last_draw: the last batch, ``None`` before the first.
-        replays: the counts, ``None`` if draws are not counted.
 
     Cost: O(N log N) with priorities or counts, else O(B log B).
     """

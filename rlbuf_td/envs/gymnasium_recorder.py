@@ -127,11 +127,7 @@ class GymnasiumRecorder:
         self._warned = False
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Return the schema ``[E]`` with the trajectory key and the reward dtype of the buffer; reserve rows for it.
-
-        Raises:
-            SchemaError: the rows have other lanes, lack a key, or hold it with another dtype or shape.
-        """
+        """Return the schema ``[E]`` with the trajectory key and the reward dtype of the buffer; reserve rows for it."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -241,7 +237,6 @@ class GymnasiumRecorder:
         self._write_stretches(np.ones(self._lanes, bool))
 
     def _begin(self, lanes: np.ndarray) -> None:
-        """Begin a new trajectory in each lane of a mask."""
         count = np.count_nonzero(lanes)
         if not count:
             return

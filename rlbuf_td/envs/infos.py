@@ -55,10 +55,7 @@ def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]],
 
 
 def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
-    """Return an info and the mask of the lanes that have it; ``(None, False)`` if it is missing.
-
-    In a vector environment's infos, ``_x`` is the mask of ``x``; without a mask all lanes have it.
-    """
+    """Return an info and the mask of the lanes that have it (Gymnasium's ``_x`` for ``x``), else ``(None, False)``."""
     present: Any = True
     value: Any = info
     for part in path:
@@ -88,18 +85,9 @@ def fill_infos_(
     ended: np.ndarray | None,
     lanes: np.ndarray | None,
 ) -> None:
-    """Copy an info of a vector environment into its column, ``[E, ...]``.
+    """Copy an info of a vector environment, or its default, into some lanes (``None``: all) of its column ``[E, ...]``.
 
-    Args:
-        column: the column.
-        path: the info's name.
-        default: the value of lanes that lack it.
-        info: the infos of all lanes.
-        ended: lanes that were reset within this step, whose values are in ``final_info``.
-        lanes: lanes to copy; ``None`` for all.
-
-    Raises:
-        SchemaError: a lane has neither a value nor a default; or the values do not fit the column.
+    ``ended``: lanes that were reset within this step, whose values are in ``final_info``.
     """
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources = [(info, missing.copy())]

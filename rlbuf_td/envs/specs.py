@@ -135,11 +135,10 @@ def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
 
 def refuse_taken(keys: Any) -> None:
     """Raise a :class:`SchemaError` if an observation has a key that a transition needs for itself."""
-    for key in keys:
-        if key in _TAKEN:
-            raise SchemaError(
-                f"the observation has a key {key!r}, which a transition needs for itself: rename it with a wrapper"
-            )
+    for key in _TAKEN.intersection(keys):
+        raise SchemaError(
+            f"the observation has a key {key!r}, which a transition needs for itself: rename it with a wrapper"
+        )
 
 
 # -- values: nested dicts and tuples of arrays and numbers

@@ -32,8 +32,7 @@ def generalized_advantage_estimate(
         gamma: discount, in [0, 1], or one per step.
         lmbda: decay of the trace, in [0, 1], or one per step.
         state_value: :math:`V(s_t)`, ``[*batch, T, *F]``, floating.
-        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the one after a
-            reset).
+        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the one after a reset).
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
@@ -48,10 +47,9 @@ def generalized_advantage_estimate(
 
     Cost: one pass over the data; about 5 µs plus 1 ns an element on a CPU.
 
-    Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage
-    estimation", eq. 16. Takes the place of TorchRL's ``generalized_advantage_estimate`` and
-    ``vec_generalized_advantage_estimate``; unlike theirs it carries no gradient and cuts the series off
-    nowhere, and does not round gamma to float32.
+    Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
+    Takes the place of TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``; unlike
+    theirs it carries no gradient, cuts the series off nowhere, and does not round gamma to float32.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)

@@ -95,9 +95,8 @@ def td1_return_estimate(
 
     Cost: one pass over the data.
 
-    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's
-    ``td1_return_estimate``; but with ``rolling_gamma=False`` the last step bootstraps here as it does
-    everywhere else, while theirs drops it.
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, but
+    with ``rolling_gamma=False`` the last step bootstraps here as it does everywhere else, while theirs drops it.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -120,7 +119,6 @@ def _estimate(
     done: Tensor,
     terminated: Tensor | None,
 ) -> Tensor:
-    """Return the TD(lambda) estimate, or that of TD(1)."""
     terminated = done if terminated is None else terminated
     others = {"reward": reward, "done": done, "terminated": terminated}
     layout = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, others)

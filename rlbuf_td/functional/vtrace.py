@@ -54,9 +54,8 @@ def vtrace_advantage_estimate(
 
     Cost: one pass over the data.
 
-    Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's
-    ``vtrace_advantage_estimate`` (which names the two policies the other way round, and whose ``time_dim``
-    other than -2 works on transposed inputs only).
+    Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate`` (which
+    names the two policies the other way round, and whose ``time_dim`` other than -2 works on transposed inputs only).
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

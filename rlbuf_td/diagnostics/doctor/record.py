@@ -37,13 +37,7 @@ _ROWS = "storage_metadata.json"  # of TorchRL's checkpointers
 
 
 class SharedColumn:
-    """A deduplicated column ``[T, E, ...]``, which is read only where it is indexed.
-
-    Args:
-        rows: the rows of a storage.
-        key: the column's key.
-        steps: the number of time steps written.
-    """
+    """A deduplicated column ``[T, E, ...]`` of the ``steps`` time steps written, read only where it is indexed."""
 
     def __init__(self, rows: Rows, key: Key, steps: int) -> None:
         self._rows, self._key = rows, key
@@ -60,11 +54,7 @@ class SharedColumn:
 
 
 class Record:
-    """The rows of a storage as columns ``[T, E, ...]``, lanes flattened.
-
-    Args:
-        storage: a storage of TensorDicts of tensors that is not empty.
-        writer: the writer of the rows, if known.
+    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``, lanes flattened.
 
     Attributes:
         columns: the rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
@@ -189,11 +179,7 @@ class Record:
         """Return a flat row as the storage indexes it."""
         if len(self.shape) == 1:
             return flat
-        parts = []
-        for size in reversed(self.shape[1:]):
-            flat, part = divmod(flat, size)
-            parts.append(part)
-        return (flat, *reversed(parts))
+        return tuple(int(part) for part in torch.unravel_index(torch.tensor(flat), self.shape))
 
     def finding(
         self, code: str, where: torch.Tensor, of: int, explanation: str, remedy: str, key: Key | None = None
@@ -225,10 +211,7 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a number for the values of each row under some keys, ``[n]`` int64 on the CPU: equal for equal values.
-
-    ``rows``: flat rows ``[n]``; ``None``: all.
-    """
+    """Return a hash of each row's values, ``[n]`` int64 on the CPU; ``rows``: flat rows ``[n]``, or all."""
     generator = torch.Generator().manual_seed(0)
     result = torch.zeros(record.steps * record.lanes if rows is None else len(rows), dtype=torch.int64)
     for key in keys:
@@ -248,13 +231,7 @@ def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) ->
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
-    """Return storage, sampler and writer of what :func:`~rlbuf_td.diagnostics.doctor.check` accepts.
-
-    Raises:
-        TypeError: the source is of another type.
-        FileNotFoundError: nothing is saved at the path.
-        ValueError: what is saved cannot be read.
-    """
+    """Return storage, sampler and writer of what :func:`~rlbuf_td.diagnostics.doctor.check` accepts."""
     if isinstance(source, str | Path):
         source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):

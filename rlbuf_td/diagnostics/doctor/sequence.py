@@ -132,15 +132,7 @@ def _spread(where: torch.Tensor) -> torch.Tensor:
 
 
 def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool, never: bool = False) -> Finding:
-    """Return the finding about broken rows.
-
-    Args:
-        record: the rows.
-        where: the broken rows, ``[T, E]``.
-        flow: whether rows continue each other.
-        mostly: most rows within trajectories are broken, so that rows cannot be in the order of time.
-        never: no flag is ever set.
-    """
+    """Return the finding about broken rows; ``mostly``: most rows are; ``never``: no flag is ever set."""
     of = int(flow.inside.sum())
     seen = "The next observation is not the following row's observation, though the trajectory goes on there."
     found = _found_elsewhere(record, _spread(where), mostly)
@@ -169,7 +161,6 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool, ne
 
 
 def _never(record: Record, where: torch.Tensor, seen: str) -> Finding:
-    """Return the finding that no trajectory ends; ``where``: the rows that seem to be ends."""
     rows = record.steps * record.lanes
     finding = record.finding(
         "done-never",

@@ -30,6 +30,11 @@ class _Tally:
     def __init__(self, record: Record) -> None:
         self.record, self.count, self.rows = record, 0, list[Row]()
 
+    def finding(self, code: str, key: Key, explanation: str, remedy: str) -> Finding:
+        """Return a finding about the flagged rows."""
+        rows = self.record.steps * self.record.lanes
+        return Finding(code, key, tuple(self.rows), self.count, rows, explanation, remedy)
+
     def add(self, block: slice, where: torch.Tensor) -> None:
         """Count the flags ``[B, E]`` of a block."""
         number = int(where.sum())
@@ -58,10 +63,10 @@ def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[F
                 varies[key] = varying | (values != columns[key][:1, :1].flatten(2)).flatten(0, 1).any(0).cpu()
     for key, tally in finite.items():
         if tally.count:
-            yield _not_finite(key, tally, rows)
+            yield _not_finite(key, tally)
     for key, tally in outside.items():
         if tally.count:
-            yield _out_of_bounds(key, tally, rows)
+            yield _out_of_bounds(key, tally)
     for key, varying in varies.items():
         if rows >= _MANY and not varying.all() and not _is_one_hot(record, key):
             yield _constant(record, key, varying, rows)
@@ -85,13 +90,10 @@ def _must_be_finite(record: Record, key: Key) -> bool:
     return is_given and _is_float(record, key)
 
 
-def _not_finite(key: Key, tally: _Tally, rows: int) -> Finding:
-    return Finding(
+def _not_finite(key: Key, tally: _Tally) -> Finding:
+    return tally.finding(
         "not-finite",
         key,
-        tuple(tally.rows),
-        tally.count,
-        rows,
         f"{show_key(key)} is NaN or infinite there. One such row in a batch makes the loss NaN, and then the network.",
         "look at what the environment returned in these steps (a diverging simulation, a division by zero); leave such "
         "transitions out, or end the trajectory there.",
@@ -107,13 +109,10 @@ def _bounded(record: Record, bounds: Mapping[Key, Interval]) -> list[Key]:
     ]
 
 
-def _out_of_bounds(key: Key, tally: _Tally, rows: int) -> Finding:
-    return Finding(
+def _out_of_bounds(key: Key, tally: _Tally) -> Finding:
+    return tally.finding(
         "out-of-bounds",
         key,
-        tuple(tally.rows),
-        tally.count,
-        rows,
         f"{show_key(key)} lies outside the bounds of its space there.",
         "store what the environment returned, before any scaling; or correct the bounds, if it returns such values.",
     )
@@ -235,13 +234,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and the highest value of each bounded key of an observation.
-
-    Args:
-        source: a Gymnasium space or environment, or a TorchRL spec of observations or environment.
-
-    Raises:
-        TypeError: the source is of another type.
+    """Return the lowest and the highest value of each bounded key; ``source`` as ``space`` of ``check``.
 
     Example:
         >>> from torchrl.data import Bounded, Composite, Unbounded

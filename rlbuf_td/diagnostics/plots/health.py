@@ -11,19 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
-from rlbuf_td.diagnostics.plots.figure import (
-    ACCENT,
-    INK,
-    SHADE,
-    SMALL,
-    dress,
-    guide,
-    histogram,
-    in_percent,
-    numbers_of,
-    panels,
-    title,
-)
+from rlbuf_td.diagnostics.plots import figure as style
 from rlbuf_td.storages.indexing import lanes_of
 
 
@@ -63,34 +51,34 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     draws = list[Callable[[Axes], None]]()
     if age is not None:
         steps = len(storage) // lanes_of(storage).numel()
-        draws.append(lambda axes: _draw_ages(axes, numbers_of(age), steps))
+        draws.append(lambda axes: _draw_ages(axes, style.numbers_of(age), steps))
     if weight is not None:
-        draws.append(lambda axes: _draw_weights(axes, numbers_of(weight), report["effective_share"]))
+        draws.append(lambda axes: _draw_weights(axes, style.numbers_of(weight), report["effective_share"]))
     if probability is not None:
-        draws.append(lambda axes: _draw_mass(axes, numbers_of(probability), report["top_mass"]))
+        draws.append(lambda axes: _draw_mass(axes, style.numbers_of(probability), report["top_mass"]))
     if replays is not None:
-        counts = numbers_of(replays.counts()[: len(storage)])
+        counts = style.numbers_of(replays.counts()[: len(storage)])
         draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
-    figure, axes = panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
+    figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip(draws, axes, strict=False):
         draw(each)
     for each in axes[len(draws) :]:
         each.remove()
-    title(figure, f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
+    style.title(figure, f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
     return figure
 
 
 def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
     bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
-    histogram(axes, age, bins)
-    guide(axes, [0, steps], [len(age) / (len(bins) - 1)] * 2)
+    style.histogram(axes, age, bins)
+    style.guide(axes, [0, steps], [len(age) / (len(bins) - 1)] * 2)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    dress(axes, "age of the last batch\n(dashed: uniform)", "time steps since written", "rows")
+    style.dress(axes, "age of the last batch\n(dashed: uniform)", "time steps since written", "rows")
 
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
-    histogram(axes, weight, 20, range=(0, float(weight.max())))
-    dress(axes, f"weights of the last batch\n(worth {share:.0%} of its size)", "importance weight", "rows")
+    style.histogram(axes, weight, 20, range=(0, float(weight.max())))
+    style.dress(axes, f"weights of the last batch\n(worth {share:.0%} of its size)", "importance weight", "rows")
 
 
 def _some_ranks(rows: int) -> np.ndarray:
@@ -102,31 +90,33 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     some = _some_ranks(len(probability))
     mass = (np.cumsum(np.sort(probability)[::-1]) / probability.sum())[some]
     share = (some + 1) / len(probability)
-    axes.plot(share, mass, color=INK, linewidth=1.2)
-    guide(axes, share, share)
-    axes.plot([0.01], [top], "o", color=ACCENT, markersize=3.5)
+    axes.plot(share, mass, color=style.INK, linewidth=1.2)
+    style.guide(axes, share, share)
+    axes.plot([0.01], [top], "o", color=style.ACCENT, markersize=3.5)
     axes.annotate(
         f"top 1%: {top:.0%}",
         (0.01, top),
         (0.05, 0.86),
         textcoords="axes fraction",
-        fontsize=SMALL - 0.5,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": ACCENT},
+        fontsize=style.SMALL - 0.5,
+        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": style.ACCENT},
     )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
-    in_percent(axes)
-    dress(axes, "who gets the draws\n(dashed: uniform)", "most probable rows", "share of draws")
+    style.in_percent(axes)
+    style.dress(axes, "who gets the draws\n(dashed: uniform)", "most probable rows", "share of draws")
 
 
 def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
     doublings = np.bincount(np.frexp(counts)[1])  # 0, 1, 2 to 3, 4 to 7, ...
-    axes.bar(range(len(doublings)), doublings / len(counts), width=1, color=SHADE, edgecolor=INK, linewidth=0.5)
+    axes.bar(
+        range(len(doublings)), doublings / len(counts), width=1, color=style.SHADE, edgecolor=style.INK, linewidth=0.5
+    )
     edges = ["0", "1", *(f"{2**k:,}+" for k in range(1, len(doublings) - 1))]
     every = -(-len(edges) // 4)
     axes.set_xticks(range(len(edges))[::every], edges[::every])
-    in_percent(axes)
-    dress(axes, f"draws of the stored rows\n(never: {never:.1%})", "times drawn", "rows")
+    style.in_percent(axes)
+    style.dress(axes, f"draws of the stored rows\n(never: {never:.1%})", "times drawn", "rows")
 
 
 def plot_priorities(rb: ReplayBuffer) -> Figure:
@@ -163,10 +153,10 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
         raise TypeError(
             f"a {type(rb.sampler).__name__} keeps no priorities: use a ProportionalSampler or a RankSampler"
         )
-    figure, (left, right) = panels(1, 2, 1.7)
-    _draw_magnitudes(left, numbers_of(magnitude))
-    _draw_law(right, numbers_of(probability))
-    title(figure, f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
+    figure, (left, right) = style.panels(1, 2, 1.7)
+    _draw_magnitudes(left, style.numbers_of(magnitude))
+    _draw_law(right, style.numbers_of(probability))
+    style.title(figure, f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
     return figure
 
 
@@ -175,21 +165,21 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     if len(positive):
         low, high = positive.min(), positive.max()
         bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
-        histogram(axes, positive, bins, weights=np.full(len(positive), 1 / len(magnitude)))
-        axes.axvline(float(np.median(magnitude)), color=ACCENT, linewidth=1.0)
+        style.histogram(axes, positive, bins, weights=np.full(len(positive), 1 / len(magnitude)))
+        axes.axvline(float(np.median(magnitude)), color=style.ACCENT, linewidth=1.0)
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)
     words = f"line: median {np.median(magnitude):.2g}" + (f"; zero: {zeros:.1%}" if zeros else "")
-    in_percent(axes)
-    dress(axes, f"TD errors\n({words})", "magnitude", "rows")
+    style.in_percent(axes)
+    style.dress(axes, f"TD errors\n({words})", "magnitude", "rows")
 
 
 def _draw_law(axes: Axes, probability: np.ndarray) -> None:
     some = _some_ranks(len(probability))
     ratio = (np.sort(probability)[::-1] / probability.mean())[some]
-    axes.plot(some + 1, ratio, color=INK, linewidth=1.2)
-    guide(axes, some[[0, -1]] + 1, [1, 1])
+    axes.plot(some + 1, ratio, color=style.INK, linewidth=1.2)
+    style.guide(axes, some[[0, -1]] + 1, [1, 1])
     axes.set(xscale="log", yscale="log")
     if ratio.max() < 1.5 and ratio.min() > 0.67:
         axes.set_ylim(0.1, 10)
-    dress(axes, "probability of a draw\n(dashed: uniform)", "rank of the row", "times uniform")
+    style.dress(axes, "probability of a draw\n(dashed: uniform)", "rank of the row", "times uniform")

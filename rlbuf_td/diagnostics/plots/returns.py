@@ -8,22 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
-from rlbuf_td.diagnostics.plots.figure import (
-    ACCENT,
-    GUIDE,
-    INK,
-    LINES,
-    SHADE,
-    dress,
-    empty_figure,
-    guide,
-    histogram,
-    in_percent,
-    legend,
-    numbers_of,
-    panels,
-    title,
-)
+from rlbuf_td.diagnostics.plots import figure as style
 from rlbuf_td.functional import explained_variance
 from rlbuf_td.writers import RolloutWriter
 
@@ -55,29 +40,33 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         >>> plot_episodes(stats).get_suptitle()
         '3 episodes (line: mean of the last 100, band: deviation)'
     """
-    history = {name: numbers_of(column) for name, column in stats.history().items()}
+    history = {name: style.numbers_of(column) for name, column in stats.history().items()}
     if not len(history["step"]):
         raise RuntimeError("there is nothing to draw: no episode has ended")
     metrics = ["return", "length", *stats.metrics[2:]]
     if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
         metrics.remove("length")
-    figure, axes = panels(len(metrics) + 1, 1, 1.15, sharex=True)
+    figure, axes = style.panels(len(metrics) + 1, 1, 1.15, sharex=True)
     for name, each in zip(metrics, axes, strict=False):
         mean, deviation = _running(history[name], stats.window)
         each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
-        each.fill_between(history["step"], mean - deviation, mean + deviation, color=SHADE, alpha=0.6, linewidth=0)
-        each.plot(history["step"], mean, color=INK, linewidth=1.3)
+        each.fill_between(
+            history["step"], mean - deviation, mean + deviation, color=style.SHADE, alpha=0.6, linewidth=0
+        )
+        each.plot(history["step"], mean, color=style.INK, linewidth=1.3)
         is_both = len(metrics) < len(stats.metrics) and name == "return"
-        dress(each, "", "", "return = length, steps" if is_both else "length, steps" if name == "length" else name)
-    for line, name in zip(LINES, stats.reasons, strict=False):
+        style.dress(
+            each, "", "", "return = length, steps" if is_both else "length, steps" if name == "length" else name
+        )
+    for line, name in zip(style.LINES, stats.reasons, strict=False):
         rate, _ = _running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
-    in_percent(axes[-1])
-    dress(axes[-1], "", "environment steps", "ended so")
-    legend(axes[-1], loc="best", borderaxespad=0.2)
+    style.in_percent(axes[-1])
+    style.dress(axes[-1], "", "environment steps", "ended so")
+    style.legend(axes[-1], loc="best", borderaxespad=0.2)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
-    title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
+    style.title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
     return figure
 
 
@@ -124,22 +113,22 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     keys = writer.value_key, writer.value_target_key, writer.advantage_key
     value, target, advantage = (data.get(key).float().reshape(len(data), -1) for key in keys)
     explained = float(explained_variance(value, target))
-    value, target, advantage = map(numbers_of, (value, target, advantage))
-    figure = empty_figure(3.1)
+    value, target, advantage = map(style.numbers_of, (value, target, advantage))
+    figure = style.empty_figure(3.1)
     top, left, right = figure.subplot_mosaic("AA;BC").values()
-    top.plot(target[:, 0], color=INK, linewidth=1.1, label="value target")
-    top.plot(value[:, 0], color=ACCENT, linewidth=1.1, linestyle="--", label="value")
+    top.plot(target[:, 0], color=style.INK, linewidth=1.1, label="value target")
+    top.plot(value[:, 0], color=style.ACCENT, linewidth=1.1, linestyle="--", label="value")
     done = data.get(writer.estimator.done_key, None)
-    for end in [] if done is None else np.flatnonzero(numbers_of(done.reshape(len(data), -1))[:, 0]):
-        top.axvline(end + 0.5, color=SHADE, linewidth=0.8, zorder=0)
-    legend(top, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
-    dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
-    histogram(left, advantage.ravel(), 30)
-    left.axvline(0, color=GUIDE, linestyle="--", linewidth=0.9)
-    dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
+    for end in [] if done is None else np.flatnonzero(style.numbers_of(done.reshape(len(data), -1))[:, 0]):
+        top.axvline(end + 0.5, color=style.SHADE, linewidth=0.8, zorder=0)
+    style.legend(top, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    style.dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
+    style.histogram(left, advantage.ravel(), 30)
+    left.axvline(0, color=style.GUIDE, linestyle="--", linewidth=0.9)
+    style.dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
     low, high = min(value.min(), target.min()), max(value.max(), target.max())
-    guide(right, [low, high], [low, high])
+    style.guide(right, [low, high], [low, high])
     some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
-    right.plot(value.flat[some], target.flat[some], ".", color=INK, markersize=2, alpha=0.35, markeredgewidth=0)
-    dress(right, f"explained variance {explained:.2f}", "value", "value target")
+    right.plot(value.flat[some], target.flat[some], ".", color=style.INK, markersize=2, alpha=0.35, markeredgewidth=0)
+    style.dress(right, f"explained variance {explained:.2f}", "value", "value target")
     return figure
