@@ -26,10 +26,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE over the entries of a TensorDict, with as few rows for the value network as possible.
-
-    The fields are the arguments of :class:`~rlbuf_td.writers.RolloutWriter`.
-    """
+    """GAE over a TensorDict; the fields are the arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
@@ -44,14 +41,7 @@ class RolloutEstimator:
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
         """Return the estimates of a rollout ``rows``, ``[T, *lanes]``, where time and lanes are ``ndim`` dims.
 
-        Args:
-            rows: the steps.
-            ndim: see above.
-            has_values: ``False`` ignores the entry ``value_key``.
-
-        Raises:
-            SchemaError: an entry is missing.
-            ValueError: an entry has the wrong shape; or a value is needed and there is no network.
+        ``has_values=False`` ignores the entry ``value_key``.
         """
         lead = rows.batch_size[:ndim]
         reward = _entry(rows, self.reward_key)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.schema import reshaped
 
 _COUNTERS = ("_cursor_value", "_write_count_value")
@@ -19,12 +21,9 @@ _COUNTERS = ("_cursor_value", "_write_count_value")
 class RingWriter(RoundRobinWriter):
     """Write along time, from the oldest rows on once the storage is full.
 
-    A write may be longer than the storage: its newest rows stay. Nothing is added to the rows (TorchRL's
-    ``TensorDictRoundRobinWriter`` stores an ``"index"`` in each); an ``"index"`` that comes with the data, as in a
-    batch that was written before, is left out. The write count and the cursor have 64 bits (TorchRL's turn negative at
-    2**31). A refused write moves neither.
-
-    Works over :class:`PackedStorage`, by ranges, and over TorchRL's storages, by index.
+    A write may be longer than the storage: its newest rows stay. An ``"index"`` in the data, as in a sampled batch, is
+    not stored (TorchRL's ``TensorDictRoundRobinWriter`` stores one in each row). The write count and the cursor have 64
+    bits (TorchRL's turn negative at 2**31). A refused write moves neither. Works over TorchRL's storages, too.
 
     Args:
         track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
@@ -117,11 +116,7 @@ class RingWriter(RoundRobinWriter):
         return torch.add(first, along_time, alpha=cursor)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
-        """Write at given time steps without moving the cursor, and return their index; see TorchRL's writer.
-
-        Raises:
-            SchemaError: the data does not match the rows; nothing has changed.
-        """
+        """Write at given time steps without moving the cursor, and return their index, as TorchRL's writer does."""
         count = self._write_count_value.value
         try:
             return super().write_at(index, _without_index(data))
@@ -130,11 +125,7 @@ class RingWriter(RoundRobinWriter):
             raise
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
-        """Tell everything attached to the storage which rows were written.
-
-        A listener that offers ``mark_range(start, count)`` is told ranges of flat rows, which costs it no index; others
-        are told the index, as TorchRL does.
-        """
+        """Tell everything attached to the storage which flat rows were written, or the index, as TorchRL does."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
@@ -165,27 +156,20 @@ class RingWriter(RoundRobinWriter):
         return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
 
 
-def next_step(storage: Storage) -> int:
-    """Return the time step that a ring writes next, after the newest row of a storage."""
+def continue_after_newest(writer: RoundRobinWriter, storage: Storage) -> None:
+    """Let a ring write after the newest row of a storage."""
+    writer._cursor = _next_step(storage)
+
+
+def _next_step(storage: Storage) -> int:
     last = storage._last_cursor_index
     if last is None or not len(storage):
         return 0
     return (last + 1) % storage._max_size_along_dim0() if storage._is_full else last + 1
 
 
-def continue_after_newest(writer: RoundRobinWriter, storage: Storage) -> None:
-    """Let a ring write after the newest row of a storage."""
-    writer._cursor = next_step(storage)
-
-
 def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
-    """Return the time steps of the newest ``n`` (default: all), oldest first.
-
-    Raises:
-        TypeError: the writer is not a ring.
-        RuntimeError: nothing is stored.
-        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
-    """
+    """Return the time steps of the newest ``n`` (default: all), oldest first."""
     if not isinstance(writer, RoundRobinWriter):
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
     if not len(storage):
@@ -193,15 +177,8 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tenso
     steps = len(storage) if storage.ndim == 1 else storage.shape[0]
     if n is not None and not 1 <= n <= steps:
         raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
-    end = next_step(storage)
+    end = _next_step(storage)
     return torch.arange(end - (steps if n is None else n), end) % steps
-
-
-def lanes_of(storage: Any) -> torch.Size:
-    """Return the dims after time (a TorchRL storage takes ten times as long to say them)."""
-    if isinstance(storage, PackedStorage):
-        return storage.lanes
-    return storage.shape[1:] if storage.ndim > 1 else torch.Size([])
 
 
 def _without_index(data: Any) -> Any:
@@ -212,13 +189,14 @@ def _without_index(data: Any) -> Any:
     return data
 
 
+def _is_one(data: Any) -> bool:
+    """Whether ``data`` has a length and slices of its own; TorchRL also takes trees of tensors."""
+    return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
+
+
 def _part(data: Any, first: int, last: int) -> Any:
-    if is_tensor_collection(data) or isinstance(data, torch.Tensor | list):
-        return data[first:last]
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[first:last], data)
+    return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
 
 
 def _length(data: Any) -> int:
-    if is_tensor_collection(data) or isinstance(data, (torch.Tensor, list)):
-        return len(data)
-    return len(torch.utils._pytree.tree_leaves(data)[0])
+    return len(data if _is_one(data) else tree_leaves(data)[0])

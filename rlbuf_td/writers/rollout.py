@@ -16,8 +16,9 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
-from rlbuf_td.writers.ring import RingWriter, lanes_of
+from rlbuf_td.writers.ring import RingWriter
 
 _FILE = "rollout.json"
 
@@ -33,17 +34,14 @@ class RolloutWriter(RingWriter):
     **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; without it, ``value_network`` is called
     once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory breaks off
     (truncated, or at the end of the rollout), the network is called on the true next observation: at most
-    E + (number of truncations) rows. A terminated step has no next value.
-
-    A trajectory ends with a step that is ``done``, and where the collector's ``("collector", "traj_ids")`` change. It
-    may span rollouts; each rollout bootstraps at its own end.
+    E + (number of truncations) rows. A trajectory ends with a step that is ``done``, and where the collector's
+    ``("collector", "traj_ids")`` change. It may span rollouts.
 
     Args:
         gamma: discount, in [0, 1].
         lmbda: decay of the trace, in [0, 1].
-        value_network: a TensorDict module that reads an observation and writes ``value_key``. Called without gradient.
-            It finds the observation under the same keys at the root and under ``"next"``. Not needed if values are
-            stored and every trajectory terminates within the rollout.
+        value_network: a TensorDict module that reads an observation and writes ``value_key``, without gradient. Not
+            needed if values are stored and every trajectory terminates within the rollout.
         normalize_advantage: scale the stored advantages to mean 0 and deviation 1 over the rollout. Value targets use
             the advantages before.
         value_key: values ``[..., *F]``, floating point.
@@ -114,11 +112,7 @@ class RolloutWriter(RingWriter):
         self._has_values = True
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on.
-
-        Raises:
-            TypeError: the storage keeps no columns, such as a ``ListStorage``.
-        """
+        """Write into ``storage`` from now on; it must hold tensors (TypeError)."""
         if not isinstance(storage, TensorStorage):
             raise TypeError(
                 f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {type(storage).__name__}"
@@ -141,13 +135,7 @@ class RolloutWriter(RingWriter):
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
-
-        Raises:
-            SchemaError: the data does not match the rows, or (with the last step) lacks what the estimates need;
-                nothing has changed.
-            ValueError: with the last step: values are needed and there is no network; the step was not written.
-        """
+        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index. Raises as ``extend``."""
         steps = self._storage._max_size_along_dim0(single_data=data)
         return self._write_part(super().add, data, 1, steps)
 
@@ -156,8 +144,8 @@ class RolloutWriter(RingWriter):
 
         Raises:
             SchemaError: the data does not match the rows, or lacks what the estimates need; nothing has changed.
-            ValueError: there is nothing to write; or more than the rollout has room for; or values are needed and
-                there is no network. Nothing has changed.
+            ValueError: there are no steps, or more than the rollout has room for; or values are needed and there is no
+                network. Nothing has changed.
         """
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
@@ -220,11 +208,7 @@ class RolloutWriter(RingWriter):
     def estimate(self) -> None:
         """Estimate an incomplete rollout as if it ended with the last written step; see :attr:`is_estimated`.
 
-        Steps may follow, after which the estimates are made again.
-
-        Raises:
-            RuntimeError: nothing has been written.
-            SchemaError: see :meth:`add`; also ValueError.
+        More steps may follow; the last one estimates all again. Raises RuntimeError if nothing has been written.
         """
         if not self.steps:
             raise RuntimeError("there is nothing to estimate: no step has been written")

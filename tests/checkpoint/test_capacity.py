@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -111,14 +110,3 @@ def test_other_lanes_are_refused(tmp_path):
     other.extend(transitions(4, 3))
     with pytest.raises(CheckpointError, match=r"saved rows of lanes \(2,\) do not fit lanes \(3,\)"):
         other.loads(tmp_path)
-
-
-def test_nothing_is_warned_of_where_nothing_is_dropped(tmp_path):
-    rb = make("uniform")
-    rb.extend(transitions(30))
-    rb.dumps(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = make("uniform", steps=40)
-        again.loads(tmp_path)
-    assert_same(again.chronological(), rb.chronological())

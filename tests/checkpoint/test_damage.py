@@ -28,15 +28,12 @@ from tests.checkpoint.worlds import make, step, transitions
 
 
 def damage(file: Path, chance: random.Random) -> None:
-    """Flip a bit, change some bytes, cut, lengthen or remove a file."""
+    """Flip a bit, cut, lengthen or remove a file."""
     data = bytearray(file.read_bytes())
-    how = chance.choice(("flip", "flip", "change", "cut", "cut", "lengthen", "remove"))
+    how = chance.choice(("flip", "flip", "cut", "lengthen", "remove"))
     at = chance.randrange(len(data))
     if how == "flip":
         data[at] ^= 1 << chance.randrange(8)
-    elif how == "change":
-        for j in range(at, min(len(data), at + chance.randint(1, 100))):
-            data[j] ^= chance.randint(1, 255)
     elif how == "cut":
         del data[at:]
     elif how == "lengthen":
@@ -99,7 +96,7 @@ def test_a_failing_dump_leaves_the_previous_one_and_nothing_else(tmp_path, monke
     real = os.fsync
 
     def full(descriptor):
-        if any("manifest" in os.readlink(f"/proc/self/fd/{descriptor}") for _ in (0,)):
+        if "manifest" in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
@@ -119,30 +116,29 @@ def test_a_failing_dump_leaves_the_previous_one_and_nothing_else(tmp_path, monke
         (lambda path: path.write_text("x"), "holds no dump: it is a file; a dump is a folder"),
         (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
-        (
-            lambda path: save_state(path, "RankSampler", {"x": 1}),
-            "holds a dump of a RankSampler, expected one of a buf",
-        ),
+        (lambda path: save_state(path, "RankSampler", {"x": 1}), "a dump of a RankSampler, expected one of a buf"),
+        (lambda path: theirs().dumps(path), "it was written by TorchRL's buffer"),
     ],
 )
-def test_what_is_no_dump_is_told_so(prepare, match, tmp_path):
+def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_path):
     prepare(tmp_path / "it")
-    with pytest.raises(CheckpointError, match=match):
-        make().loads(tmp_path / "it")
-    with pytest.raises(CheckpointError, match=match):
-        open_checkpoint(tmp_path / "it")
+    for read in (make().loads, open_checkpoint):
+        with pytest.raises(CheckpointError, match=match):
+            read(tmp_path / "it")
 
 
-def test_a_dump_of_torchrls_is_told_so(tmp_path):
-    theirs = TensorDictReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
-    theirs.extend(transitions(3))
-    theirs.dumps(tmp_path)
-    with pytest.raises(CheckpointError, match="it was written by TorchRL's buffer"):
-        make().loads(tmp_path)
+def theirs():
+    rb = TensorDictReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
+    rb.extend(transitions(3))
+    return rb
 
 
-def test_a_newer_version_is_told_so_and_not_overwritten(tmp_path):
+def test_other_versions_are_named_and_only_an_older_one_is_overwritten(tmp_path):
     rb = dumped(tmp_path)
+    resign(tmp_path, lambda document: document | {"version": 2})
+    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads version 3: load it with the rlbuf_"):
+        rb.loads(tmp_path)
+    rb.dumps(tmp_path)
     resign(tmp_path, lambda document: document | {"version": 4})
     with pytest.raises(CheckpointError, match="has version 4, this rlbuf_td reads version 3: install a newer one"):
         rb.loads(tmp_path)
@@ -150,16 +146,7 @@ def test_a_newer_version_is_told_so_and_not_overwritten(tmp_path):
         rb.dumps(tmp_path)
 
 
-def test_an_older_version_is_refused_by_name_and_replaced_by_the_next_dump(tmp_path):
-    rb = dumped(tmp_path)
-    resign(tmp_path, lambda document: document | {"version": 2})
-    with pytest.raises(CheckpointError, match="has version 2, this rlbuf_td reads version 3: load it with the rlbuf_"):
-        rb.loads(tmp_path)
-    rb.dumps(tmp_path)
-    make().loads(tmp_path)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 1000, 1001])
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 1001])
 def test_every_change_of_a_byte_changes_both_parts_of_the_checksum(nbytes):
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
     before = checksum(data)
@@ -228,26 +215,20 @@ def test_a_part_that_refuses_its_state_leaves_the_others_as_they_were(tmp_path, 
     monkeypatch.setattr(rb.sampler, "load_state_dict", refuse)
     with pytest.raises(CheckpointError, match="not this one"):
         rb.loads(tmp_path)
-    monkeypatch.undo()
     after = rb.state_dict()
     assert after["_writer"] == before["_writer"]
     assert torch.equal(after["_storage"]["rows"], before["_storage"]["rows"])
 
 
 def test_odd_files_in_a_dump_are_refused(tmp_path):
-    dumped(tmp_path / "dump")
-    for kind in ("link", "pipe", "folder"):
-        shutil.copytree(tmp_path / "dump", tmp_path / kind)
-        file = next((tmp_path / kind / "data").glob("*.bin"))
-        moved = file.rename(tmp_path / f"{kind}.moved")
-        if kind == "link":
-            file.symlink_to(moved)
-        elif kind == "pipe":
-            os.mkfifo(file)
-        else:
-            file.mkdir()
+    dumped(tmp_path)
+    file = next((tmp_path / "data").glob("*.bin"))
+    moved = file.rename(tmp_path / "moved")
+    for place in (lambda: file.symlink_to(moved), lambda: os.mkfifo(file)):
+        place()
         with pytest.raises(CheckpointError, match=r"bin (cannot be read|is not a plain file)"):
-            make().loads(tmp_path / kind)
+            make().loads(tmp_path)
+        file.unlink()
 
 
 # -- forged: the checksum is right, the content is not
@@ -262,9 +243,7 @@ def resign(path, change) -> None:
     file.write_bytes(text + f',\n"checksum": "{checksum(text)}"\n}}\n'.encode())
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.bin", "/etc/passwd", "000000-0123456789abcdef-0.bin/../../x", "", None, 7]
-)
+@pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "000000-0123456789abcdef-0.bin/../../x", None])
 def test_a_manifest_cannot_name_files_outside_its_folder(name, tmp_path):
     dumped(tmp_path)
 
@@ -370,8 +349,7 @@ def test_forged_tensors_are_refused_or_harmless(sampler, data, tmp_path_factory)
 
 
 def test_parts_refuse_what_is_not_theirs(tmp_path):
-    sampler = make("rank").sampler
-    sampler.dumps(tmp_path)
+    make("rank").sampler.dumps(tmp_path)
     with pytest.raises(CheckpointError, match="holds a dump of a RankSampler, expected one of a ProportionalSampler"):
         make("proportional").sampler.loads(tmp_path)
     assert load_state(tmp_path, "RankSampler")["max_capacity"] == 20

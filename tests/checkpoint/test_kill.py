@@ -22,10 +22,6 @@ from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 ROW_BYTES = 128
 
 
-def make(rows: int) -> ReplayBuffer:
-    return ReplayBuffer(storage=PackedStorage(rows), sampler=ProportionalSampler(rows), batch_size=4)
-
-
 def extend(rb: ReplayBuffer, generation: int, rows: int) -> None:
     """Write a quarter of the rows (at first all of them) with the number of the generation."""
     count = rows if generation == 0 else rows // 4
@@ -40,23 +36,17 @@ def expected(generation: int, rows: int) -> torch.Tensor:
     return numbers
 
 
-def child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, pipe: int) -> None:
-    """Dump for ever, and tell which dumps are done."""
-    while True:
-        generation += 1
-        extend(rb, generation, rows)
-        rb.dumps(folder)
-        os.write(pipe, generation.to_bytes(8, "little"))
-
-
 def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, after: float) -> int:
     """Let a child dump for ``after`` seconds, kill it, and return the last generation that it has announced."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads, of which none is running
         pid = os.fork()
-    if pid == 0:
-        child(rb, folder, generation, rows, writer)
+    while pid == 0:
+        generation += 1
+        extend(rb, generation, rows)
+        rb.dumps(folder)
+        os.write(writer, generation.to_bytes(8, "little"))
     os.close(writer)
     time.sleep(after)
     os.kill(pid, signal.SIGKILL)
@@ -69,7 +59,7 @@ def killed_child(rb: ReplayBuffer, folder: Path, generation: int, rows: int, aft
 @pytest.mark.parametrize(("kills", "megabytes"), [(8, 4), pytest.param(60, 50, marks=pytest.mark.slow)])
 def test_a_dump_that_is_killed_leaves_the_old_or_the_new_one_whole(kills, megabytes, tmp_path):
     rows, chance, generation = megabytes * 10**6 // ROW_BYTES // 4 * 4, random.Random(0), 3
-    rb = make(rows)
+    rb = ReplayBuffer(storage=PackedStorage(rows), sampler=ProportionalSampler(rows), batch_size=4)
     start = time.perf_counter()
     for number in range(generation + 1):
         extend(rb, number, rows)

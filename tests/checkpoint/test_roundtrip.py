@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,8 +54,8 @@ def test_rows_of_every_kind_come_back_byte_for_byte(schema, lanes, tmp_path):
     again.loads(tmp_path)
     assert_same(again.storage[:], rb.storage[:])
     assert_same(open_checkpoint(tmp_path).rows, rb.storage[:])
-    again.extend(catalogue_transitions(schema, 1, shape, seed=2))
-    rb.extend(catalogue_transitions(schema, 1, shape, seed=2))
+    for each in (rb, again):
+        each.extend(catalogue_transitions(schema, 1, shape, seed=2))
     assert_same(again.storage[:], rb.storage[:])
 
 
@@ -100,20 +99,17 @@ def test_the_tree_of_sums_is_rebuilt_to_the_last_bit(tmp_path):
         assert torch.equal(tensor, again.sampler.tree.tensors()[name]), name
 
 
-@pytest.mark.parametrize("how", ["dumps", "state_dict"])
-def test_an_index_of_rows_that_were_written_out_of_order_comes_back(how, tmp_path):
-    rb, again = make("uniform"), make("uniform")
-    index = TrajectoryIndex.of(rb.storage)
+def test_an_index_of_rows_that_were_written_out_of_order_comes_back(tmp_path):
+    rb, loaded, restored = (make("uniform") for _ in range(3))
+    index, rows = TrajectoryIndex.of(rb.storage), torch.arange(10)
     rb.extend(transitions(10))
     rb.writer.write_at(torch.tensor([2, 7]), transitions(2, first=70))
-    if how == "dumps":
-        rb.dumps(tmp_path)
-        again.loads(tmp_path)
-    else:
-        again.load_state_dict(rb.state_dict())
-    rows = torch.arange(10)
-    for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
-        assert torch.equal(left, right)
+    rb.dumps(tmp_path)
+    loaded.loads(tmp_path)
+    restored.load_state_dict(rb.state_dict())
+    for again in (loaded, restored):
+        for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
+            assert torch.equal(left, right)
 
 
 def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
@@ -130,10 +126,10 @@ def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
     assert again._rng is generator
 
 
-@pytest.mark.parametrize("after", ["nothing", "empty"])
-def test_an_empty_buffer_can_be_dumped(after, tmp_path):
+@pytest.mark.parametrize("was_used", [False, True])
+def test_an_empty_buffer_can_be_dumped(was_used, tmp_path):
     rb = make()
-    if after == "empty":
+    if was_used:
         rb.extend(transitions(5))
         rb.empty()
     rb.dumps(tmp_path)
@@ -173,14 +169,10 @@ def test_transforms_and_the_batch_size_come_back(tmp_path):
 
 
 def test_batches_that_were_fetched_ahead_come_back(tmp_path):
-    def buffer(seed):
-        return make("proportional", seed=seed, prefetch=2)
-
-    rb = buffer(0)
+    rb, again = (make("proportional", seed=seed, prefetch=2) for seed in (0, 5))
     rb.extend(transitions(20))
     rb.sample()
     rb.dumps(tmp_path)
-    again = buffer(5)
     again.loads(tmp_path)
     for _ in range(4):
         assert_same(again.sample(), rb.sample())
@@ -194,10 +186,7 @@ def test_a_rollout_goes_on_in_mid_epoch(drawn, tmp_path):
         return RolloutBuffer(6, 2, batch_size=5, epochs=2, generator=torch.Generator().manual_seed(seed))
 
     rb = rollout(0)
-    done = torch.zeros(2, 6, 1, dtype=torch.bool)
-    done[:, -1] = True
-    step = {"reward": torch.rand(2, 6, 1), "done": done, "terminated": done}
-    rb.extend(TensorDict({"state_value": torch.rand(2, 6, 1), "next": step}, [2, 6]))
+    rb.extend(rollout_steps(2, 6))
     running = iter(rb)
     for _ in range(drawn):
         next(running)
@@ -205,19 +194,21 @@ def test_a_rollout_goes_on_in_mid_epoch(drawn, tmp_path):
     again = rollout(1)
     again.loads(tmp_path)
     for run in (running, iter(rb)):  # the rest of this run, and a whole new one
-        resumed = list(again)
-        expected = list(run)
-        assert len(resumed) == len(expected)
-        for left, right in zip(resumed, expected, strict=True):
+        for left, right in zip(list(again), list(run), strict=True):
             assert_same(left, right)
     assert again.summary() == rb.summary()
 
 
+def rollout_steps(*lead):
+    done = torch.zeros(*lead, 1, dtype=torch.bool)
+    done[..., -1, :] = True
+    step = {"reward": torch.rand(*lead, 1), "done": done, "terminated": done}
+    return TensorDict({"state_value": torch.rand(*lead, 1), "next": step}, lead)
+
+
 def test_an_epoch_that_was_given_up_is_not_resumed(tmp_path):
     rollout, again = (RolloutBuffer(4, batch_size=2, epochs=2) for _ in range(2))
-    done = torch.tensor([[False], [False], [False], [True]])
-    step = {"reward": torch.ones(4, 1), "done": done, "terminated": done}
-    rollout.extend(TensorDict({"state_value": torch.zeros(4, 1), "next": step}, [4]))
+    rollout.extend(rollout_steps(4))
     for _ in rollout:
         break
     rollout.dumps(tmp_path)
@@ -231,21 +222,19 @@ def test_an_epoch_that_was_given_up_is_not_resumed(tmp_path):
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, lambda: SliceSampler(num_slices=2)])
 def test_torchrls_own_parts_come_back_too(storage, sampler, tmp_path):
-    def buffer(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return ReplayBuffer(
+    rb, again = (
+        ReplayBuffer(
             storage=storage(20),
             sampler=sampler(),
             writer=TensorDictRoundRobinWriter(),
             batch_size=4,
-            generator=generator,
+            generator=torch.Generator().manual_seed(seed),
         )
-
-    rb = buffer(0)
+        for seed in range(2)
+    )
     rb.extend(transitions(26))
     rb.sample()
     rb.dumps(tmp_path)
-    again = buffer(1)
     again.loads(tmp_path)
     for number in range(3):
         data = transitions(4, first=number)
@@ -284,17 +273,19 @@ def test_what_needs_pickle_is_refused(tmp_path):
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 def test_our_parts_save_themselves_in_torchrls_buffers(sampler, tmp_path):
-    def buffer(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return TensorDictReplayBuffer(
-            storage=PackedStorage(20), sampler=sampler(20), writer=RingWriter(), batch_size=4, generator=generator
+    rb, again = (
+        TensorDictReplayBuffer(
+            storage=PackedStorage(20),
+            sampler=sampler(20),
+            writer=RingWriter(),
+            batch_size=4,
+            generator=torch.Generator().manual_seed(seed),
         )
-
-    rb = buffer(0)
+        for seed in range(2)
+    )
     rb.extend(transitions(26))
     rb.update_priority(torch.arange(20), torch.rand(20))
     rb.dumps(tmp_path / "dump")
-    again = buffer(1)
     again.loads(tmp_path / "dump")
     assert_same(again.sample(), rb.sample())
     assert not list((tmp_path / "dump" / "sampler").rglob("*.pt"))
@@ -341,30 +332,23 @@ def test_several_threads_dump_to_one_place_while_others_write_and_load(tmp_path)
     rb = make("proportional", steps=500)
     rb.extend(transitions(500))
     rb.dumps(tmp_path)
-    errors: list[BaseException] = []
 
     def work(what):
-        try:
-            for number in range(6):
-                if what == "dump":
-                    rb.dumps(tmp_path)
-                elif what == "load":
-                    found = open_checkpoint(tmp_path).rows
-                    assert found is not None
-                    oldest = int(found["number"].argmin())
-                    assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
-                else:
-                    for each in range(10):
-                        rb.extend(transitions(7, first=500 + 7 * (10 * number + each)))
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
+        for number in range(6):
+            if what == "dump":
+                rb.dumps(tmp_path)
+            elif what == "load":
+                found = open_checkpoint(tmp_path).rows
+                assert found is not None
+                oldest = int(found["number"].argmin())
+                assert torch.equal(found["number"].roll(-oldest), found["number"].min() + torch.arange(500))
+            else:
+                for each in range(10):
+                    rb.extend(transitions(7, first=500 + 7 * (10 * number + each)))
 
-    threads = [threading.Thread(target=work, args=(what,)) for what in ("dump", "dump", "load", "write")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(work, ("dump", "dump", "load", "write")):
+            pass
 
 
 def test_rows_only_takes_any_sampler_and_lets_the_rows_in(tmp_path):
@@ -380,10 +364,7 @@ def test_rows_only_takes_any_sampler_and_lets_the_rows_in(tmp_path):
 
 
 def test_statistics_and_counts_of_replays_go_on(tmp_path):
-    def buffer() -> Any:
-        return make("proportional", stats=EpisodeStats(window=5), count_replays=True)
-
-    rb, again = buffer(), buffer()
+    rb, again = (make("proportional", stats=EpisodeStats(window=5), count_replays=True) for _ in range(2))
     rb.extend(episodes(15))
     rb.sample()
     rb.dumps(tmp_path)
@@ -392,6 +373,7 @@ def test_statistics_and_counts_of_replays_go_on(tmp_path):
     for each in (rb, again):
         each.extend(episodes(4))
         each.sample()
+        assert each.episode_stats is not None
         summaries.append(each.episode_stats.summary())
     assert summaries[0] == summaries[1] != {}
     assert again.health() == rb.health()

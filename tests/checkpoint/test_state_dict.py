@@ -68,12 +68,9 @@ def test_the_state_of_another_kind_of_storage_is_named_rather_than_taken_for_an_
     assert len(rb) == 5
 
 
-def test_the_state_of_another_sampler_is_named():
+def test_the_state_of_another_sampler_or_writer_is_named():
     with pytest.raises(ValueError, match="not that of a ProportionalSampler"):
         make("proportional").load_state_dict(make("uniform").state_dict())
-
-
-def test_the_state_of_another_writer_is_named():
     rollout = RolloutBuffer(4)
     with pytest.raises(ValueError, match="not that of a RolloutWriter"):
         rollout.load_state_dict(ReplayBuffer(storage=PackedStorage(4), sampler=rollout.sampler).state_dict())
