@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
@@ -17,17 +18,7 @@ EMPTY = "cannot sample from an empty buffer: extend it first"
 
 
 class OwnSignature:
-    """A class attribute ``__signature__`` that shows the signature of the class's ``__init__``.
-
-    TorchRL's metaclasses call their classes with ``(*args, **kwargs)``, which is all that ``inspect`` would show.
-
-    Example:
-        >>> class Part:
-        ...     __signature__ = OwnSignature()
-        ...     def __init__(self, size: int = 3): ...
-        >>> str(Part.__signature__)
-        "(size: 'int' = 3)"
-    """
+    """The ``__signature__`` of a class's ``__init__``: TorchRL's metaclasses would show ``(*args, **kwargs)``."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
@@ -41,15 +32,15 @@ class RowSampler(Sampler):
     __signature__ = OwnSignature()
 
     @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows; raises what the class says of sampling.
 
         Returns:
-            The index as TorchRL gives it, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: of prioritized
-            samplers ``{"priority_weight": [B] float32}``, of others empty.
+            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or of prioritized samplers
+            ``{"priority_weight": [B] float32}``.
         """
         flat, info = self.draw(storage, batch_size)
         return coordinates(flat, storage), info
@@ -62,9 +53,7 @@ class RowSampler(Sampler):
         """Return a copy of all that behaviour depends on."""
         return _copied(self.snapshot())
 
-    def resized_state(
-        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-    ) -> dict[str, Any]:
+    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state
 
@@ -84,14 +73,14 @@ class RowSampler(Sampler):
 def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _copied(value) for name, value in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
+    return state.clone() if isinstance(state, Tensor) else state
 
 
 class GraphCapturable(ABC):
     """A sampler whose draws can be recorded in a CUDA graph, which :meth:`ReplayBuffer.capture` does.
 
-    A graph repeats its launches with the arguments that they had. A draw that is being recorded therefore reads what
-    the host may change (the number of rows, beta ...) from device memory.
+    A graph repeats its launches with the same arguments: what the host may change (the number of rows, beta ...) is
+    read from device memory.
     """
 
     @abstractmethod
@@ -106,25 +95,21 @@ class GraphCapturable(ABC):
         """Drop what the host derived from priorities: a graph has changed them. Does nothing by default."""
 
 
-def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Draw ``[count]`` float64 numbers in ``[0, 1)`` on the generator's device, and return them on ``device``."""
     source = device if generator is None else generator.device
     numbers = torch.rand(count, dtype=torch.float64, generator=generator, device=source)
     return numbers if source == device else numbers.to(device)
 
 
-def permutation(count: int, generator: torch.Generator | None, device: torch.device) -> torch.Tensor:
+def permutation(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Draw a random order of ``0 .. count - 1`` on the generator's device, and return it on ``device``."""
     source = device if generator is None else generator.device
     return torch.randperm(count, generator=generator, device=source).to(device)
 
 
 def exponent(name: str, value: float) -> float:
-    """Return a setting as a float.
-
-    Raises:
-        ValueError: it is negative, NaN or infinite.
-    """
+    """Return a setting as a float; raise a ValueError if it is negative, NaN or infinite."""
     number = float(value)
     if not 0.0 <= number < float("inf"):
         raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
@@ -141,14 +126,9 @@ def refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
         raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
 
 
-def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
-    """Return TD errors in any form as ``[rows]`` float32 or float64, contiguous, on ``device``.
-
-    Raises:
-        ValueError: their number is neither 1 nor ``rows``.
-        TypeError: they are complex.
-    """
-    td_error = priority if type(priority) is torch.Tensor else torch.as_tensor(priority)
+def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
+    """Return TD errors, one or one per row, as ``[rows]`` float32 or float64, contiguous, on ``device``."""
+    td_error = priority if type(priority) is Tensor else torch.as_tensor(priority)
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
     if td_error.requires_grad:
@@ -166,7 +146,7 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> torch.Tensor:
     return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
 
 
-def refuse_errors(td_error: torch.Tensor) -> None:
+def refuse_errors(td_error: Tensor) -> None:
     """Raise a ValueError if a TD error is NaN or infinite; it says how many and where."""
     finite = td_error.isfinite()
     if not finite.all():
@@ -178,7 +158,7 @@ def refuse_errors(td_error: torch.Tensor) -> None:
         )
 
 
-def refuse_priorities(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> NoReturn:
+def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
     """Say which TD error (ValueError) or which row (IndexError) of a refused batch is bad."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
@@ -186,7 +166,7 @@ def refuse_priorities(flat: torch.Tensor, td_error: torch.Tensor, rows: int) -> 
     raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")
 
 
-def refuse_state(tensors: Any, blank: dict[str, torch.Tensor]) -> None:
+def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
     """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")

@@ -116,11 +116,7 @@ def _caller(
 
 
 def _method(env: Any, name: str) -> Callable[..., Any]:
-    """Return a method of the innermost environment that has it.
-
-    Raises:
-        TypeError: none has.
-    """
+    """Return a method of the innermost environment that has it."""
     innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env

@@ -202,12 +202,6 @@ class HindsightSampler(SamplerWrapper):
         return self._bound_to(storage).base != 0
 
     def _bind(self, storage: Storage) -> _Bound:
-        """Look up a storage's columns.
-
-        Raises:
-            KeyError: one is not there.
-            ValueError: goals differ from outcomes.
-        """
         trajectories = self._trajectories(storage)
         outcome_key = "next", *self.achieved_goal_key
         outcomes = _needed(storage, outcome_key, "say where outcomes are with achieved_goal_key")
@@ -233,7 +227,6 @@ class HindsightSampler(SamplerWrapper):
         return _Bound(trajectories, outcome_column, deduplicated, list(goals), base, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
-        """Set the flags of relabelled rows anew."""
         terminated_key, truncated_key, done_key = (
             (*self.reward_key[:-1], flag) for flag in ("terminated", "truncated", "done")
         )
@@ -255,11 +248,6 @@ class HindsightSampler(SamplerWrapper):
 
 
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
-    """Return a column.
-
-    Raises:
-        KeyError: it is not stored.
-    """
     column = column_of(storage, key)
     if column is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
@@ -267,11 +255,7 @@ def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor
 
 
 def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
-    """Return the cumulative shares of the strategies, in their order.
-
-    Raises:
-        ValueError: an unknown strategy, or shares that are no distribution.
-    """
+    """Return the cumulative shares of the strategies, in the order of ``STRATEGIES``."""
     mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
     unknown = [name for name in mixture if name not in STRATEGIES]
     if unknown:
@@ -283,11 +267,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
 
 
 def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Tensor:
-    """Return what a user's function gave for each row in the shape and dtype of what is stored.
-
-    Raises:
-        ValueError: it does not have one value a row.
-    """
+    """Return what a user's function gave for each row in the shape and dtype of what is stored."""
     if type(values) is torch.Tensor and values.shape == like.shape and values.dtype is like.dtype:
         return values
     if not isinstance(values, torch.Tensor):

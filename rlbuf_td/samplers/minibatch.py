@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
 from rlbuf_td.samplers.common import EMPTY, RowSampler, permutation
@@ -48,7 +49,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self.epochs = epochs
         self.len_storage: int = 0
         self._epoch = 0
-        self._order: torch.Tensor | None = None  # the rows in the order of this epoch; None between epochs
+        self._order: Tensor | None = None  # the rows in the order of this epoch; None between epochs
         self._position = 0
         self._in_pass = False  # within a `for` over a buffer
         self._resumes = False  # a state was loaded that was saved within one
@@ -86,7 +87,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         rows = len(storage)
         if rows == 0:
@@ -107,7 +108,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._remaining_batches = 0 if self.ran_out else self._epochs * a_pass - drawn
         return order[start:stop], {}
 
-    def order(self, storage: Storage) -> torch.Tensor:
+    def order(self, storage: Storage) -> Tensor:
         """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
@@ -131,10 +132,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self.restart()
 
     def begin_pass(self) -> bool:
-        """Begin a run through all epochs; after a state was loaded that was saved within one, go on with that one.
-
-        Returns whether there is something to draw: a run may have been saved within the work on its last batch.
-        """
+        """Begin a run through all epochs, or go on with a loaded one; return whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
@@ -182,9 +180,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self.len_storage, self.ran_out = rows, bool(state_dict["ran_out"])
         self._resumes = bool(state_dict.get("in_pass", False))
 
-    def resized_state(
-        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-    ) -> dict[str, Any]:
+    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved: then the epochs start anew."""
         if rows is None or not moved:
             return state
@@ -198,8 +194,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         )
 
 
-def _is_order(order: torch.Tensor, rows: int) -> bool:
-    """Return whether ``order`` names each of ``rows`` rows once."""
-    if order.dtype is not torch.int64 or order.shape != (rows,):
-        return False
-    return bool((order.sort().values == torch.arange(rows, device=order.device)).all())
+def _is_order(order: Tensor, rows: int) -> bool:
+    is_whole = order.dtype is torch.int64 and order.shape == (rows,)
+    return is_whole and torch.equal(order.sort().values, torch.arange(rows, device=order.device))

@@ -145,8 +145,8 @@ class NStepSampler(SamplerWrapper):
     ) -> None:
         """Make n-step transitions of a batch that is not revised yet, or of blank memory.
 
-        There are two ways: a compiled loop over rows of bytes, which takes 1.7 times as long as a plain sample, and
-        tensor operations for all else (rows that a wrapper inside revises, other devices, TorchRL's storages).
+        A compiled loop over rows of bytes takes 1.7 times as long as a plain sample. Tensor operations do all else:
+        rows that a wrapper inside revises, other devices, TorchRL's storages.
         """
         boundaries, dims = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key).ndim
         if revise is None and bound.compiled is not None and isinstance(boundaries, BitBoundaries):
@@ -166,7 +166,6 @@ class NStepSampler(SamplerWrapper):
         live: int,
         is_blank: bool,
     ) -> torch.Tensor:
-        """Return the numbers of steps, ``[B, 1, ...]``."""
         reward = leaf_of(batch, self.reward_key)
 
         def copy(target: int, is_blank: bool) -> torch.Tensor:
@@ -186,7 +185,6 @@ class NStepSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the numbers of steps, ``[B]``."""
         n = self._n_steps
         if revise is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self._gamma)
@@ -207,12 +205,6 @@ class NStepSampler(SamplerWrapper):
         return taken
 
     def _bind(self, storage: Storage) -> _Bound:
-        """Look up a storage's columns.
-
-        Raises:
-            KeyError: the reward is not there.
-            TypeError: it is not of a floating dtype.
-        """
         trajectories = self._trajectories(storage)
         boundaries = trajectories.boundaries()
         reward = column_of(storage, self.reward_key)

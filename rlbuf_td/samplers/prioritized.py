@@ -70,7 +70,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but builds
     none of its C++ trees. TD errors are raw, of either sign: their magnitude counts.
 
-    A subclass implements :meth:`draw`, :meth:`nbytes_for`, and :meth:`_make`, which makes the ``_Priorities``.
+    A subclass implements :meth:`draw`, :meth:`nbytes_for`, and :meth:`_make`.
     """
 
     def __init__(
@@ -203,7 +203,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity, False)
 
     def _prepared(self, index: Any, storage: Storage | None) -> Tensor:
-        """Return the flat rows that are about to change."""
         if storage is not None:
             self.follow(storage)
         self._apply_alpha()

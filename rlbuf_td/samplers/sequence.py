@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
@@ -117,7 +118,7 @@ class SequenceSampler(SamplerWrapper):
 
     # -- drawing
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
         window = self.window
         anchors, info, back, ahead = self._anchors(storage, self._windows_of(batch_size))
@@ -137,11 +138,6 @@ class SequenceSampler(SamplerWrapper):
         return flat, info, batch
 
     def _windows_of(self, batch_size: int) -> int:
-        """Return how many windows so many rows are.
-
-        Raises:
-            ValueError: not a whole number.
-        """
         if batch_size % self.window:
             raise ValueError(
                 f"batch_size counts rows: it must be a multiple of burn_in + length = {self.burn_in} + {self.length} = "
@@ -149,7 +145,7 @@ class SequenceSampler(SamplerWrapper):
             )
         return batch_size // self.window
 
-    def _anchors(self, storage: Storage, count: int) -> tuple[torch.Tensor, dict[Any, Any], torch.Tensor, torch.Tensor]:
+    def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
         """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = draw_from(self.innermost, storage, count)
@@ -175,9 +171,7 @@ class SequenceSampler(SamplerWrapper):
             )
         return anchors, info, back, ahead
 
-    def _windows(
-        self, storage: Storage, anchors: torch.Tensor, back: torch.Tensor, ahead: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
         """Return the flat rows of windows, ``[B * L]``, and which of them are real, ``[B, L]``."""
         size = columns_of(storage).batch_size[: storage.ndim]
         lanes = size[1:].numel()
@@ -191,7 +185,7 @@ class SequenceSampler(SamplerWrapper):
             real &= real.all(1, keepdim=True)
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
-    def _mark_(self, batch: TensorDictBase, real: torch.Tensor) -> None:
+    def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
         """Set the flags that part windows from each other."""
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
@@ -210,11 +204,7 @@ class SequenceSampler(SamplerWrapper):
         yield from (self.init_key, self._beside("truncated"), self._beside("done"))
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`.
-
-        Raises:
-            ValueError: ``batch_size`` is not a multiple of a window.
-        """
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` of other than windows."""
         inner = super().prepare_graph(storage, self._windows_of(batch_size))
         # The index reads rows that it was not told of here, outside of the graph.
         self._trajectories(storage).boundaries()
@@ -222,13 +212,11 @@ class SequenceSampler(SamplerWrapper):
 
     # -- priorities
 
-    def anchored(
-        self, batch: TensorDictBase, index: torch.Tensor, td_error: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return the anchors of a batch of whole windows, and their priorities.
 
         Raises:
-            KeyError: the batch has lost an entry that says what its rows are.
+            KeyError: the batch has lost its masks or anchors.
             ValueError: it does not hold whole windows.
         """
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
@@ -247,7 +235,7 @@ class SequenceSampler(SamplerWrapper):
         """Set priorities: of the anchors, if the rows named are whole windows, else of the rows themselves."""
         if not self._is_prioritized:
             return
-        if storage is not None and isinstance(priority, torch.Tensor) and priority.numel() > 1:
+        if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
             flat = flat_rows(index, storage, device_of(storage))
             if flat.numel() == priority.numel() and flat.numel() % self.window == 0:
                 rows = flat.view(-1, self.window)
@@ -260,7 +248,7 @@ class SequenceSampler(SamplerWrapper):
                     index, priority = rows[:, self.burn_in], self._summary(priority.reshape(-1), learned.view(-1))
         super().update_priority(index, priority, storage=storage)
 
-    def _summary(self, td_error: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+    def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
         """Return one priority a window, ``[B]``, of the rows that are ``learned`` from."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
         largest = magnitude.amax(1)

@@ -77,11 +77,7 @@ class UniformSampler(RowSampler, GraphCapturable):
         return drawn[:batch_size]
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`.
-
-        Raises:
-            ValueError: ``unique`` and fewer rows than ``batch_size``.
-        """
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses what :meth:`draw` does."""
         rows, device = len(storage), device_of(storage)
         if self.unique:
             self._refuse_more_than(rows, batch_size)
@@ -112,12 +108,7 @@ class UniformSampler(RowSampler, GraphCapturable):
 
 
 def without_repetitions(values: torch.Tensor) -> torch.Tensor:
-    """Return the first occurrence of each of ``values`` (1-D), in order.
-
-    Example:
-        >>> without_repetitions(torch.tensor([3, 1, 3, 2, 1]))
-        tensor([3, 1, 2])
-    """
+    """Return the first occurrence of each of ``values`` (1-D), in order: 3, 1, 3, 2, 1 gives 3, 1, 2."""
     ordered, order = torch.sort(values, stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
@@ -41,10 +42,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     adds entries. What is decided once for a drawn row (a goal, for example) holds for every row that an outer wrapper
     reads for it: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
 
-    In this package's buffer a batch is read once and revised before the transforms run. In TorchRL's buffers the
-    revised entries are part of the sampler's report, which they merge into the batch after the transforms.
+    This package's buffer revises a batch before its transforms run. TorchRL's buffers merge the revised entries, which
+    are part of the sampler's report, into the batch after them.
 
-    Everything else (generator, writes, priorities, settings, state) goes to the wrapped sampler. TorchRL's buffers pass
+    All else (generator, writes, priorities, settings, state) goes to the wrapped sampler. TorchRL's buffers pass
     priorities only to a ``PrioritizedSampler``, so every wrapper is one, without its C++ trees; over a sampler without
     priorities, updates do nothing.
     """
@@ -71,7 +72,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
 
     # -- drawing
 
-    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise | None:
+    def _reviser(self, storage: Storage, drawn: Tensor) -> Revise | None:
         """Decide what there is to decide for drawn rows (flat, ``[B]``), and return how to revise batches for them."""
         return None if self._inner is None else self._inner._reviser(storage, drawn)
 
@@ -80,7 +81,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
+    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
         flat, info = draw_from(self.innermost, storage, batch_size)
         revise = self._reviser(storage, flat)
@@ -122,9 +123,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
                 info[key] = value
         return coordinates(flat, storage), info
 
-    def anchored(
-        self, batch: TensorDictBase, index: torch.Tensor, td_error: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
@@ -204,9 +203,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
                 setattr(self, name, value)
             raise
 
-    def resized_state(
-        self, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool
-    ) -> dict[str, Any]:
+    def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
@@ -236,7 +233,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         self.__dict__.update(state)
 
 
-def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
     """Draw flat rows through any sampler that wraps none, TorchRL's included."""
     draw = getattr(sampler, "draw", None)
     if draw is not None:
@@ -245,7 +242,7 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[torc
     return flat_rows(index, storage, device_of(storage)), info
 
 
-def rows_at(storage: Storage, flat: torch.Tensor) -> TensorDictBase:
+def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
     """Return the transitions at flat rows, as fresh memory."""
     return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
 
@@ -255,7 +252,7 @@ def columns_of(storage: Storage) -> TensorDictBase:
     return storage._storage
 
 
-def column_of(storage: Storage, key: tuple[str, ...]) -> torch.Tensor | None:
+def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
     """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored.
 
     Of a deduplicated key it is a tensor on the device "meta", without values.

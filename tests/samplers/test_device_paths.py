@@ -8,13 +8,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-)
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.kernels.dispatch import Backend, forced
+
+both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -39,7 +36,7 @@ def update(rb: ReplayBuffer, rows: list[int], td_errors: list[float]) -> None:
     rb.update_priority(torch.tensor(rows, device=rb.storage.device), torch.tensor(td_errors, device=rb.storage.device))
 
 
-@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+@both
 def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, gpu, cls):
     rb = buffer(cls(20), gpu)
     update(rb, [0, 1, 2], [5.0, 3.0, 4.0])
@@ -51,7 +48,7 @@ def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, g
     assert rb.sampler.refused_priorities == 3
 
 
-@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+@both
 @pytest.mark.parametrize("written", [False, True])
 def test_an_empty_buffer_is_refused_as_on_the_cpu(path, gpu, cls, written):
     rb = ReplayBuffer(storage=PackedStorage(20, device=gpu), sampler=cls(20), batch_size=4)
@@ -78,7 +75,7 @@ def test_a_subclass_that_changes_the_draw_is_asked(path, gpu):
     assert torch.equal(batch["x"], batch["index"])
 
 
-@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+@both
 def test_new_rows_enter_with_the_highest_magnitude_of_all_updates(path, gpu, cls):
     rb = buffer(cls(20), gpu)
     assert rb.sampler.priority(torch.arange(20, device=gpu)).tolist() == [1.0] * 20
@@ -92,7 +89,7 @@ def test_new_rows_enter_with_the_highest_magnitude_of_all_updates(path, gpu, cls
     assert rb.sampler.priority(torch.tensor([2], device=gpu)).tolist() == [0.5]
 
 
-@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+@both
 def test_what_was_seen_survives_a_saved_state_and_not_a_clearing(path, gpu, cls):
     rb = buffer(cls(20), gpu)
     update(rb, [0], [8.0])
@@ -108,7 +105,7 @@ def test_what_was_seen_survives_a_saved_state_and_not_a_clearing(path, gpu, cls)
     assert float(other.sampler.default_priority) == 0.5
 
 
-@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+@both
 def test_a_device_path_gives_the_batches_of_the_cpu(path, gpu, cls):
     batches = []
     for form in ("numba", path):

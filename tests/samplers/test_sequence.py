@@ -14,7 +14,6 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
 from rlbuf_td import (
-    NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -135,16 +134,6 @@ def test_windows_that_do_not_fit_anywhere_are_refused():
 
 
 # -- flags and recurrent state
-
-
-def test_the_recurrent_state_of_a_windows_first_row_is_at_hand():
-    made = world(SequenceSampler(UniformSampler(), 3, burn_in=2))
-    batch = made.rb.sample(5 * 40).view(40, 5)
-    for row in batch:
-        anchor = made.cell(row["anchor_index"][0].tolist())
-        first = window(made, anchor, Recipe(sequence=True, length=3, burn_in=2))[0][0]
-        assert row["hidden"][0].tolist() == made.fields(first)["hidden",]
-        assert bool(row["is_init"][0])
 
 
 @pytest.mark.parametrize("module", [LSTMModule, GRUModule])
@@ -284,13 +273,6 @@ def test_rows_may_still_be_given_priorities_one_by_one():
 def test_bad_arguments_are_refused(kwargs, words):
     with pytest.raises(ValueError, match=words):
         SequenceSampler(UniformSampler(), **({"length": 4} | kwargs))
-
-
-def test_sequences_of_sequences_are_refused():
-    with pytest.raises(TypeError, match="draws single rows, got a SequenceSampler"):
-        SequenceSampler(SequenceSampler(UniformSampler(), 3), 3)
-    with pytest.raises(TypeError, match="draws single transitions, got a SequenceSampler"):
-        NStepSampler(SequenceSampler(UniformSampler(), 3), 3, 0.9)
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])

@@ -33,6 +33,8 @@ WRAPPERS = {
     "all": lambda inner: SequenceSampler(NStepSampler(HindsightSampler(inner, reward_fn), 3, 0.9), 3, burn_in=1),
 }
 BUFFERS = [ReplayBuffer, TensorDictReplayBuffer]
+wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+both = pytest.mark.parametrize("cls", BUFFERS)
 
 
 def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs: Any) -> World:
@@ -42,7 +44,7 @@ def world(sampler: Any, cls: Any = ReplayBuffer, batch_size: int = 24, **kwargs:
     return made
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@wrapped
 def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     for inner in (ProportionalSampler(40, 0.7, 0.4), RankSampler(40, 0.7, 0.4)):
         wrapper = wrap(inner)
@@ -53,8 +55,8 @@ def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     assert not hasattr(wrap(UniformSampler()), "alpha")
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@both
+@wrapped
 def test_over_a_sampler_without_priorities_updates_do_nothing(wrap, cls):
     rb = world(wrap(UniformSampler()), cls).rb
     batch = rb.sample()
@@ -67,8 +69,8 @@ def test_over_a_sampler_without_priorities_updates_do_nothing(wrap, cls):
     assert not hasattr(rb.sampler, "priority")
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@both
+@wrapped
 def test_new_rows_enter_at_the_highest_priority_and_empty_forgets(wrap, cls):
     inner = ProportionalSampler(40)
     made = world(wrap(inner), cls)
@@ -81,8 +83,8 @@ def test_new_rows_enter_at_the_highest_priority_and_empty_forgets(wrap, cls):
     assert (inner.priority(torch.arange(40)) == -1).all()
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@both
+@wrapped
 def test_td_errors_that_come_with_the_data_count(wrap, cls):
     inner = ProportionalSampler(40)
     made = world(wrap(inner), cls)
@@ -94,8 +96,8 @@ def test_td_errors_that_come_with_the_data_count(wrap, cls):
     assert sampler.priority(torch.arange(10)).tolist() == list(range(10))
 
 
-@pytest.mark.parametrize("cls", BUFFERS)
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@both
+@wrapped
 def test_the_generator_of_the_buffer_decides_everything(wrap, cls):
     made = world(wrap(ProportionalSampler(40)), cls)
     batches: list[Any] = []
@@ -107,7 +109,7 @@ def test_the_generator_of_the_buffer_decides_everything(wrap, cls):
     assert not torch.equal(batches[0]["index"], batches[2]["index"])
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@wrapped
 def test_both_buffers_give_the_same_batches(wrap):
     ours, theirs = (world(wrap(ProportionalSampler(40)), cls) for cls in BUFFERS)
     for seed in range(4):
@@ -120,22 +122,20 @@ def test_both_buffers_give_the_same_batches(wrap):
 
 
 class Scaled(Transform):
-    """Ten times the reward, and the goals doubled, of what a sample holds."""
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict["seen"] = tensordict["next", "reward"] * 10
         return tensordict
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@wrapped
 def test_transforms_see_what_was_revised(wrap):
     made = world(wrap(UniformSampler()), transform=Scaled())
     batch = made.rb.sample()
     assert torch.equal(batch["seen"], batch["next", "reward"] * 10)
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("cls", BUFFERS)
+@both
+@wrapped
 def test_batches_are_fresh_memory_and_the_buffer_stays_as_it_is(cls, wrap):
     made = world(wrap(UniformSampler()), cls)
     before = made.rb.storage[:].clone()
@@ -149,7 +149,7 @@ def test_batches_are_fresh_memory_and_the_buffer_stays_as_it_is(cls, wrap):
 @pytest.mark.parametrize(
     "inner", [lambda: MinibatchSampler(2, drop_last=True), lambda: SamplerWithoutReplacement(drop_last=True)]
 )
-@pytest.mark.parametrize("cls", BUFFERS)
+@both
 def test_epochs_of_wrapped_rows(cls, inner):
     """Over a sampler that runs out, every row comes once an epoch."""
     made = world(NStepSampler(inner(), 3, 0.9), cls, batch_size=8)
@@ -162,7 +162,7 @@ def test_epochs_of_wrapped_rows(cls, inner):
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps", "deepcopy", "pickle"])
-@pytest.mark.parametrize("cls", BUFFERS)
+@both
 @pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
 def test_settings_and_priorities_come_back(kind, cls, how, tmp_path):
     def build() -> World:
@@ -218,6 +218,16 @@ def test_cuts_that_rows_do_not_show_come_back_with_a_checkpoint(how, tmp_path):
         assert TrajectoryIndex.of(each.storage).length(torch.arange(30)).tolist() == [20] * 20 + [1] + [9] * 9
 
 
+@pytest.mark.parametrize("inner", ["hindsight", "n-step", "sequence"])
+def test_wrappers_in_the_wrong_order_are_refused(inner):
+    refused = {"hindsight": "rows", "n-step": "transitions"} if inner != "hindsight" else {"hindsight": "rows"}
+    refused |= {"sequence": "rows"} if inner == "sequence" else {}
+    sampler = WRAPPERS[inner](UniformSampler())
+    for outer, what in refused.items():
+        with pytest.raises(TypeError, match=f"draws single {what}, got a {type(sampler).__name__}"):
+            WRAPPERS[outer](sampler)
+
+
 def test_words_name_everything():
     sampler = WRAPPERS["all"](ProportionalSampler(40))
     assert repr(sampler).startswith("SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6")
@@ -235,8 +245,8 @@ def test_unknown_names_are_refused_and_known_ones_are_those_of_the_wrapped_sampl
         _ = sampler._private
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("cls", BUFFERS)
+@both
+@wrapped
 def test_a_wrapper_that_moves_to_another_buffer_reads_the_rows_of_that_one(cls, wrap):
     sampler = wrap(UniformSampler())
     made, other = world(sampler, cls), world(UniformSampler(), cls)

@@ -1,4 +1,4 @@
-"""The proportional sampler: its law, its weights, its memory for priorities, its answers to bad input."""
+"""The prioritized samplers: laws of the proportional one, weights, priorities and bad input of both."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
+both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
-def buffer(capacity: int, rows: int, *, lanes: int = 0, **settings) -> ReplayBuffer:
+
+def buffer(capacity: int, rows: int, *, lanes: int = 0, cls=ProportionalSampler, **settings) -> ReplayBuffer:
     cells = capacity * max(lanes, 1)
     rb = ReplayBuffer(
         storage=PackedStorage(cells, ndim=2 if lanes else 1),
-        sampler=ProportionalSampler(cells, **settings),
+        sampler=cls(cells, **settings),
         generator=torch.Generator().manual_seed(0),
         batch_size=64,
     )
@@ -115,16 +117,17 @@ def test_the_law_holds_after_a_hundred_thousand_random_updates_while_filling_and
     assert_follows(draws(rb, 10_000, 100), law(naive, 0.6, 1e-6))
 
 
+@both
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_importance_weights_are_those_of_the_formula(norm, lanes):
-    rb = buffer(50, 40, lanes=lanes, alpha=0.7, beta=0.5, weight_norm=norm)
+@pytest.mark.parametrize(("lanes", "stratified"), [(0, False), (2, True)])
+def test_importance_weights_are_those_of_the_formula(lanes, stratified, norm, cls):
+    rb = buffer(50, 40, lanes=lanes, cls=cls, alpha=0.7, beta=0.5, weight_norm=norm, stratified=stratified)
     rows = len(rb)
     td_error = torch.rand(rows, generator=torch.Generator().manual_seed(2))
     rb.sampler.update_priority(torch.arange(rows), td_error, storage=rb.storage)
     index, info = rb.sampler.sample(rb.storage, 32)
     flat = index if not lanes else index[0] * lanes + index[1]
-    every = (rows * law(td_error, 0.7, 1e-6)) ** -0.5
+    every = (rows * rb.sampler.probability(torch.arange(rows))) ** -0.5
     scale = {"buffer": every.max(), "batch": every[flat].max(), None: 1.0}[norm]
     assert info["priority_weight"].dtype is torch.float32
     torch.testing.assert_close(info["priority_weight"].double(), every[flat] / scale, rtol=1e-6, atol=0.0)
@@ -200,24 +203,28 @@ def test_a_bad_exponent_is_refused(name, bad):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("cls", "settings", "message"),
     [
-        ({"eps": -1.0}, "eps must be"),
-        ({"weight_norm": "rows"}, "weight_norm must be"),
-        ({"reduction": "sum"}, "reduction must be"),
-        ({"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
-        ({"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
+        (ProportionalSampler, {"eps": -1.0}, "eps must be"),
+        (ProportionalSampler, {"weight_norm": "rows"}, "weight_norm must be"),
+        (ProportionalSampler, {"reduction": "sum"}, "reduction must be"),
+        (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
+        (ProportionalSampler, {"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
+        (RankSampler, {"weight_norm": "mean"}, "weight_norm must be"),
+        (RankSampler, {"stale_updates": -1}, "stale_updates must be at least 0, got -1"),
     ],
 )
-def test_a_bad_setting_is_refused(settings, message):
+def test_a_bad_setting_is_refused(cls, settings, message):
     with pytest.raises(ValueError, match=message):
-        ProportionalSampler(**{"max_capacity": 10, **settings})
+        cls(**{"max_capacity": 10, **settings})
 
 
+@both
 @pytest.mark.parametrize(
     ("index", "td_error", "error", "message"),
     [
         (torch.arange(3), torch.tensor([1.0, float("nan"), float("inf")]), ValueError, r"2 of 3 TD errors .*1, 2"),
+        (torch.arange(2), torch.tensor([-float("inf"), 1.0]), ValueError, r"1 of 2 TD errors .*positions 0"),
         (torch.arange(3), torch.ones(2), ValueError, "2 priorities .* for 3 rows"),
         (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
         (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
@@ -226,8 +233,8 @@ def test_a_bad_setting_is_refused(settings, message):
         (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
     ],
 )
-def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message):
-    rb = buffer(20, 10)
+def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, message, cls):
+    rb = buffer(20, 10, cls=cls)
     before = {name: tensor.clone() for name, tensor in rb.sampler.snapshot()["priorities"].items()}
     with pytest.raises(error, match=message):
         rb.sampler.update_priority(index, td_error, storage=rb.storage)
@@ -243,17 +250,19 @@ def test_a_row_named_minus_one_is_skipped_and_a_sign_does_not_matter():
     assert rb.sampler.default_priority == 3.0
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
-def test_errors_of_any_dtype_are_taken_and_gradients_left_behind(dtype):
-    rb = buffer(10, 10)
+def test_errors_of_any_dtype_are_taken_and_gradients_left_behind(dtype, cls):
+    rb = buffer(10, 10, cls=cls)
     td_error = torch.tensor([2.0, -4.0]).to(dtype)
     rb.update_priority(torch.tensor([1, 2]), td_error.requires_grad_(dtype.is_floating_point))
     assert rb.sampler.priority(torch.tensor([1, 2])).tolist() == [2.0, 4.0]
 
 
+@both
 @pytest.mark.parametrize("form", ["tuple", "stacked", "flat"])
-def test_rows_of_two_dims_can_be_named_in_every_form(form):
-    rb = buffer(5, 5, lanes=3)
+def test_rows_of_two_dims_can_be_named_in_every_form(form, cls):
+    rb = buffer(5, 5, lanes=3, cls=cls)
     time, lane = torch.tensor([0, 4, 2]), torch.tensor([2, 0, 1])
     index = {"tuple": (time, lane), "stacked": torch.stack([time, lane], -1), "flat": time * 3 + lane}[form]
     rb.sampler.update_priority(index, torch.tensor([5.0, 6.0, 7.0]), storage=rb.storage)
@@ -261,28 +270,26 @@ def test_rows_of_two_dims_can_be_named_in_every_form(form):
     assert int((rb.sampler.priority(torch.arange(15)) > 4).sum()) == 3
 
 
-@pytest.mark.parametrize("index", [(torch.tensor([0]), torch.tensor([3])), torch.tensor([[1, -1]])])
-def test_a_lane_that_is_not_there_is_refused(index):
+def test_a_row_or_lane_that_is_not_there_is_refused():
     rb = buffer(5, 5, lanes=3)
-    with pytest.raises(IndexError, match="there are lanes 0 to 2"):
-        rb.update_priority(index, torch.ones(1))
+    for index in ((torch.tensor([0]), torch.tensor([3])), torch.tensor([[1, -1]])):
+        with pytest.raises(IndexError, match="there are lanes 0 to 2"):
+            rb.update_priority(index, torch.ones(1))
+    for index in ([-1], [15]):
+        for ask in (rb.sampler.priority, rb.sampler.probability):
+            with pytest.raises(IndexError, match="there are rows 0 to 14"):
+                ask(index)
     assert (rb.sampler.priority(torch.arange(15)) == 1.0).all()
 
 
-@pytest.mark.parametrize("index", [[-1], [15]])
-def test_asking_for_a_row_that_is_not_there_is_refused(index):
-    rb = buffer(5, 5, lanes=3)
-    for ask in (rb.sampler.priority, rb.sampler.probability):
-        with pytest.raises(IndexError, match="there are rows 0 to 14"):
-            ask(index)
-
-
-def test_a_buffer_of_lanes_that_rounded_its_capacity_up_can_be_restored():
-    def make() -> ReplayBuffer:
-        return ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
-
-    rb, other = make(), make()
+def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps_and_is_restored():
+    rb, other = (
+        ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4) for _ in range(2)
+    )
     rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
+    assert rb.storage.max_size == 12
+    assert rb.sample()["x"].shape == (4,)
+    check(rb)
     other.load_state_dict(rb.state_dict())
     torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
 
@@ -296,17 +303,17 @@ def test_rows_of_priority_zero_are_never_drawn_and_all_zero_is_an_error():
         rb.sample()
 
 
-def test_emptying_forgets_every_priority_and_shrinking_leaves_only_new_rows():
-    rb = buffer(10, 10)
+@both
+def test_emptying_forgets_every_priority_and_shrinking_leaves_only_new_rows(cls):
+    rb = buffer(10, 10, cls=cls)
     rb.update_priority(torch.arange(10), torch.full((10,), 50.0))
     rb.empty()
     with pytest.raises(RuntimeError, match="empty buffer"):
         rb.sample()
     rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
     assert rb.sampler.default_priority == 1.0
-    counts = draws(rb, 64, 50)
-    assert not counts[3:].any()
-    check(rb)
+    assert rb.sampler.priority(torch.arange(4)).tolist() == [1.0, 1.0, 1.0, -1.0]
+    assert not draws(rb, 64, 50)[3:].any()
 
 
 def test_new_rows_enter_at_the_highest_now_stored_if_asked():
@@ -324,14 +331,6 @@ def test_a_sampler_too_small_for_the_storage_is_refused():
     rb = ReplayBuffer(storage=PackedStorage(10))
     with pytest.raises(ValueError, match="make it with max_capacity=10"):
         rb.set_sampler(ProportionalSampler(5))
-
-
-def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps():
-    rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
-    rb.extend(TensorDict({"x": torch.arange(12).view(3, 4)}, [3, 4]))
-    assert rb.storage.max_size == 12
-    assert rb.sample()["x"].shape == (4,)
-    check(rb)
 
 
 def test_state_is_complete_through_state_dict_and_files(tmp_path):
@@ -352,18 +351,20 @@ def test_state_is_complete_through_state_dict_and_files(tmp_path):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())
 
 
-def test_torchrls_buffers_take_it_for_a_prioritized_sampler_but_no_cpp_tree_is_built():
-    sampler = ProportionalSampler(10)
+@both
+def test_torchrls_buffers_take_it_for_a_prioritized_sampler_but_no_cpp_tree_is_built(cls):
+    sampler = cls(10)
     assert isinstance(sampler, PrioritizedSampler)
     assert not hasattr(sampler, "_sum_tree")
 
 
-def test_priorities_live_where_the_rows_live(device):
-    rb = ReplayBuffer(storage=PackedStorage(10, device=device), sampler=ProportionalSampler(10), batch_size=32)
+@both
+def test_priorities_live_where_the_rows_live(cls, device):
+    rb = ReplayBuffer(storage=PackedStorage(10, device=device), sampler=cls(10), batch_size=32)
     rb.extend(TensorDict({"x": torch.arange(10.0)}, [10]))
     batch = rb.sample()
     batch["td_error"] = torch.rand(32, device=device)
     rb.update_tensordict_priority(batch)
     assert rb.sampler.device.type == device.type
     assert batch["priority_weight"].device.type == device.type
-    check(rb)
+    assert rb.sampler.priority(batch["index"]).device.type == device.type
