@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import islice
 
 import pytest
 import torch
@@ -17,9 +18,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers import (
-    ReplayBuffer as TorchRLReplayBuffer,
-)
+from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
@@ -67,6 +66,12 @@ def make(cls, sampler: str, *, lanes: int = 0, seed: int = 0, **kwargs) -> Tenso
     )
 
 
+def filled(count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs) -> ReplayBuffer:
+    rb = make(ReplayBuffer, sampler, lanes=lanes, **kwargs)
+    rb.extend(transitions(count, lanes=lanes))
+    return rb
+
+
 def assert_same(first: TensorDict, second: TensorDict) -> None:
     first, second = first.exclude("sampled_at"), second.exclude("sampled_at")  # TorchRL's buffers do not add it
     assert set(first.keys(True, True)) == set(second.keys(True, True))
@@ -102,29 +107,19 @@ def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler
     assert direct.write_count == general.write_count
 
 
-def test_a_batch_is_fresh_memory():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(20))
-    before = rb.storage["observation"].clone()
-    batch = rb.sample()
-    batch["observation"].zero_()
+def test_a_batch_is_fresh_memory_that_autograd_may_change_in_place():
+    rb = filled(20)
+    before = rb.storage[:].clone()
+    batch, scale = rb.sample(), torch.zeros(1, requires_grad=True)
     batch["next", "reward"].add_(5)
-    assert torch.equal(rb.storage["observation"], before)
-
-
-def test_a_batch_can_be_changed_in_place_inside_autograd():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(20))
-    batch = rb.sample()
-    scale = torch.ones(1, requires_grad=True)
     batch["observation"].mul_(scale)
     batch["observation"].sum().backward()
     assert scale.grad is not None
+    assert (rb.storage[:] == before).all()
 
 
 def test_the_index_names_the_rows_that_the_batch_holds():
-    rb = make(ReplayBuffer, "proportional", lanes=3)
-    rb.extend(transitions(30, lanes=3))
+    rb = filled(30, "proportional", lanes=3)
     batch, info = rb.sample(return_info=True)
     assert batch["index"].shape == (8, 2)
     assert isinstance(info["index"], tuple)
@@ -139,8 +134,7 @@ def test_transforms_see_the_index_and_run_on_samples_and_in_reverse_on_writes():
         seen.append(sorted(td.keys()))
         return td
 
-    rb = make(ReplayBuffer, "proportional", transform=look)
-    rb.extend(transitions(20))
+    rb = filled(20, "proportional", transform=look)
     rb.append_transform(RenameTransform(["observation"], ["state"]))
     batch = rb.sample()
     assert {"index", "priority_weight"} <= set(seen[0])
@@ -150,8 +144,7 @@ def test_transforms_see_the_index_and_run_on_samples_and_in_reverse_on_writes():
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes, device):
-    rb = make(ReplayBuffer, "proportional", lanes=lanes, transform=SelectTransform("observation"), device=device)
-    rb.extend(transitions(20, lanes=lanes))
+    rb = filled(20, "proportional", lanes=lanes, transform=SelectTransform("observation"), device=device)
     batch = rb.sample()
     assert set(batch.keys()) == {"observation", "index", "priority_weight", "sampled_at"}
     index = batch["index"].unbind(-1) if lanes else batch["index"]
@@ -162,30 +155,26 @@ def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes,
 
 
 def test_a_transform_that_drops_rows_leaves_no_index_of_others():
-    rb = make(ReplayBuffer, "proportional", transform=lambda batch: batch.select("observation")[:3])
-    rb.extend(transitions(20))
+    rb = filled(20, "proportional", transform=lambda batch: batch.select("observation")[:3])
     assert list(rb.sample().keys()) == ["observation"]
 
 
 def test_a_transform_may_cast_what_a_batch_holds():
-    rb = make(ReplayBuffer, "uniform", transform=DoubleToFloat(in_keys=[("next", "reward")]))
-    rb.extend(transitions(4))
+    rb = filled(4, transform=DoubleToFloat(in_keys=[("next", "reward")]))
     assert rb.sample()["next", "reward"].dtype is torch.float32
     assert rb.storage["next", "reward"].dtype is torch.float64
 
 
 def test_a_transform_on_the_way_in_changes_what_is_stored():
     norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
-    rb = make(ReplayBuffer, "uniform", transform=Compose(norm))
-    rb.extend(transitions(4))
+    rb = filled(4, transform=Compose(norm))
     assert torch.equal(rb.storage["observation"], transitions(4)["observation"] / 2)
     assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_prefetch_gives_what_the_sampler_drew(prefetch):
-    rb = make(ReplayBuffer, "proportional", prefetch=prefetch)
-    rb.extend(transitions(40))
+    rb = filled(40, "proportional", prefetch=prefetch)
     for _ in range(6):
         batch = rb.sample()
         assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
@@ -204,8 +193,7 @@ def test_sample_units_take_the_general_path():
 
 
 def test_return_info_and_include_info_do_as_in_torchrl():
-    rb = make(ReplayBuffer, "proportional")
-    rb.extend(transitions(20))
+    rb = filled(20, "proportional")
     _, info = rb.sample(return_info=True)
     assert set(info) == {"index", "priority_weight", "sampled_at"}
     assert "index" not in rb.sample(include_info=False).keys()
@@ -215,13 +203,7 @@ def test_return_info_and_include_info_do_as_in_torchrl():
 
 
 def test_iteration_gives_batches_until_the_caller_stops():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(20))
-    for number, batch in enumerate(rb):
-        assert batch.batch_size == (8,)
-        if number == 3:
-            break
-    assert number == 3
+    assert [batch.batch_size for batch in islice(filled(20), 4)] == [(8,)] * 4
 
 
 def test_without_a_batch_size_sampling_says_so():
@@ -234,9 +216,7 @@ def test_without_a_batch_size_sampling_says_so():
 
 def test_defaults_are_the_parts_of_this_package():
     rb = ReplayBuffer(batch_size=2)
-    assert isinstance(rb.storage, PackedStorage)
-    assert isinstance(rb.sampler, UniformSampler)
-    assert isinstance(rb.writer, RingWriter)
+    assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [PackedStorage, UniformSampler, RingWriter]
     assert rb.storage.max_size == 1_000
 
 
@@ -257,8 +237,7 @@ def test_shared_buffers_lock_for_other_processes():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_copied_buffer_gives_the_same_batches_from_there_on(sampler, copied):
-    rb = make(ReplayBuffer, sampler)
-    rb.extend(transitions(70))
+    rb = filled(70, sampler)
     batch = rb.sample()
     batch["td_error"] = torch.rand(8)
     rb.update_tensordict_priority(batch)
@@ -273,8 +252,7 @@ def test_a_copied_buffer_gives_the_same_batches_from_there_on(sampler, copied):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_state_dict_and_files_restore_a_buffer_exactly(sampler, tmp_path):
-    rb = make(ReplayBuffer, sampler, lanes=3)
-    rb.extend(transitions(25, lanes=3))
+    rb = filled(25, sampler, lanes=3)
     batch = rb.sample()
     batch["td_error"] = torch.rand(8)
     rb.update_tensordict_priority(batch)
@@ -297,30 +275,17 @@ def test_td_errors_that_come_with_the_data_are_the_rows_priorities(how):
     rb = make(ReplayBuffer, "proportional")
     data = transitions(4)
     data["td_error"] = torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
-    if how == "extend":
-        rb.extend(data)
-    else:
-        for each in data.unbind(0):
-            rb.add(each)
+    for each in data.unbind(0) if how == "add" else [data]:
+        getattr(rb, how)(each)
     assert rb.sampler.priority(torch.arange(4)).tolist() == [1.0, 2.0, 3.0, 0.5]
     if how == "extend":
         rb.extend(data, update_priority=False)
         assert rb.sampler.priority(torch.arange(4, 8)).tolist() == [3.0] * 4
 
 
-def test_a_bad_td_error_in_the_data_is_refused_before_anything_is_written():
-    rb = make(ReplayBuffer, "proportional")
-    rb.extend(transitions(4).set("td_error", torch.ones(4)))
-    with pytest.raises(ValueError, match="1 of 2 TD errors are NaN or infinite"):
-        rb.extend(transitions(2).set("td_error", torch.tensor([1.0, float("nan")])))
-    assert (len(rb), rb.write_count) == (4, 4)
-
-
-@pytest.mark.parametrize("lanes", [0, 3])
-@pytest.mark.parametrize("shape", [(), (1,), (4,)])
+@pytest.mark.parametrize(("lanes", "shape"), [(0, (1,)), (3, ()), (3, (4,))])
 def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape):
-    rb = make(ReplayBuffer, "proportional", lanes=lanes)
-    rb.extend(transitions(20, lanes=lanes))
+    rb = filled(20, "proportional", lanes=lanes)
     batch = rb.sample()
     batch["index"] = batch["index"][:1].expand_as(batch["index"]).clone()
     td_error = -torch.arange(1.0, 9.0).view(8, *(1,) * len(shape)).expand(8, *shape).clone()
@@ -333,8 +298,7 @@ def test_several_td_errors_a_row_are_reduced_by_magnitude(lanes, shape):
 
 
 def test_a_batch_without_td_errors_or_index_is_refused():
-    rb = make(ReplayBuffer, "proportional")
-    rb.extend(transitions(4))
+    rb = filled(4, "proportional")
     with pytest.raises(KeyError, match="no 'td_error'"):
         rb.update_tensordict_priority(rb.sample())
     with pytest.raises(KeyError, match="no 'index'"):
@@ -343,8 +307,7 @@ def test_a_batch_without_td_errors_or_index_is_refused():
 
 
 def test_the_priority_key_may_be_another_or_nested():
-    rb = make(ReplayBuffer, "proportional", priority_key=("loss", "error"))
-    rb.extend(transitions(4))
+    rb = filled(4, "proportional", priority_key=("loss", "error"))
     batch = rb.sample()
     batch["loss", "error"] = torch.full((8, 1), 7.0)
     rb.update_tensordict_priority(batch)
@@ -381,17 +344,9 @@ def test_last_and_chronological_refuse_what_they_cannot_give():
             rb.last(n)
 
 
-def test_data_without_a_lane_dim_is_refused_by_a_buffer_of_lanes():
-    rb = make(ReplayBuffer, "uniform", lanes=3)
-    with pytest.raises(SchemaError, match=r"extend takes batch size \[E, T\] .* got \[4\]"):
-        rb.extend(transitions(4))
-    assert not rb.storage.initialized
-
-
 @pytest.mark.parametrize("copied", [lambda rb: rb, copy.deepcopy])
 def test_empty_starts_anew_and_keeps_the_schema(copied):
-    rb = make(ReplayBuffer, "proportional")
-    rb.extend(transitions(70))
+    rb = filled(70, "proportional")
     rb.empty()
     rb = copied(rb)
     assert (len(rb), rb.write_count) == (0, 0)
@@ -401,20 +356,24 @@ def test_empty_starts_anew_and_keeps_the_schema(copied):
     assert rb.sample()["observation"].max() <= 2
 
 
-def test_the_data_of_a_write_is_left_alone():
-    for lanes in (0, 3):
+def test_the_data_of_a_write_is_left_alone_and_may_be_one_step_of_lanes():
+    for lanes, count in ((0, 3), (3, 1)):
         rb = make(ReplayBuffer, "proportional", lanes=lanes)
-        data = transitions(3, lanes=lanes)
+        data = transitions(count, lanes=lanes)
         before = data.clone()
-        rb.extend(data.lock_())
+        index = rb.extend(data.lock_())
+        assert index.tolist() == ([[0, 0], [0, 1], [0, 2]] if lanes else [0, 1, 2])
         assert_same(data, before)
 
 
-@pytest.mark.parametrize("how", ["add", "extend"])
-def test_what_is_no_tensordict_is_refused(how):
-    rb = make(ReplayBuffer, "uniform")
-    with pytest.raises(TypeError, match=f"{how} takes a TensorDict, got dict"):
-        getattr(rb, how)({"observation": torch.zeros(3)})
+def test_data_of_a_wrong_kind_or_shape_is_refused():
+    rb = make(ReplayBuffer, "uniform", lanes=3)
+    for how in ("add", "extend"):
+        with pytest.raises(TypeError, match=f"{how} takes a TensorDict, got dict"):
+            getattr(rb, how)({"observation": torch.zeros(3)})
+    with pytest.raises(SchemaError, match=r"extend takes batch size \[E, T\] .* got \[4\]"):
+        rb.extend(transitions(4))
+    assert not rb.storage.initialized
 
 
 def test_rows_that_are_batches_themselves_come_back_as_such():
@@ -462,23 +421,23 @@ def test_errors_of_a_single_step_are_reduced_too(reduction):
 
 
 @pytest.mark.parametrize(
-    ("td_error", "error"),
+    ("td_error", "error", "words"),
     [
-        (torch.zeros(2, dtype=torch.complex64), TypeError),
-        (TensorDict({"a": torch.zeros(2)}, [2]), TypeError),
-        (torch.zeros(2, 0), ValueError),
+        (torch.zeros(2, dtype=torch.complex64), TypeError, "TD error"),
+        (TensorDict({"a": torch.zeros(2)}, [2]), TypeError, "TD error"),
+        (torch.zeros(2, 0), ValueError, "TD error"),
+        (torch.tensor([1.0, float("nan")]), ValueError, "1 of 2 TD errors are NaN or infinite"),
     ],
 )
-def test_td_errors_of_a_wrong_kind_are_refused_before_anything_is_written(td_error, error):
+def test_bad_td_errors_are_refused_before_anything_is_written(td_error, error, words):
     rb = make(ReplayBuffer, "proportional")
-    with pytest.raises(error, match="TD error"):
+    with pytest.raises(error, match=words):
         rb.extend(transitions(2).set("td_error", td_error))
     assert (len(rb), rb.write_count, rb.storage.initialized) == (0, 0, False)
 
 
 def test_a_sampler_put_in_place_later_knows_the_rows_and_the_generator():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(30))
+    rb = filled(30)
     sampler = ProportionalSampler(60)
     rb.set_sampler(sampler)
     rb.extend(transitions(10))
@@ -508,17 +467,11 @@ def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written
     first = ReplayBuffer(storage=storage(60))
     first.extend(transitions(written))
     rb = ReplayBuffer(storage=first.storage, sampler=ProportionalSampler(60), delayed_init=delayed_init)
+    assert rb.chronological()["observation"][:, 0].tolist() == list(range(max(0, written - 60), written))
     assert rb.extend(transitions(2, start=900)).tolist() == expected
     assert rb.write_count == 2
     assert len(rb) == min(60, written + 2)
     assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
-
-
-def test_order_of_age_is_that_of_the_rows_whoever_wrote_them():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(63))
-    reader = ReplayBuffer(storage=rb.storage)
-    assert reader.chronological()["observation"][:, 0].tolist() == list(range(3, 63))
 
 
 def test_a_subclass_with_its_own_sample_is_asked():
@@ -540,26 +493,15 @@ def test_consumed_items_are_left_to_torchrls_sampler():
 
 
 def test_repr_tells_what_is_inside():
-    rb = make(ReplayBuffer, "proportional")
-    rb.extend(transitions(15))
-    text = repr(rb)
-    for part in (
-        "15 of 60 rows",
-        "bytes a row",
-        "'observation': float32 (3,)",
-        "ProportionalSampler(alpha=0.6",
-        "25.0%",
-    ):
-        assert part in text, part
+    rb = filled(15, "proportional")
+    words = "15 of 60 rows", "bytes a row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "25.0%"
+    assert [word for word in words if word not in repr(rb)] == []
 
 
 # -- our parts and TorchRL's, mixed
 
 PARTS = {
-    "storage": {
-        "ours": lambda ndim: PackedStorage(60, ndim=ndim),
-        "theirs": lambda ndim: LazyTensorStorage(60, ndim=ndim),
-    },
+    "storage": {"ours": PackedStorage, "theirs": LazyTensorStorage},
     "sampler": {
         "ours": lambda: ProportionalSampler(60),
         "ours by rank": lambda: RankSampler(60),
@@ -587,7 +529,7 @@ PARTS = {
 @pytest.mark.parametrize("storage", PARTS["storage"])
 def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buffer):
     rb = buffer(
-        storage=PARTS["storage"][storage](2 if lanes else 1),
+        storage=PARTS["storage"][storage](60, ndim=2 if lanes else 1),
         sampler=PARTS["sampler"][sampler](),
         writer=PARTS["writer"][writer](),
         batch_size=6,
@@ -623,14 +565,7 @@ def test_torchrls_slice_sampler_cuts_trajectories_out_of_packed_rows():
 
 
 def test_indexing_a_buffer_reads_its_rows():
-    rb = make(ReplayBuffer, "uniform")
-    rb.extend(transitions(9))
+    rb = filled(9)
     assert rb[:]["observation"].shape == (9, 3)
     assert rb[2:4]["action"].shape == (2, 1)
     assert rb[torch.tensor([1, 5])]["next", "done"].shape == (2, 1)
-
-
-def test_one_time_step_of_several_lanes_can_be_extended():
-    rb = make(ReplayBuffer, "proportional", lanes=3)
-    assert rb.extend(transitions(1, lanes=3)).tolist() == [[0, 0], [0, 1], [0, 2]]
-    assert len(rb) == 3
