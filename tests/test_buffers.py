@@ -85,7 +85,7 @@ def assert_same(first: TensorDict, second: TensorDict) -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_direct_and_general_path_give_equal_batches_through_a_whole_life(sampler, lanes):
     direct, general = (make(cls, sampler, lanes=lanes) for cls in (ReplayBuffer, TensorDictReplayBuffer))
-    assert direct.parts.draws
+    assert direct._parts.draws
     generator = torch.Generator().manual_seed(1)
     for round_ in range(12):  # 12 rounds of up to 9 time steps wrap both
         count = int(torch.randint(2 if lanes else 1, 10, (), generator=generator))  # TorchRL fails on [E, 1]
@@ -183,7 +183,7 @@ def test_prefetch_gives_what_the_sampler_drew(prefetch):
 
 def test_sample_units_take_the_general_path():
     rb = make(ReplayBuffer, "uniform", sample_unit=Sequence(4))
-    assert not rb.parts.draws
+    assert not rb._parts.draws
     data = transitions(40)
     data["next", "done"].zero_()
     rb.extend(data)

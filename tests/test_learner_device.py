@@ -109,7 +109,7 @@ def learn(batch: Any) -> None:
 
 
 def priorities(rb: Any) -> torch.Tensor:
-    return rb.parts.prioritized.priority(torch.arange(len(rb.storage)))
+    return rb._parts.prioritized.priority(torch.arange(len(rb.storage)))
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         learn(expected)
         rb.update_tensordict_priority(batch)
         plain.update(expected)
-        assert rb.parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
+        assert rb._parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
         if step % 2:
             for each in (rb, plain.rb):
                 write(each, 4, STEPS + 4 * step)
     assert all(torch.equal(leaf, copied) for leaf, copied in before)  # later batches are in other memory
     rb.synchronize()
     plain.finish()
-    assert rb.parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
+    assert rb._parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
     assert ahead or rb.health() == plain.rb.health()
 
 
@@ -372,7 +372,7 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
             writer.join(180)
             waited.append(not writer.is_alive())
 
-    prefetcher: Any = rb.prefetcher
+    prefetcher: Any = rb._prefetcher
     learn(batch)
     rb.update_tensordict_priority(batch)
     queue = prefetcher._returned._queue
@@ -428,9 +428,9 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
     write(other, 9, 500)
     run(other, 0, 3)  # in use: what it has drawn ahead is dropped
     again = way(rb, other, tmp_path)
-    assert not again.prefetcher.has_batches
-    assert rb.prefetcher is not None
-    assert not rb.prefetcher.has_batches
+    assert not again._prefetcher.has_batches
+    assert rb._prefetcher is not None
+    assert not rb._prefetcher.has_batches
     assert torch.equal(priorities(again), priorities(rb))
     never_saved.synchronize()
     assert torch.equal(priorities(rb), priorities(never_saved))  # of all updates, those on their way included
@@ -439,7 +439,7 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
         assert_same(mine.exclude("sampled_at"), other_batch.exclude("sampled_at"))
         if not ahead:
             assert_same(other_batch, unsaved)
-    assert again.prefetcher.has_batches == (ahead > 0)
+    assert again._prefetcher.has_batches == (ahead > 0)
 
 
 def test_a_dump_within_an_epoch_loses_no_row(device, tmp_path):
@@ -469,7 +469,7 @@ def test_dumps_of_buffers_with_and_without_device_load_into_each_other(device, t
         source.synchronize()
         source.dumps(tmp_path / name)
         target.loads(tmp_path / name)
-        assert target.prefetcher is None or not target.prefetcher.has_batches
+        assert target._prefetcher is None or not target._prefetcher.has_batches
         assert not target._prefetch_queue
         batch = target.sample()
         assert (batch["index"] * 10 == batch["action"]).all()
@@ -486,18 +486,18 @@ def test_buffers_for_environments_name_both_devices(device):
     assert rb.storage.device.type == "cpu"
     write(rb, STEPS, 0)
     assert rb.sample().device.type == device.type
-    assert rb.copies_batches
+    assert rb._copies_batches
     there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4)
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
-    assert not there.copies_batches
+    assert not there._copies_batches
 
 
 def test_rows_on_the_gpu_are_not_copied(device):
     rb = ReplayBuffer(storage=PackedStorage(STEPS, device=device), batch_size=4, device=device, prefetch=2)
     rb.extend(data(STEPS).to(device))
     assert rb.sample().device.type == device.type
-    assert rb.copies_batches == (device.type == "cpu")
+    assert rb._copies_batches == (device.type == "cpu")
     if device.type == "cuda":
         with pytest.raises(TypeError, match="on the CPU"):
             ReplayBuffer(storage=PackedStorage(STEPS, device=device), device="cpu")

@@ -6,6 +6,7 @@ Constructors for environments, rows by age, edits of rows, health, dumps, and sh
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from operator import setitem
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -190,11 +191,11 @@ def last(rb: Any, n: int, *, flat: bool = False) -> TensorDictBase:
 
 def _by_age(rb: Any, n: int | None, flat: bool) -> TensorDictBase:
     storage, writer = rb.storage, rb.writer
-    with rb.locked():
+    with rb._locked():
         data = storage.get(steps_by_age(writer, storage, n))
     if flat and data.ndim > 1:
         data = data.flatten(0, storage.ndim - 1)
-    return rb.transformed(data)
+    return rb._transformed(data)
 
 
 # -- edits. The rows stay the transitions that they were, with their priorities.
@@ -246,7 +247,7 @@ def health(rb: Any) -> dict[str, float]:
     Cost: O(N log N) with priorities: not for every step.
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
-    with rb.locked():
+    with rb._locked():
         report = health_of_parts(storage, sampler, writer, rb.last_draw, rb.replay_count)
     return report | {"stale_updates": float(rb.stale_updates.total())}
 
@@ -295,7 +296,8 @@ def loads(
         CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version, or the dump does not fit
             this buffer: says which and how. The buffer is as it was.
     """
-    load_buffer(rb, path, rows_only=rows_only, default_generator=default_generator, progress=progress)
+    connect = partial(rb._connect, default_priorities=rows_only)
+    load_buffer(rb, path, connect, rows_only=rows_only, default_generator=default_generator, progress=progress)
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:
@@ -317,7 +319,7 @@ def describe(rb: Any) -> str:
     if not rb.initialized:
         return f"{type(rb).__name__}(not initialized)"
     named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
-    if len(rb.parts.transforms):
+    if len(rb._parts.transforms):
         named.append(("transform", rb.transform))
     lines = [f"{name}={part!r},".replace("\n", "\n    ") for name, part in named]
     lines.append(f"batch_size={rb.batch_size}, fill={len(rb.storage) / rb.storage.max_size:.1%}")
@@ -326,8 +328,8 @@ def describe(rb: Any) -> str:
 
 def repair(rb: Any) -> None:
     """Make priorities consistent after a process has died while it held the lock."""
-    if rb.parts is not None and rb.parts.prioritized is not None:
-        rb.parts.prioritized.repair(rb.parts.storage)
+    if rb._parts is not None and rb._parts.prioritized is not None:
+        rb._parts.prioritized.repair(rb._parts.storage)
 
 
 def state_dict(rb: Any) -> dict[str, Any]:
@@ -342,15 +344,11 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
         ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
         RuntimeError: it was saved with another ``prefetch``; the buffer stays as it was.
     """
-    rb.initialize()
-    prefetched = state_dict.get("_prefetch_state")
-    if rb.prefetcher is not None and isinstance(prefetched, dict):  # drop batches that threads fetched ahead
-        prefetched = prefetched | {"queue": ()}
-        state_dict = state_dict | {"_prefetch_state": prefetched}
-    rb._validate_prefetch_state(prefetched)  # as TorchRL does, before anything changes
+    rb._initialize()
+    rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before anything changes
     with rb._futures_lock:
         rb.synchronize()  # prefetching threads need the other locks
-        with rb.locked():  # nobody sees the parts of two states
+        with rb._locked():  # nobody sees the parts of two states
             if isinstance(rb.storage, PackedStorage):
                 examine(rb.storage, state_dict["_storage"])
             parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}

@@ -26,15 +26,15 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
         ValueError: wrong number of errors, or NaN or infinite ones; all priorities are as they were.
         IndexError: a row is out of range; all priorities are as they were.
     """
-    parts = rb.parts or rb.initialize()
+    parts = rb._parts or rb._initialize()
     if parts.prioritized is None:
         return TensorDictReplayBuffer.update_priority(rb, index, priority)
-    if rb.prefetcher is not None:
-        rb.prefetcher.flush()
+    if rb._prefetcher is not None:
+        rb._prefetcher.flush()
     by_coordinates = parts.storage.ndim > 1
     if isinstance(index, torch.Tensor) and index.ndim > 1 + by_coordinates:
         index = index.flatten(0, -2) if by_coordinates else index.flatten()
-    with rb.locked():
+    with rb._locked():
         parts.prioritized.update_priority(index, priority, storage=parts.storage)
 
 
@@ -53,20 +53,20 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
         KeyError: there are no TD errors in the batch, or no index.
         ValueError: an error is NaN or infinite; all priorities are as they were.
     """
-    parts = rb.parts or rb.initialize()
+    parts = rb._parts or rb._initialize()
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
-    plan = rb.plan
+    plan = rb._plan
     if plan is not None:
         with parts.storage.lock:
-            stale = plan.update(data, rb.priority_key) if rb.plan is plan else None
+            stale = plan.update(data, rb.priority_key) if rb._plan is plan else None
         if stale is not None:
             rb.stale_updates.add(stale)
             return None
     entries = entries_of(data)
     index, td_error = errors_of(parts, data, rb.priority_key)
     update = index, td_error, entries.get(SAMPLED_AT), data.ndim
-    if rb.prefetcher is None or not rb.copies_batches or not rb.prefetcher.return_errors(*update):
+    if rb._prefetcher is None or not rb._copies_batches or not rb._prefetcher.return_errors(*update):
         write_priorities(rb, *update)
 
 
@@ -75,8 +75,8 @@ def write_priorities(
 ) -> None:
     """Update priorities, except of rows that have been replaced since ``sampled_at``, of ``dims`` batch dims."""
     stale: int | torch.Tensor = 0
-    with rb.parts.storage.lock if rb.parts.is_packed else rb.locked():
-        parts = rb.parts
+    with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
+        parts = rb._parts
         if parts.prioritized is None:  # another sampler has been set since the update
             return
         if sampled_at is not None and parts.is_packed:

@@ -87,16 +87,16 @@ class ReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         if kwargs.get("checkpointer") is not None:
             raise NotImplementedError(abilities.NO_CHECKPOINTERS)
-        self.parts: Parts = None  # type: ignore[assignment]  # until initialized
+        self._parts: Parts = None  # type: ignore[assignment]  # until initialized
         self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self._count_replays = count_replays
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
-        self.prefetcher = None if device is None else DevicePrefetcher(self, torch.device(device), ahead)
+        self._prefetcher = None if device is None else DevicePrefetcher(self, torch.device(device), ahead)
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL chooses its own
@@ -140,33 +140,39 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _init(self) -> None:
         super()._init()
-        self.find_path()
+        self._connect()
         if type(self._writer) is RingWriter and not self.write_count:
             continue_after_newest(self._writer, self._storage)
-        if self.prefetcher is not None:
-            self.prefetcher.refuse_other_parts(self.parts)
+        if self._prefetcher is not None:
+            self._prefetcher.refuse_other_parts(self._parts)
         if self.shared or getattr(self._storage, "shared", False):
             self.share()
 
-    def initialize(self) -> Parts:
+    def _initialize(self) -> Parts:
         """Initialize the buffer, if that was delayed, and return its parts."""
         if not self._initialized:
             self._init()
-        return self.parts or self.find_path()
+        return self._parts or self._connect()
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
         self._has_collate_fn = collate_fn is not None
         super()._get_collate_fn(collate_fn)
 
-    def find_path(self) -> Parts:
-        """Look at all parts again: one has been replaced, or a state was loaded."""
-        self.plan = self._rows_without_plan = None
+    def _connect(self, *, default_priorities: bool = False) -> Parts:
+        """Look at all parts, after one has been replaced or a state loaded; return them.
+
+        Args:
+            default_priorities: give them to the rows without a priority.
+        """
+        self._plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
-        self.parts = parts = Parts.of(
+        self._parts = parts = Parts.of(
             self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn
         )
         if parts.prioritized is not None:
             parts.prioritized.follow(parts.storage)
+            if default_priorities:
+                parts.prioritized.admit(parts.storage)
         self.replay_count = ReplayCount.of(parts.storage) if self._count_replays else None
         return parts
 
@@ -183,8 +189,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if isinstance(self._writer, RoundRobinWriter):
             continue_after_newest(self._writer, storage)
         self._sampler._empty()
-        self.find_path()
-        self.give_default_priorities()
+        self._connect(default_priorities=True)
         return previous
 
     def set_sampler(self, sampler: Sampler) -> Sampler:
@@ -196,8 +201,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._replay_lock:
             previous = super().set_sampler(sampler)
             sampler._rng = self._rng
-            self.find_path()
-            self.give_default_priorities()
+            self._connect(default_priorities=True)
         return previous
 
     def set_writer(self, writer: Writer) -> Writer:
@@ -205,7 +209,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._refuse_if_shared("writer")
         with self._replay_lock:
             previous = super().set_writer(writer)
-            self.find_path()
+            self._connect()
             return previous
 
     def _refuse_if_shared(self, part: str) -> None:
@@ -214,11 +218,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
                 f"cannot set the {part} of a shared buffer: other processes would keep the old one. "
                 "Set it before you share the buffer"
             )
-
-    def give_default_priorities(self) -> None:
-        """Give rows without a priority the default one."""
-        if self.parts is not None and self.parts.prioritized is not None:
-            self.parts.prioritized.admit(self.parts.storage)
 
     # -- sampling
 
@@ -236,20 +235,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             RuntimeError: the buffer is empty, or there is no batch size.
         """
-        plan = self.plan
+        plan = self._plan
         if plan is not None and batch_size is None and include_info is None and not return_info:
             planned = self._sample_by(plan)
             if planned is not None:
                 return planned
-        if not (self.parts or self.initialize()).draws:
+        if not (self._parts or self._initialize()).draws:
             return super().sample(batch_size, return_info, include_info)
         size = self._batch_size if batch_size is None else batch_size
-        is_other = size != self._batch_size is not None and self.prefetcher is None
+        is_other = size != self._batch_size is not None and self._prefetcher is None
         if self._prefetch or self._service_shutdown or size is None or is_other:
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
-            if self.plan is None and self.prefetcher is None:
+            if self._plan is None and self._prefetcher is None:
                 self._make_plan()
         if include_info is False:
             batch = batch.exclude(*info)
@@ -257,13 +256,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _sample_by(self, plan: Plan) -> TensorDictBase | None:
         """Return a batch by the plan, ``None`` if it is outdated."""
-        parts = self.parts
+        parts = self._parts
         if len(parts.transforms) or self._service_shutdown:
             return None
         with parts.storage.lock:
-            drawn = plan.sample() if self.plan is plan else None
+            drawn = plan.sample() if self._plan is plan else None
         if drawn is None:
-            self.plan = None
+            self._plan = None
             return None
         batch, info = drawn
         self.last_draw = info["index"], info.get("priority_weight"), getattr(parts.writer, "_cursor", 0)
@@ -274,19 +273,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
         rows = getattr(self._storage, "rows", None)
         if rows is self._rows_without_plan or self.replay_count is not None or self._pin_memory:
             return
-        with self.locked():
-            self.plan = make_plan(self._storage, self._sampler, self._batch_size)
-        self._rows_without_plan = rows if self.plan is None else None
+        with self._locked():
+            self._plan = make_plan(self._storage, self._sampler, self._batch_size)
+        self._rows_without_plan = rows if self._plan is None else None
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        if self.prefetcher is not None and self.copies_batches:
-            batch, info = self.prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
-            return self.transformed(batch, info), info
+        if self._prefetcher is not None and self._copies_batches:
+            batch, info = self._prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
+            return self._transformed(batch, info), info
         storage = self._storage
-        if not self.parts.is_packed:
+        if not self._parts.is_packed:
             return self._sample_generally(batch_size)
         with storage.lock:
-            parts = self.parts  # under the lock: another thread may replace the sampler
+            parts = self._parts  # under the lock: another thread may replace the sampler
             if parts.draws:
                 if parts.draws == "draw":
                     flat, info = parts.sampler.draw(storage, batch_size)
@@ -297,36 +296,36 @@ class ReplayBuffer(TensorDictReplayBuffer):
                     info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
         if not parts.draws:
             return self._sample_generally(batch_size)
-        batch = self.assemble(flat, info, batch)
+        batch = self._assemble(flat, info, batch)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
 
     def _sample_generally(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        now = self._storage.clock.now if self.parts.is_stamped else None
+        now = self._storage.clock.now if self._parts.is_stamped else None
         batch, info = super()._sample(batch_size)
-        self.note_draw(info["index"], info)
+        self._note_draw(info["index"], info)
         if now is not None:
             first = info["index"][0] if isinstance(info["index"], tuple) else info["index"]
             info[SAMPLED_AT] = self._storage.clock.stamp(now, first.shape[0], first.device)
         return batch, info
 
-    def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
         """Add the report and the index to a batch, and transform it."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
-        self.note_draw(index, info)
+        self._note_draw(index, info)
         merge_(batch, info)
-        return self.transformed(batch, info)
+        return self._transformed(batch, info)
 
-    def note_draw(self, index: Any, info: dict[str, Any]) -> None:
+    def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember the rows, weights and time of a batch for :meth:`health`."""
         self.last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
-    def transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
+    def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
         """Return a transformed batch, which keeps the entries in ``report``."""
-        if not len(self.parts.transforms):
+        if not len(self._parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
         with _set_dispatch_td_nn_modules(True):
@@ -338,7 +337,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     # -- locks
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the locks that order writes, draws and updates."""
         if not self._initialized:
             self._init()
@@ -356,14 +355,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._own_lock = lock  # TorchRL's, for storages without one
 
     @property
-    def copies_batches(self) -> bool:
+    def _copies_batches(self) -> bool:
         """Whether batches are copied to another device than that of the rows."""
-        return self.prefetcher is not None and self.prefetcher.copies_from(self._storage)
+        return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the sampler has run out (of an epoch, for example)."""
-        sampler, prefetcher = self.sampler, self.prefetcher
-        if prefetcher is None or not self.copies_batches or self._batch_size is None:
+        sampler, prefetcher = self.sampler, self._prefetcher
+        if prefetcher is None or not self._copies_batches or self._batch_size is None:
             yield from super().__iter__()
             return
         if sampler.ran_out and not prefetcher.has_batches:
@@ -374,19 +373,30 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def synchronize(self) -> None:
         """Wait for asynchronous updates, and for TD errors on their way from a device."""
         super().synchronize()
-        if self.prefetcher is not None:
-            self.prefetcher.flush()
+        if self._prefetcher is not None:
+            self._prefetcher.flush()
 
     @contextmanager
     def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-        paused = nullcontext() if self.prefetcher is None else self.prefetcher.paused()
+        paused = nullcontext() if self._prefetcher is None else self._prefetcher.paused()
         with paused, super()._capture_prefetch_state(clone_queue=clone_queue) as state:
             yield state
 
     def _clear_prefetch_queue_locked(self) -> None:
         super()._clear_prefetch_queue_locked()
-        if self.prefetcher is not None:
-            self.prefetcher.drop()
+        if self._prefetcher is not None:
+            self._prefetcher.drop()
+
+    def _validate_prefetch_state(self, prefetch_state: Any) -> None:
+        if self._prefetcher is not None and isinstance(prefetch_state, dict):
+            prefetch_state = prefetch_state | {
+                "queue": ()
+            }  # batches that threads drew ahead: the prefetcher draws others
+        super()._validate_prefetch_state(prefetch_state)
+
+    def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
+        if self._prefetcher is None:
+            super()._restore_prefetch_queue_locked(prefetch_state, clone_queue=clone_queue)
 
     # -- state
 

@@ -214,9 +214,9 @@ class RolloutBuffer(ReplayBuffer):
             return
         sampler = self._sampler
         more = sampler.begin_pass()
-        plain_rows = bool(self.parts.draws) and not self.copies_batches and not self._storage.layout.root.batch_size
+        plain_rows = bool(self._parts.draws) and not self._copies_batches and not self._storage.layout.root.batch_size
         try:
-            if not more and not (self.prefetcher is not None and self.prefetcher.has_batches):
+            if not more and not (self._prefetcher is not None and self._prefetcher.has_batches):
                 return
             if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
                 yield from self._in_blocks(self._batch_size)
@@ -241,9 +241,9 @@ class RolloutBuffer(ReplayBuffer):
                     rows = max(1, _BLOCK_BYTES // (size * storage.row_bytes)) * size
                     batches = self._gather_block(order[start : start + rows], size)
                     plain = not (
-                        len(self.parts.transforms) or self._pin_memory or self.normalize_advantage == "minibatch"
+                        len(self._parts.transforms) or self._pin_memory or self.normalize_advantage == "minibatch"
                     )
-                self.note_draw(*sampler.draw(storage, size))
+                self._note_draw(*sampler.draw(storage, size))
                 batch, batches[number] = batches[number], None
             yield batch if plain else self._finished(batch)
 
@@ -256,7 +256,7 @@ class RolloutBuffer(ReplayBuffer):
         return batches
 
     def _finished(self, batch: TensorDictBase) -> TensorDictBase:
-        batch = self.transformed(batch, ["index"])
+        batch = self._transformed(batch, ["index"])
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return self._normalized(batch)

@@ -48,14 +48,14 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
         return _write(rb, data, how, update_priority)
     time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
     steps = rb.episode_stats.read(data, time_dim=time_dim)  # refuses malformed data before anything is written
-    with rb.locked():
+    with rb._locked():
         index = _write(rb, data, how, update_priority)
         rb.episode_stats.record(steps)
     return index
 
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    parts = rb.parts or rb.initialize()
+    parts = rb._parts or rb._initialize()
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if parts.writes_generally:
@@ -79,8 +79,8 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
             td_error = one_a_row(td_error, parts.storage.ndim - (how == "add"), parts.prioritized.reduction)
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
-    with parts.storage.lock if parts.is_packed else rb.locked():
-        parts = rb.parts  # under the lock: another thread may have replaced the sampler
+    with parts.storage.lock if parts.is_packed else rb._locked():
+        parts = rb._parts  # under the lock: another thread may have replaced the sampler
         index = getattr(parts.writer, how)(rows)
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
@@ -90,13 +90,13 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
 
 def mark_update(rb: Any, index: Any) -> None:
     """Tell the sampler that rows have been written; writers call it."""
-    with rb.locked():
+    with rb._locked():
         TensorDictReplayBuffer.mark_update(rb, index)
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
     """Tell the sampler that ``count`` flat rows from ``start`` on have been written; writers call it."""
-    parts = rb.parts or rb.initialize()
+    parts = rb._parts or rb._initialize()
     if parts.prioritized is not None:
         parts.prioritized.mark_range(start, count, storage=parts.storage)
     elif type(parts.sampler).mark_update is not Sampler.mark_update:
@@ -110,5 +110,5 @@ def empty(rb: Any, empty_write_count: bool = True) -> None:
     Args:
         empty_write_count: reset :attr:`write_count`, too.
     """
-    with rb.locked():
+    with rb._locked():
         TensorDictReplayBuffer.empty(rb, empty_write_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,15 @@ def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync
 
 
 def load_buffer(
-    rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
+    rb: Any,
+    path: str | Path,
+    connect: Callable[[], object],
+    *,
+    rows_only: bool = False,
+    default_generator: bool = False,
+    progress: bool | None = None,
 ) -> None:
-    """Load a buffer; see :meth:`rlbuf_td.ReplayBuffer.loads`."""
+    """Load a buffer, and call ``connect`` once its parts have been loaded; see :meth:`rlbuf_td.ReplayBuffer.loads`."""
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -39,7 +46,7 @@ def load_buffer(
             if load.rows:
                 load.rows.verify(report)
             with parts.emptied_of_prefetched(rb), explained(reader):
-                load.apply(report)
+                load.apply(report, connect)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
     if load.rows and load.rows.fit.dropped:
@@ -113,7 +120,7 @@ class _Load:
         if fit.moves:
             saved["buffer"] |= {"prefetched": ()}
 
-    def apply(self, report: Report) -> None:
+    def apply(self, report: Report, connect: Callable[[], object]) -> None:
         """Change the buffer; if a part refuses its state, change nothing."""
         rb, storage, saved = self.rb, self.rb.storage, self.saved
         allocated = self.rows.allocated(report) if self.rows is not None else None
@@ -132,9 +139,9 @@ class _Load:
                 storage.restore_counters(saved["storage"]["state"])
             elif isinstance(storage, PackedStorage):
                 storage._empty()
-        self._finish()
+        self._finish(connect)
 
-    def _finish(self) -> None:
+    def _finish(self, connect: Callable[[], object]) -> None:
         """Restore everything that cannot fail anymore."""
         rb, saved = self.rb, self.saved
         if self.rows_only:
@@ -142,9 +149,7 @@ class _Load:
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
         parts.load_trajectories(rb.storage, saved["trajectories"])
-        rb.find_path()
+        connect()
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
             rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
-        if self.rows_only:
-            rb.give_default_priorities()

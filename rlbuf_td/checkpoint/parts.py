@@ -80,8 +80,7 @@ def start_anew(rb: Any, writer: dict[str, Any]) -> None:
 
 
 def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    queue = saved["prefetched"] if rb.prefetcher is None else ()  # a learner's device draws its own
-    return {"version": 1, "capacity": rb._prefetch_cap, "queue": queue}
+    return {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["prefetched"]}
 
 
 def name_of(part: Any) -> str:

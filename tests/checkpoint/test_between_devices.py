@@ -41,7 +41,7 @@ def learn(rb: ReplayBuffer) -> None:
     """Write, sample, and update what was sampled, as a run does."""
     batch = rb.sample()
     assert batch.device is None or batch.device == rb.storage.device
-    if rb.parts.prioritized is not None:
+    if rb._parts.prioritized is not None:
         rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.shape, device=batch["number"].device)))
 
 
@@ -55,7 +55,7 @@ def trained(name: str, device: str, lanes: int) -> ReplayBuffer:
 
 def assert_alike(ours: ReplayBuffer, theirs: ReplayBuffer) -> None:
     assert_close(ours.storage[:].cpu().to_dict(), theirs.storage[:].cpu().to_dict(), rtol=0, atol=0)
-    mine, other = ours.parts.prioritized, theirs.parts.prioritized
+    mine, other = ours._parts.prioritized, theirs._parts.prioritized
     if mine is not None and other is not None:
         every = torch.arange(len(ours))
         assert_close(mine.priority(every).cpu(), other.priority(every).cpu())
@@ -66,8 +66,8 @@ def go_on(rb: ReplayBuffer, other: ReplayBuffer, lanes: int) -> None:
     index = torch.arange(0, len(rb), 3)
     for one in (rb, other):
         one.extend(data(3, 28, lanes).to(one.storage.device))
-        if one.parts.prioritized is not None:
-            one.parts.prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
+        if one._parts.prioritized is not None:
+            one._parts.prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
     assert_alike(rb, other)
     learn(other)
 

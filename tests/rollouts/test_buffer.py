@@ -66,7 +66,7 @@ def test_batches_gathered_in_blocks_are_those_of_sample(make_world, batch_size, 
             assert rollout.sampler.ran_out
             continue
         if way == "general":
-            rollout.parts = rollout.parts._replace(draws="")
+            rollout._parts = rollout._parts._replace(draws="")
         count = -(-24 // batch_size) * 3
         batches.append([rollout.sample() for _ in range(count)])
     for one, two, three in zip(*batches, strict=True):

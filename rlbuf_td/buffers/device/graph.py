@@ -29,13 +29,13 @@ class CapturableBuffer(Protocol):
     priority_key: NestedKey
     last_draw: Any
     replay_count: Any
-    parts: Parts
+    _parts: Parts
 
-    def locked(self) -> AbstractContextManager[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Hold the buffer's locks."""
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    def assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
+    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
         """Return the transformed batch."""
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -106,7 +106,7 @@ class CapturedStep:
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
             return self._learn(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
-        with buffer.locked():
+        with buffer._locked():
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
@@ -123,7 +123,7 @@ class CapturedStep:
                 "cannot capture a MinibatchSampler: the host counts its epochs, and ends them with a shorter batch; "
                 "take UniformSampler(unique=True), or sample outside of a graph"
             )
-        if not self._buffer.parts.draws or not isinstance(sampler, GraphCapturable):
+        if not self._buffer._parts.draws or not isinstance(sampler, GraphCapturable):
             raise TypeError(
                 f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: "
                 "it takes PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, "
@@ -138,7 +138,7 @@ class CapturedStep:
         if self._step is None:  # TD errors in the batch, if any, were written with its rows
             return batch
         output = self._step(batch)
-        if self._buffer.parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
+        if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
             update(batch)
         return output
 
@@ -152,7 +152,7 @@ class CapturedStep:
         self._write_clock.set_(0, storage.clock.now)
         counts = None if buffer.replay_count is None else buffer.replay_count.counts()
         memory = storage.rows, *storage.all_rows().sources(), self._write_clock, counts
-        objects = sampler, sampler._rng, *memory, *buffer.parts.transforms
+        objects = sampler, sampler._rng, *memory, *buffer._parts.transforms
         # The objects of the last recording are held here, so that no others can take their addresses.
         before, settings_before = self._recorded_with
         is_same = len(before) == len(objects) and all(map(is_, before, objects)) and settings_before == settings
@@ -218,16 +218,16 @@ class CapturedStep:
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
         """Run one step; return its output, and the rows and weights that were drawn."""
-        buffer, sampler = self._buffer, self._buffer.parts.prioritized
+        buffer, sampler = self._buffer, self._buffer._parts.prioritized
 
         def update(batch: TensorDictBase) -> None:  # no row is stale: nothing was written since the draw
             assert sampler is not None  # noqa: S101
-            sampler.update_priority(*errors_of(buffer.parts, batch, buffer.priority_key), storage=storage)
+            sampler.update_priority(*errors_of(buffer._parts, batch, buffer.priority_key), storage=storage)
 
-        flat, info, batch = buffer.parts.draw(self._batch_size)
+        flat, info, batch = buffer._parts.draw(self._batch_size)
         if sampler is not None:
             info[SAMPLED_AT] = self._write_clock.tensor.long().expand(flat.shape[0])
-        batch = buffer.assemble(flat, info, batch)
+        batch = buffer._assemble(flat, info, batch)
         drawn = info["index"], info.get("priority_weight")
         return self._learn(batch, update), drawn
 

@@ -25,13 +25,13 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 class HostBuffer(Protocol):
     """What the prefetcher needs of a buffer: :class:`ReplayBuffer`."""
 
-    parts: Parts
+    _parts: Parts
     stale_updates: Any
 
-    def locked(self) -> AbstractContextManager[None]:
+    def _locked(self) -> AbstractContextManager[None]:
         """Hold the buffer's locks."""
 
-    def note_draw(self, index: Any, info: dict[str, Any]) -> None:
+    def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember a draw."""
 
     @property
@@ -154,8 +154,8 @@ class DevicePrefetcher:
         """Draw a batch, gather it into pinned memory and begin to copy it."""
         host, is_cuda, sampler = self._reusable(), self.device.type == "cuda", self._buffer.sampler
         place = None if getattr(sampler, "begun", None) is None else sampler.snapshot()
-        with self._buffer.locked():
-            parts = self._buffer.parts
+        with self._buffer._locked():
+            parts = self._buffer._parts
             self.refuse_other_parts(parts)
             storage, rows = parts.storage, None
             drawn_at = storage.clock.now
@@ -163,7 +163,7 @@ class DevicePrefetcher:
                 flat, report, rows = parts.sampler.draw_batch(storage, batch_size)
             else:
                 flat, report = parts.sampler.draw(storage, batch_size)
-            self._buffer.note_draw(coordinates(flat, storage), report)
+            self._buffer._note_draw(coordinates(flat, storage), report)
             if parts.is_stamped:
                 report[SAMPLED_AT] = storage.clock.stamp(drawn_at, flat.shape[0], flat.device)
             self._drop_outdated()  # a draw may begin new epochs
