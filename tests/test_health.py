@@ -43,6 +43,12 @@ def numbered(start: int, count: int, lanes: int = 1) -> TensorDict:
     return TensorDict({"step": step}, [lanes, count])
 
 
+def filled(sampler: Any = None, capacity: int = 40, rows: int = 30, **settings: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(capacity), sampler=sampler, batch_size=8, **settings)
+    rb.extend(numbered(0, rows)[0])
+    return rb
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     return sorted(values)[round(q * (len(values) - 1))]
 
@@ -134,36 +140,29 @@ def test_rows_without_a_priority_do_not_count_among_the_priorities():
     assert rb.health()["priority_p10"] == 1.0
 
 
-def test_top_mass_of_equally_probable_rows():
-    for make in (UniformSampler, RandomSampler, MinibatchSampler):
-        rb = ReplayBuffer(storage=PackedStorage(200), sampler=make(), batch_size=10)
-        rb.extend(numbered(0, 200)[0])
-        rb.sample()
-        health = rb.health()
-        assert health["top_mass"] == pytest.approx(0.01)
-        assert "priority_p50" not in health
-        assert "effective_sample_size" not in health
+@pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
+def test_top_mass_of_equally_probable_rows(make):
+    rb = filled(make(), 200, 200)
+    rb.sample()
+    health = rb.health()
+    assert health["top_mass"] == pytest.approx(0.01)
+    assert not {"priority_p50", "effective_sample_size"} & set(health)
 
 
 def test_probabilities_of_torchrls_prioritized_sampler():
     pytest.importorskip("torchrl._torchrl")
-    ours, theirs = (
-        ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=20)
-        for sampler in (ProportionalSampler(200, 0.6, 0.4, eps=1e-8), PrioritizedSampler(200, 0.6, 0.4))
-    )
+    samplers = ProportionalSampler(200, 0.6, 0.4, eps=1e-8), PrioritizedSampler(200, 0.6, 0.4)
+    ours, theirs = (filled(sampler, 200, 200) for sampler in samplers)
     errors = torch.rand(200)
     for rb in (ours, theirs):
-        rb.extend(numbered(0, 200)[0])
         rb.update_priority(torch.arange(200), errors)
         rb.sample()
     assert theirs.health()["top_mass"] == pytest.approx(ours.health()["top_mass"], rel=1e-4)
 
 
 def test_an_age_is_measured_at_the_draw():
-    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=4)
-    rb.extend(numbered(0, 10)[0])
-    batch = rb.sample()
-    expected = float(9 - batch["step"].min())
+    rb = filled(capacity=20, rows=10)
+    expected = float(9 - rb.sample()["step"].min())
     rb.extend(numbered(10, 15)[0])  # replaces the rows of the batch
     assert rb.health()["age_max"] == expected
 
@@ -205,17 +204,12 @@ def test_every_number_is_a_float_that_is_finite():
     assert all(type(value) is float and math.isfinite(value) for value in health.values())
 
 
-def test_draws_are_not_counted_by_default():
-    rb = ReplayBuffer(storage=PackedStorage(40), batch_size=8)
-    rb.extend(numbered(0, 30)[0])
-    rb.sample()
-    assert ReplayCount.attached_to(rb.storage) is None
-    assert "never_sampled" not in rb.health()
-
-
-def test_counts_begin_anew_with_another_storage_and_after_emptying():
-    rb = ReplayBuffer(storage=PackedStorage(40), batch_size=8, count_replays=True)
-    rb.extend(numbered(0, 30)[0])
+def test_counts_begin_anew_with_another_storage_and_after_emptying_and_are_off_by_default():
+    plain = filled()
+    plain.sample()
+    assert ReplayCount.attached_to(plain.storage) is None
+    assert "never_sampled" not in plain.health()
+    rb = filled(count_replays=True)
     rb.sample()
     rb.empty()
     rb.extend(numbered(0, 30)[0])

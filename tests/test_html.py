@@ -60,24 +60,19 @@ def test_it_shows_keys_fill_and_settings_whatever_the_storage():
         assert "width:75.00%" in rb._repr_html_()
 
 
-def test_it_names_no_colour_but_grey_that_lets_the_background_through():
-    rb = ReplayBuffer(storage=PackedStorage(8))
-    rb.extend(DATA)
-    html = rb._repr_html_()
-    colours = set(re.findall(r"(?:color|background):([^;\"]+)", html))
-    assert colours <= {"inherit", "none", "currentColor", "rgba(127,127,127,.18)"}
-    assert "<script" not in html
-    assert "<style" not in html
-
-
-def test_what_parts_say_of_themselves_is_text():
+def test_what_parts_say_of_themselves_is_text_and_the_only_colour_is_a_translucent_grey():
     class Odd(UniformSampler):
         def __repr__(self) -> str:
             return "Odd(<script>)"
 
-    html = ReplayBuffer(storage=PackedStorage(8), sampler=Odd())._repr_html_()
+    rb = ReplayBuffer(storage=PackedStorage(8), sampler=Odd())
+    rb.extend(DATA)
+    html = rb._repr_html_()
     assert "<script" not in html
+    assert "<style" not in html
     assert "Odd(<script>)" in Balanced(html).words
+    colours = set(re.findall(r"(?:color|background):([^;\"]+)", html))
+    assert colours <= {"inherit", "none", "currentColor", "rgba(127,127,127,.18)"}
 
 
 def test_buffers_of_nothing_have_a_picture_too():

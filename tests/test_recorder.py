@@ -39,6 +39,13 @@ def vector(mode: AutoresetMode, kind: str = "box", how: str = "sync", **kwargs: 
     return cls([partial(Walk, kind, 3 + lane) for lane in range(LANES)], autoreset_mode=mode, **kwargs)
 
 
+def started(env: Any, capacity: int = 100, **settings: Any) -> GymnasiumRecorder:
+    """Return a recorder that has been reset, with a buffer for its environment."""
+    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, capacity), env, **settings)
+    recorder.reset(seed=1)
+    return recorder
+
+
 def run(recorder: GymnasiumRecorder, env: Any, steps: int, seed: int = 0) -> None:
     """Step at random; where autoreset is disabled, reset what has ended."""
     env.action_space.seed(seed)
@@ -193,15 +200,12 @@ def test_an_episode_that_reset_breaks_off_does_not_run_into_the_next(mode, flat)
 
 def test_a_reset_mask_begins_new_episodes_in_its_lanes_only():
     env = SyncVectorEnv([partial(Walk, "box", 50)] * 2, autoreset_mode=AutoresetMode.DISABLED)
-    rb = ReplayBuffer.from_env(env, 100)
-    recorder = GymnasiumRecorder(rb, env)
-    recorder.reset(seed=1)
+    recorder = started(env)
     recorder.step(np.zeros(2, int))
     recorder.reset(options={"reset_mask": np.array([False, True])})
     recorder.step(np.zeros(2, int))
-    ids = rb.storage["collector", "traj_ids"]
-    assert ids[0, 0] == ids[1, 0]
-    assert ids[0, 1] != ids[1, 1]
+    ids = recorder.buffer.storage["collector", "traj_ids"]
+    assert (ids[0] == ids[1]).tolist() == [True, False]
 
 
 def test_a_second_recorder_continues_the_trajectory_numbers():
@@ -215,13 +219,6 @@ def test_a_second_recorder_continues_the_trajectory_numbers():
 
 
 # -- infos and extras
-
-
-def test_infos_of_every_step_need_no_default():
-    env = Walk()
-    rb = ReplayBuffer.from_env(env, 100)
-    run(GymnasiumRecorder(rb, env, infos=["energy"]), env, 20)
-    assert rb.chronological()["next", "energy"].tolist() == [step[6]["energy"] for step in env.history]
 
 
 # (With autoreset disabled, Gymnasium 1.4's wrapper counts all lanes anew when one is reset.)
@@ -238,16 +235,17 @@ def test_episode_statistics_of_gymnasiums_wrapper_can_be_stored(mode):
 
 
 @pytest.mark.parametrize("make", [lambda: Walk(), lambda: vector(AutoresetMode.SAME_STEP)])
-def test_a_missing_info_without_default_is_refused(make):
+def test_infos_of_every_step_need_no_default_and_a_missing_one_is_refused(make):
     env = make()
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, infos=["score"])
-    recorder.reset(seed=0)
+    recorder = started(env, infos=["energy"])
+    recorder.step(env.action_space.sample())
+    (history,) = [env.history] if isinstance(env, Walk) else env.get_attr("history")[:1]
+    assert recorder.buffer.storage["next", "energy"].flatten()[0] == history[0][6]["energy"]
+    recorder = started(env, infos=["score"])
     with pytest.raises(SchemaError, match=r"no 'score': give the value to store then, infos=\{'score': 0.0\}"):
         recorder.step(env.action_space.sample())
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, infos={"energy": 0.0, "won": None})
-    recorder.reset(seed=0)
     with pytest.raises(SchemaError, match="no 'won'"):
-        run(recorder, env, 10)
+        run(started(env, infos={"energy": 0.0, "won": None}), env, 10)
 
 
 def test_extras_are_stored_beside_the_action_and_reset_steps_leave_them_out():
@@ -271,18 +269,13 @@ def test_extras_are_stored_beside_the_action_and_reset_steps_leave_them_out():
 
 
 def test_extras_must_be_the_same_in_every_step_and_may_not_take_a_name():
-    env = Walk()
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
-    recorder.reset(seed=0)
     with pytest.raises(SchemaError, match="'observation' takes the name"):
-        recorder.step(0, observation=1.0)
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env)
-    recorder.reset(seed=0)
+        started(Walk()).step(0, observation=1.0)
+    recorder = started(Walk())
     recorder.step(0, log_prob=0.5)
-    with pytest.raises(SchemaError, match="the first one with"):
-        recorder.step(0)
-    with pytest.raises(SchemaError, match="the first one with"):
-        recorder.step(0, log_prob=0.5, value=1.0)
+    for extras in ({}, {"log_prob": 0.5, "value": 1.0}):
+        with pytest.raises(SchemaError, match="the first one with"):
+            recorder.step(0, **extras)
     with pytest.raises(SchemaError, match=r"'log_prob' came with shape \(2,\), expected \(\)"):
         recorder.step(0, log_prob=np.zeros(2))
 
@@ -325,15 +318,12 @@ def test_a_step_needs_a_reset_before_it():
 
 
 def test_without_trajectory_numbers_no_episode_may_be_broken_off():
-    env = Walk("box", 50)
-    rb = ReplayBuffer.from_env(env, 10)
-    recorder = GymnasiumRecorder(rb, env, trajectory_key=None)
-    recorder.reset(seed=1)
+    recorder = started(Walk("box", 50), trajectory_key=None)
     recorder.reset(seed=1)
     recorder.step(0)
     with pytest.raises(RuntimeError, match="breaks off episodes in lanes"):
         recorder.reset()
-    assert "collector" not in rb.storage[:].keys()
+    assert "collector" not in recorder.buffer.storage[:].keys()
 
 
 def test_same_step_autoreset_without_final_observations_is_refused():
@@ -379,12 +369,10 @@ def test_values_outside_their_space_are_refused_and_nothing_is_stored():
         (Wrong(), 0, r"'observation' came with shape \(3,\), expected \(2,\)"),
         (Walk(), 0.5, "'action' came as float64, expected int64"),
     ):
-        rb = ReplayBuffer.from_env(env, 10)
-        recorder = GymnasiumRecorder(rb, env)
-        recorder.reset()
+        recorder = started(env)
         with pytest.raises(SchemaError, match=message):
             recorder.step(action)
-        assert len(rb) == 0
+        assert len(recorder.buffer) == 0
 
 
 def test_rewards_take_the_dtype_of_the_rows():

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition, schema_of
 from rlbuf_td.envs.specs import transition_schema
-from tests.environments import SPACES, Walk
+from tests.environments import SPACES
 from tests.residency import resident
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
@@ -55,6 +55,7 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     reward = np.zeros(num_envs) if num_envs else 0.0
     step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), flag, flag)
     schema = transition_schema(space, space, num_envs)
+    assert all(leaf.device.type == "meta" for leaf in schema.values(True, True))
     assert leaves(step) == leaves(schema)
     assert step.batch_size == schema.batch_size
     assert schema_of(space).batch_size == torch.Size([])
@@ -64,11 +65,6 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     rb = ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
     rb.add(step)
     assert leaves(rb.storage[0]) == leaves(step)
-
-
-def test_a_schema_holds_no_memory():
-    for source in (SPACES["dict"], Unbounded((3,)), TensorDict({"x": torch.zeros(3)}, []), Walk()):
-        assert all(leaf.device.type == "meta" for leaf in schema_of(source).values(True, True))
 
 
 @pytest.mark.parametrize(
@@ -286,22 +282,17 @@ def test_rewards_are_float32_unless_they_come_as_a_tensor():
 def test_done_is_either_end_and_both_are_kept():
     ends = np.array([False, True, False, True]), np.array([False, False, True, True])
     after = make_transition(np.zeros(4), np.zeros(4, int), np.zeros(4), np.zeros(4), *ends)["next"]
-    assert after["terminated"].flatten().tolist() == ends[0].tolist()
-    assert after["truncated"].flatten().tolist() == ends[1].tolist()
-    assert after["done"].flatten().tolist() == [False, True, True, True]
+    for name, expected in zip(("terminated", "truncated", "done"), (*ends, ends[0] | ends[1]), strict=True):
+        assert after[name].flatten().tolist() == expected.tolist()
 
 
-def test_arrays_that_torch_cannot_share_are_copied():
+def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_under_next():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
-    step = make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False)
-    assert step["observation"].tolist() == [0, 1, 2]
+    extras = {"log_prob": -1.0, "next": {"info": {"x": (1, 2.0)}}}
+    step = make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras)
+    assert step["observation"].tolist() == step["next", "observation"].tolist() == [0, 1, 2]
     assert step["action"].tolist() == [3, 2, 1, 0]
-    assert step["next", "observation"].tolist() == [0, 1, 2]
-
-
-def test_extras_go_to_the_root_or_under_next():
-    step = make_transition(0.5, 1, 0, 0.5, False, True, log_prob=-1.0, next={"info": {"x": (1, 2.0)}})
     assert step["log_prob"].dtype is torch.float32
     assert step["next", "info", "x", "1"] == 2.0
 
