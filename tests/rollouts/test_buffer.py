@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,6 +10,7 @@ from torchrl.envs import Compose, DoubleToFloat, RewardScaling, SelectTransform
 from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
+from tests.rollouts.restoring import HOW, restored
 
 
 def filled(world, steps=8, data=None, **kwargs):
@@ -108,24 +107,14 @@ def test_a_loop_left_early_starts_over_next_time(make_world):
 
 def test_sampling_within_a_loop_takes_its_turn(make_world):
     """The sampler knows one order: whoever draws takes the next rows, and no row comes twice."""
-    rollout, _ = filled(make_world(3))
-    seen = []
-    for number, batch in enumerate(rollout):
-        seen.append(batch["index"])
-        if number == 0:
-            seen.append(rollout.sample()["index"])
-    seen = torch.cat(seen)
-    assert len(seen) == 24
-    assert len(seen.unique(dim=0)) == 24
-
-
-def test_batches_of_another_size_within_a_loop_take_their_turn_too(make_world):
     rollout, _ = filled(make_world(3), sampler=MinibatchSampler(), batch_size=None)
     rollout._batch_size = 5
     seen = []
     for number, batch in enumerate(rollout):
         seen.append(batch["index"])
-        if number == 1:
+        if number == 0:
+            seen.append(rollout.sample()["index"])
+        if number == 1:  # a batch of another size
             flat, _ = rollout.sampler.draw(rollout.storage, 3)
             seen.append(torch.stack((flat // 3, flat % 3), -1))
     seen = torch.cat(seen)
@@ -149,20 +138,17 @@ def test_a_write_within_a_loop_is_noticed(make_world):
     assert {tuple(x) for x in rows.tolist()} == {tuple(x) for x in new["observation"].reshape(-1, 2).tolist()}
 
 
-@pytest.mark.parametrize("way", ["add", "extend", "parts"])
-def test_a_new_rollout_replaces_the_old_one(make_world, way):
+def test_a_new_rollout_replaces_the_old_one(make_world):
     world = make_world(3)
     rollout, _ = filled(world)
-    for _ in range(3):
+    for way in ("add", "parts", "extend"):
         data = world.steps(8)
         if way == "add":
             for step in data.unbind(1):
                 rollout.add(step.clone())
-        elif way == "parts":
-            rollout.extend(data[:, :5].clone())
-            rollout.extend(data[:, 5:].clone())
         else:
-            rollout.extend(data.clone())
+            for part in data.split(5 if way == "parts" else 8, 1):
+                rollout.extend(part.clone())
         torch.testing.assert_close(rollout.storage["advantage"].transpose(0, 1), world.estimates(data)[0])
         assert sum(len(batch) for batch in rollout) == 24
     assert rollout.write_count == 32
@@ -208,16 +194,10 @@ def test_an_incomplete_rollout_can_be_read_on_request(make_world):
 def test_writes_of_the_wrong_shape_are_refused_and_change_nothing(make_world):
     world, four = make_world(3), make_world(4)
     rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
-    with pytest.raises(
-        ValueError, match=r"extend takes batch size \[3, n\] in a rollout of 8 steps and 3 lanes, got \[4, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"extend takes batch size \[3, n\] .* 8 steps and 3 lanes, got \[4, 8\]"):
         rollout.extend(four.steps(8))
-    with pytest.raises(ValueError, match=r"extend takes batch size \[3, n\] .* got \[8, 3\]"):
-        rollout.extend(world.steps(8).transpose(0, 1))
     with pytest.raises(ValueError, match=r"add takes batch size \[3\] .* got \[4\]"):
         rollout.add(four.steps(1)[:, 0])
-    with pytest.raises(ValueError, match="a rollout takes 8 steps and 0 are written: 9 more do not fit"):
-        rollout.extend(world.steps(9))
     with pytest.raises(TypeError, match="extend takes a TensorDict, got Tensor"):
         rollout.extend(torch.zeros(3, 8))
     assert len(rollout) == 0
@@ -256,13 +236,10 @@ def test_advantages_are_normalized_over_the_rollout_or_each_minibatch_and_target
         for batch in rollout:
             t, e = batch["index"].unbind(-1)
             torch.testing.assert_close(batch["value_target"], target[e, t])
-            expected = {None: advantage, "rollout": scaled, "minibatch": None}[how]
-            if expected is None:
-                raw = advantage[e, t]
-                expected_batch = (raw - raw.mean()) / raw.std(correction=0)
-            else:
-                expected_batch = expected[e, t]
-            torch.testing.assert_close(batch["advantage"], expected_batch, rtol=1e-4, atol=1e-5)
+            expected = (scaled if how == "rollout" else advantage)[e, t]
+            if how == "minibatch":
+                expected = (expected - expected.mean()) / expected.std(correction=0)
+            torch.testing.assert_close(batch["advantage"], expected, rtol=1e-4, atol=1e-5)
         assert rollout.advantage_mean == pytest.approx(advantage.mean().item(), abs=1e-5)
         assert rollout.advantage_std == pytest.approx(advantage.std(correction=0).item(), rel=1e-4)
 
@@ -283,39 +260,28 @@ def test_the_summary_is_a_flat_dict_of_floats_computed_once_a_rollout(make_world
     }
     assert summary == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-4, abs=1e-5)
     assert all(type(x) is float for x in summary.values())
-    assert rollout.value_target_mean == summary["value_target_mean"]
-    assert rollout.value_target_std == summary["value_target_std"]
-    assert rollout.explained_variance == summary["explained_variance"]
+    for name in ("value_target_mean", "value_target_std", "explained_variance"):
+        assert getattr(rollout, name) == summary[name]
     with monkeypatch.context() as patched:
         patched.setattr("rlbuf_td.buffers.rollout.explained_variance", None)
         summary["advantage_mean"] = 0.0  # the caller's own copy
         assert rollout.summary()["advantage_mean"] != 0
     saved, before = rollout.state_dict(), rollout.summary()
     rollout.extend(world.steps(8))
-    after = rollout.summary()
-    assert after != before
+    assert rollout.summary() != before
     rollout.load_state_dict(saved)
     assert rollout.summary() == before
 
 
-@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, tmp_path):
     world = make_world(3)
     rollout, _ = filled(world, epochs=2)
     rollout.set_rng(torch.Generator().manual_seed(0))
     for _ in range(3):
         rollout.sample()
-    if how == "pickle":
-        other = pickle.loads(pickle.dumps(rollout))
-    else:
-        other = RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module())
-        if how == "state_dict":
-            other.load_state_dict(rollout.state_dict())
-        else:
-            rollout.dumps(tmp_path)
-            other.loads(tmp_path)
-        other.set_rng(torch.Generator())
-        other._rng.set_state(rollout._rng.get_state())
+    empty = RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module())
+    other = restored(rollout, empty, how, tmp_path)
     assert other.is_complete
     assert other.summary() == rollout.summary()
     for _ in range(7):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +11,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
+from tests.rollouts.restoring import HOW, restored
 
 
 def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuffer, storage=PackedStorage):
@@ -86,24 +85,14 @@ def test_a_write_starts_the_epochs_anew_even_if_the_number_of_rows_stays():
         rb.sample()
 
 
-@pytest.mark.parametrize("how", ["state_dict", "dumps", "pickle"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("drawn", [0, 1, 3, 4])
 def test_state_survives_within_and_between_epochs(how, drawn, tmp_path):
     rb = buffer(6, MinibatchSampler(3), 2)
     rb.set_rng(torch.Generator().manual_seed(3))
     for _ in range(drawn):
         rb.sample()
-    if how == "pickle":
-        other = pickle.loads(pickle.dumps(rb))
-    else:
-        other = buffer(6, MinibatchSampler(), 2)
-        if how == "state_dict":
-            other.load_state_dict(rb.state_dict())
-        else:
-            rb.dumps(tmp_path)
-            other.loads(tmp_path)
-        other.set_rng(torch.Generator())
-        other._rng.set_state(rb._rng.get_state())
+    other = restored(rb, buffer(6, MinibatchSampler(), 2), how, tmp_path)
     assert other.sampler.epochs == 3
     for _ in range(9 - drawn):
         assert other.sample()["x"].tolist() == rb.sample()["x"].tolist()

@@ -51,9 +51,16 @@ def make_collector(actor, frames=STEPS * LANES, total=3, *, lanes=LANES, **kwarg
     )
 
 
-@pytest.mark.parametrize("extend_buffer", [True, False])
-@pytest.mark.parametrize("values", [True, False])
-@pytest.mark.parametrize("lanes", [None, LANES])
+def one_batch(actor):
+    collector = make_collector(actor, total=1)
+    data = next(iter(collector))
+    collector.shutdown()
+    return data
+
+
+@pytest.mark.parametrize(
+    ("extend_buffer", "values", "lanes"), [(True, True, LANES), (True, False, None), (False, False, LANES)]
+)
 def test_a_collector_fills_rollouts_in_both_of_its_modes(agent, extend_buffer, values, lanes):
     actor, critic = agent
     policy = TensorDictSequential(actor, critic) if values else actor
@@ -79,9 +86,7 @@ def test_a_collector_fills_rollouts_in_both_of_its_modes(agent, extend_buffer, v
 def test_a_ppo_update_is_that_of_torchrls_recipe(agent):
     """The same rollout, the same order of rows, the same weights before and after four epochs of minibatches."""
     actor, critic = agent
-    collector = make_collector(actor, total=1)
-    data = next(iter(collector))
-    collector.shutdown()
+    data = one_batch(actor)
     results = []
     for ours in (True, False):
         loss_module = ClipPPOLoss(copy.deepcopy(actor), copy.deepcopy(critic), normalize_advantage=True)
@@ -119,9 +124,7 @@ def test_a_ppo_update_is_that_of_torchrls_recipe(agent):
 
 def test_the_sampler_takes_the_place_of_torchrls_in_its_recipe(agent):
     actor, critic = agent
-    collector = make_collector(actor, total=1)
-    data = next(iter(collector))
-    collector.shutdown()
+    data = one_batch(actor)
     with torch.no_grad():
         GAE(gamma=0.99, lmbda=0.95, value_network=critic)(data)
     buffer = TensorDictReplayBuffer(

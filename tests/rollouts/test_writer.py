@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -38,6 +40,13 @@ def stored(rb):
     return data.transpose(0, 1) if rb.storage.ndim > 1 else data[None]
 
 
+def rollouts(world, steps, lanes=None, storage=PackedStorage, **kwargs):
+    """Return a buffer of ``steps`` steps and all lanes, whose writer calls the world's network."""
+    writer = RolloutWriter(0.9, 0.8, **{"value_network": world and world.module()} | kwargs)
+    lanes = lanes or world.lanes
+    return ReplayBuffer(storage=storage(steps * lanes, ndim=2), writer=writer)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize(
@@ -72,8 +81,8 @@ def test_only_rows_that_break_off_are_asked_and_by_their_true_next_observation(m
     truncated[1, 5] = True  # one at the last step: asked once, not twice
     terminated[2, 2] = terminated[2, 5] = True  # a lane that ends by terminating: not asked
     data = world.steps(6, terminated=terminated, truncated=truncated)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=writer)
+    rb = rollouts(world, 6)
+    writer = rb.writer
     write(rb, data, way)
     after = data["next", "observation"]
     expected = torch.stack([after[0, 1], after[0, 3], after[0, 5], after[1, 5]])
@@ -84,22 +93,12 @@ def test_only_rows_that_break_off_are_asked_and_by_their_true_next_observation(m
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
-def test_rows_asked_are_lanes_plus_truncations_not_twice_all_steps(make_world):
-    world = make_world(4)
-    truncated = torch.zeros(4, 128, dtype=torch.bool)
-    truncated[:, 19::20] = True
-    data = world.steps(128, terminated=torch.zeros_like(truncated), truncated=truncated)
-    writer = RolloutWriter(value_network=world.module())
-    ReplayBuffer(storage=PackedStorage(4 * 128, ndim=2), writer=writer).extend(data)
-    assert writer.value_rows == 4 + int(truncated.sum()) == 28
-
-
 def test_a_trajectory_may_span_rollouts(make_world):
     """No end within two rollouts: the first bootstraps at its last step, the second starts from there."""
     world = make_world(2)
     none = torch.zeros(2, 8, dtype=torch.bool)
     data = world.steps(8, terminated=none, truncated=none)
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+    rb = rollouts(world, 4)
     for part in (data[:, :4], data[:, 4:]):
         rb.extend(part.clone())
         torch.testing.assert_close(stored(rb)["advantage"], world.estimates(part)[0])
@@ -116,13 +115,12 @@ def test_a_change_of_trajectory_breaks_off_what_came_before(make_world):
     data["observation"][0, 3:] += 5  # the second trajectory does not follow from the first
     data["next", "observation"][0, 3:] += 5
     data["state_value"] = world.value(data["observation"])
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(6, ndim=2), writer=writer)
+    rb = rollouts(world, 6)
     rb.extend(data.clone())
     marked = data.clone()
     marked["next", "done"][0, 2] = marked["next", "truncated"][0, 2] = True
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(marked)[0])
-    assert writer.value_rows == 2
+    assert rb.writer.value_rows == 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -130,11 +128,10 @@ def test_stored_next_values_are_used_before_a_network_is_asked(make_world, way):
     world = make_world(3)
     data = world.steps(10)
     data["next", "state_value"] = world.value(data["next", "observation"])
-    writer = RolloutWriter(0.9, 0.8)
-    rb = ReplayBuffer(storage=PackedStorage(30, ndim=2), writer=writer)
+    rb = rollouts(world, 10, value_network=None)
     write(rb, data, way)
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
-    assert writer.value_rows == 0
+    assert rb.writer.value_rows == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -153,7 +150,7 @@ def test_dict_observations_are_the_native_case(make_world, way):
     network = TensorDictModule(Value(), in_keys=keys, out_keys=["state_value"])
     data = world.steps(8, values=False)
     data["observation"], data["next", "observation"] = dress(data["observation"]), dress(data["next", "observation"])
-    rb = ReplayBuffer(storage=PackedStorage(24, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=network))
+    rb = rollouts(world, 8, value_network=network)
     write(rb, data, way)
     rows = stored(rb)
     assert rows["observation", "image"].dtype == torch.uint8
@@ -170,42 +167,29 @@ def test_several_values_a_step_share_one_done_flag():
     after["state_value"] = torch.randn(2, 9, 3, 1, generator=g)
     value = torch.randn(2, 9, 3, 1, generator=g)
     data = TensorDict({"state_value": value, "next": after}, [2, 9])
-    rb = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=RolloutWriter(0.9, 0.8))
+    rb = rollouts(None, 9, lanes=2, value_network=None)
     rb.extend(data)
     rows = stored(rb)
     for agent in range(3):
-        single = TensorDict(
-            {
-                "state_value": value[:, :, agent],
-                "next": {k: v if k in ("done", "terminated") else v[:, :, agent] for k, v in after.items()},
-            },
-            [2, 9],
-        )
-        alone = ReplayBuffer(storage=PackedStorage(18, ndim=2), writer=RolloutWriter(0.9, 0.8))
-        alone.extend(single)
+        own = {k: v if k in ("done", "terminated") else v[:, :, agent] for k, v in after.items()}
+        alone = rollouts(None, 9, lanes=2, value_network=None)
+        alone.extend(TensorDict({"state_value": value[:, :, agent], "next": own}, [2, 9]))
         torch.testing.assert_close(rows["advantage"][:, :, agent], stored(alone)["advantage"])
 
 
 def test_terminated_is_what_is_done_but_not_truncated_where_it_is_missing(make_world):
     world = make_world(3)
     data = world.steps(20)
-    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
-    bare = data.clone()
-    del bare["next", "terminated"]
-    rb.extend(bare)
-    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
-    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
-    bare = data.clone()
-    del bare["next", "done"]
-    rb.extend(bare)
-    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
+    for missing in ("terminated", "done"):
+        rb = rollouts(world, 20)
+        rb.extend(data.exclude(("next", missing)))
+        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
 def test_advantages_can_be_normalized_and_targets_never_are(make_world):
     world = make_world(3)
     data = world.steps(20)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module(), normalize_advantage=True)
-    rb = ReplayBuffer(storage=PackedStorage(60, ndim=2), writer=writer)
+    rb = rollouts(world, 20, normalize_advantage=True)
     rb.extend(data.clone())
     advantage, target = world.estimates(data)
     rows = stored(rb)
@@ -216,8 +200,8 @@ def test_advantages_can_be_normalized_and_targets_never_are(make_world):
 
 def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_old(make_world):
     world = make_world(2)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    rb = rollouts(world, 4)
+    writer = rb.writer
     assert not writer.is_complete
     write(rb, world.steps(4), "whole")
     assert writer.is_complete
@@ -236,8 +220,8 @@ def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_ol
 def test_an_incomplete_rollout_can_be_estimated_and_continued(make_world):
     world = make_world(2)
     data = world.steps(6, values=False)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=writer)
+    rb = rollouts(world, 6)
+    writer = rb.writer
     with pytest.raises(RuntimeError, match="no step has been written"):
         writer.estimate()
     for step in data[:, :4].unbind(1):
@@ -258,8 +242,8 @@ def test_an_incomplete_rollout_can_be_estimated_and_continued(make_world):
 
 def test_a_failing_network_leaves_the_rollout_as_it_was(make_world):
     world = make_world(2)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    rb = rollouts(world, 4)
+    writer = rb.writer
     first, second = world.steps(4), world.steps(4)
     rb.extend(first.clone())
     before = stored(rb)
@@ -280,8 +264,8 @@ def test_a_failing_network_leaves_the_rollout_as_it_was(make_world):
 
 def test_wrong_writes_are_refused_and_change_nothing(make_world):
     world = make_world(2)
-    writer = RolloutWriter(0.9, 0.8, value_network=world.module())
-    rb = ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=writer)
+    rb = rollouts(world, 4)
+    writer = rb.writer
     with pytest.raises(ValueError, match="a rollout takes 4 steps and 0 are written: 5 more do not fit"):
         rb.extend(world.steps(5))
     rb.extend(world.steps(3))
@@ -301,7 +285,7 @@ def test_wrong_writes_are_refused_and_change_nothing(make_world):
 
 def test_what_is_missing_is_named(make_world):
     world = make_world(2)
-    fresh = lambda **kw: ReplayBuffer(storage=PackedStorage(8, ndim=2), writer=RolloutWriter(0.9, 0.8, **kw))  # noqa: E731
+    fresh = partial(rollouts, world, 4, value_network=None)
     none = torch.zeros(2, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"2 rows need a value: their trajectories break off\. Pass value_network="):
         fresh().extend(world.steps(4, terminated=none, truncated=none))
@@ -329,10 +313,7 @@ def test_what_is_missing_is_named(make_world):
 def test_state_survives_in_the_middle_of_a_rollout(make_world, how, tmp_path):
     world = make_world(2)
     data = world.steps(6, values=False)
-    buffers = [
-        ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
-        for _ in range(2)
-    ]
+    buffers = [rollouts(world, 6) for _ in range(2)]
     for step in data[:, :4].unbind(1):
         buffers[0].add(step.clone())
     if how == "state_dict":
@@ -351,7 +332,7 @@ def test_values_with_a_gradient_are_stored_without(make_world):
     data["state_value"] = world.network(data["observation"])
     assert data["state_value"].requires_grad
     for storage in STORAGES[:2]:
-        rb = ReplayBuffer(storage=storage(12, ndim=2), writer=RolloutWriter(0.9, 0.8, value_network=world.module()))
+        rb = rollouts(world, 6, storage=storage)
         rb.extend(data.clone())
         assert not any(x.requires_grad for x in stored(rb).values(include_nested=True, leaves_only=True))
         torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
@@ -366,7 +347,7 @@ def test_values_keep_their_dtype(make_world, dtype):
     for key in ("state_value", ("next", "state_value"), ("next", "reward")):
         data[key] = data[key].to(dtype)
     for way in WAYS:
-        rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), writer=RolloutWriter(0.9, 0.8))
+        rb = rollouts(world, 6, value_network=None)
         write(rb, data, way)
         assert stored(rb)["advantage"].dtype == dtype
         torch.testing.assert_close(stored(rb)["advantage"].float(), advantage, rtol=0.05, atol=0.1)
