@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -115,7 +116,7 @@ def priorities(rb: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "ndim", "ahead"),
     [(name, 1 + at % 2, at % 3) for at, name in enumerate(SAMPLERS)]
-    + [("proportional", 1, 0), ("proportional", 2, 1), ("windows", 1, 2), ("windows", 2, 0), ("minibatch", 1, 2)],
+    + [("proportional", 1, 0), ("proportional", 2, 1), ("windows", 1, 2), ("minibatch", 1, 2)],
 )
 def test_batches_and_priorities_equal_those_without_device(device, name, ndim, ahead):
     rb = buffer(SAMPLERS[name](), ndim, device=device, prefetch=ahead, count_replays=True)
@@ -130,18 +131,22 @@ def test_batches_and_priorities_equal_those_without_device(device, name, ndim, a
         before.append((batch["action"], batch["action"].clone()))
         if name == "minibatch":  # a write would begin new epochs, and drop the batches drawn ahead
             continue
+        if step % 2:  # some of what was drawn is replaced before its errors come
+            for each in (rb, plain.rb):
+                write(each, 4, STEPS + 4 * step)
         learn(batch)
         learn(expected)
         rb.update_tensordict_priority(batch)
         plain.update(expected)
         assert rb._parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
-        if step % 2:
-            for each in (rb, plain.rb):
-                write(each, 4, STEPS + 4 * step)
     assert all(torch.equal(leaf, copied) for leaf, copied in before)  # later batches are in other memory
     rb.synchronize()
     plain.finish()
-    assert rb._parts.prioritized is None or torch.equal(priorities(rb), priorities(plain.rb))
+    if rb._parts.prioritized is not None:
+        assert torch.equal(priorities(rb), priorities(plain.rb))
+        stale = rb.health()["stale_updates"]
+        assert stale == plain.rb.health()["stale_updates"]
+        assert stale > 0 or name == "windows"  # which are few
     assert ahead or rb.health() == plain.rb.health()
 
 
@@ -249,20 +254,6 @@ def test_updates_keep_their_order_whatever_they_name(device, ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_rows_that_were_replaced_since_the_draw_keep_their_priority(device, ahead):
-    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
-    write(rb, STEPS, 0)
-    batch = rb.sample(STEPS)
-    write(rb, 15, STEPS)
-    batch["td_error"] = torch.full((STEPS,), 5.0, device=device)
-    rb.update_tensordict_priority(batch)
-    rb.synchronize()
-    rows = batch["index"].cpu()
-    assert (priorities(rb)[rows] == torch.where(rows < 15, 1.0, 5.0)).all()
-    assert rb.health()["stale_updates"] == (rows < 15).sum() > 0
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round"])
 def test_what_changes_in_between_is_noticed(device, change, ahead):
     rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
@@ -327,7 +318,7 @@ def test_threads_write_and_sample_meanwhile(device):
     rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=2)
     write(rb, STEPS, 0)
     rb.update_priority(torch.arange(STEPS), torch.arange(STEPS) * 10 % 7 - 3.0)
-    stop, errors = threading.Event(), []
+    stop = threading.Event()
 
     def writing() -> None:
         first = STEPS
@@ -336,24 +327,19 @@ def test_threads_write_and_sample_meanwhile(device):
             first += 3
 
     def learning() -> None:
-        try:
-            for _ in range(60):
-                batch = rb.sample()
-                assert torch.equal(batch["next", "reward"][:, 0], batch["action"].float())
-                assert torch.equal(batch["next", "observation", "speed"], batch["observation", "speed"] + 1)
-                learn(batch)
-                rb.update_tensordict_priority(batch)
-        except BaseException as error:  # noqa: BLE001  the test raises it
-            errors.append(error)
+        for _ in range(60):
+            batch = rb.sample()
+            assert torch.equal(batch["next", "reward"][:, 0], batch["action"].float())
+            assert torch.equal(batch["next", "observation", "speed"], batch["observation", "speed"] + 1)
+            learn(batch)
+            rb.update_tensordict_priority(batch)
 
-    writer, learners = threading.Thread(target=writing), [threading.Thread(target=learning) for _ in range(2)]
-    for thread in (writer, *learners):
-        thread.start()
-    for thread in learners:
-        thread.join()
-    stop.set()
-    writer.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        writer, learners = pool.submit(writing), [pool.submit(learning) for _ in range(2)]
+        wait(learners)
+        stop.set()
+        for each in (writer, *learners):
+            each.result()
     rb.synchronize()
     found, own = priorities(rb), (rb.storage["next", "reward"][:, 0] % 7 - 3).abs()
     assert ((found == own) | (found == 3)).all()  # never another row's; 3, the highest so far: a new row's
@@ -487,20 +473,13 @@ def test_buffers_for_environments_name_both_devices(device):
     write(rb, STEPS, 0)
     assert rb.sample().device.type == device.type
     assert rb._copies_batches
-    there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4)
+    there = ReplayBuffer.from_schema(schema, STEPS, device=device, batch_size=4, prefetch=2)
     there.extend(data(STEPS).to(device))
     assert there.storage.device.type == there.sample().device.type == device.type
     assert not there._copies_batches
-
-
-def test_rows_on_the_gpu_are_not_copied(device):
-    rb = ReplayBuffer(storage=PackedStorage(STEPS, device=device), batch_size=4, device=device, prefetch=2)
-    rb.extend(data(STEPS).to(device))
-    assert rb.sample().device.type == device.type
-    assert rb._copies_batches == (device.type == "cpu")
     if device.type == "cuda":
         with pytest.raises(TypeError, match="on the CPU"):
-            ReplayBuffer(storage=PackedStorage(STEPS, device=device), device="cpu")
+            ReplayBuffer(storage=there.storage, device="cpu")
 
 
 def test_parts_that_need_torchrls_own_way_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_replays_draw_what_a_buffer_without_graphs_draws_and_change_no_other_dra
     plain, rb = (buffer(SAMPLERS[name](), torch.device("cpu"), rows=16, batch_size=16) for _ in range(2))
     captured = rb.capture(warmup=1)
     captured()
-    draws = [plain.sample, rb.sample]
+    draws: list[Any] = [plain.sample, rb.sample]
     if name in ("unique", "proportional", "rank"):  # the others draw a graph's random numbers in another way
         draws += [captured]
     for first in (16, 19, 30):  # while the buffer fills and wraps

@@ -56,18 +56,7 @@ class CapturedStep:
     What the host changes between calls (rows written, alpha, beta, thresholds) is copied to device memory before a
     replay. What a graph cannot read there (settings, other memory after ``load_state_dict``, another sampler, generator
     or transform) is compared before each replay, and the graphs are recorded again if it differs. Random numbers
-    continue from replay to replay.
-
-    Args:
-        buffer: what is sampled.
-        step: takes a batch; ``None`` returns it.
-        batch_size: number of rows.
-        ring: number of outputs, each in memory of its own.
-        warmup: number of steps that run, with effect, before the capture.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: ``step`` is not callable.
+    continue from replay to replay. :func:`capture` documents the arguments.
     """
 
     def __init__(

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import is_
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import Sampler
 
 from rlbuf_td.buffers.device.packet import Packet, pack
-from rlbuf_td.buffers.device.priority_return import PriorityReturn
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import coordinates, device_of, merge_
 from rlbuf_td.storages.write_clock import SAMPLED_AT
+
+#: Updates priorities, except of rows that have been replaced since they were sampled.
+WritePriorities: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], None]
 
 
 class HostBuffer(Protocol):
@@ -51,6 +53,60 @@ class _Sent(NamedTuple):
     packet: Packet
     drawn_at: int  # the storage's write clock
     place: Any  # of a sampler with epochs, before the draw
+
+
+class _Copied(NamedTuple):
+    """The TD errors of one update, in host memory once ``arrived`` has happened."""
+
+    tensors: tuple[torch.Tensor, ...]  # the index, the errors, and perhaps when the rows were sampled
+    dims: int
+    arrived: torch.cuda.Event | None
+
+
+class _PriorityReturn:
+    """A queue of priority updates, each copied from a device without waiting for it.
+
+    Args:
+        device: where TD errors come from.
+        write: updates the priorities, given the index, the errors, ``sampled_at`` and its number of batch dims.
+    """
+
+    def __init__(self, device: torch.device, write: WritePriorities) -> None:
+        self._device, self._write = device, write
+        # Made with the first copy. A stream apart from that of the batches, which would wait for the errors otherwise.
+        self._stream: torch.cuda.Stream | None = None
+        self._queue: deque[_Copied] = deque()
+
+    def start(self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int) -> None:
+        """Begin to copy one update to the host."""
+        tensors = (index, td_error) if sampled_at is None else (index, td_error, sampled_at)
+        if self._device.type != "cuda":
+            self._queue.append(_Copied(tuple(each.to("cpu", copy=True) for each in tensors), dims, None))
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            hosts = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors)
+            for host, each in zip(hosts, tensors, strict=True):
+                host.copy_(each, non_blocking=True)
+                if each.is_cuda:
+                    each.record_stream(self._stream)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        self._queue.append(_Copied(hosts, dims, arrived))
+
+    def finish(self, left: int = 0) -> None:
+        """Wait for updates and write their priorities, oldest first, until ``left`` are on their way.
+
+        Raises:
+            ValueError: an error is NaN or infinite; this update is left out.
+        """
+        while len(self._queue) > left:
+            (index, td_error, *sampled_at), dims, arrived = self._queue.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            self._write(index, td_error, sampled_at[0] if sampled_at else None, dims)
 
 
 class DevicePrefetcher:
@@ -86,7 +142,7 @@ class DevicePrefetcher:
         self._last: Packet | None = None
         self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
         self._pinned: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # blocks, and when they may be overwritten
-        self._returned = PriorityReturn(device, partial(write_priorities, buffer))
+        self._returned = _PriorityReturn(device, partial(write_priorities, buffer))
 
     def __reduce__(self) -> Any:
         """Pickle the settings: batches drawn ahead are dropped by :meth:`paused` before."""
