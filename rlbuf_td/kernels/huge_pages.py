@@ -22,8 +22,8 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
     A hint only: where it is not understood, nothing changes.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and memory.numel() * memory.element_size() >= 2 * _HUGE:
-        _advise(memory, advice)
+    if advice is not None and memory.device.type == "cpu" and memory.nbytes >= 2 * _HUGE:
+        _advise_range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, advice)
 
 
 def take_pages(memory: torch.Tensor) -> None:
@@ -38,11 +38,6 @@ def take_pages(memory: torch.Tensor) -> None:
     edges = [first, *range((first // _HUGE + 1) * _HUGE, end, _AT_ONCE), end]
     with ThreadPoolExecutor(_TAKERS) as pool:
         list(pool.map(_advise_range, edges, edges[1:], [_POPULATE_WRITE] * (len(edges) - 1)))
-
-
-def _advise(memory: torch.Tensor, advice: int) -> None:
-    if memory.device.type == "cpu":
-        _advise_range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, advice)
 
 
 def _advise_range(first: int, end: int, advice: int) -> None:

@@ -17,7 +17,7 @@ from rlbuf_td.kernels.compiled import (
     load_int64,
     load_uint8,
     pointer,
-    prefetch,
+    prefetch_row,
     store_int32,
     store_int64,
     store_uint8,
@@ -42,12 +42,6 @@ def _copy(target, source, nbytes):
         copy_bytes(target, source, nbytes)
 
 
-@inlined
-def _request(row, row_bytes):
-    for line in range(0, row_bytes, 64):
-        prefetch(row + line)
-
-
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
     """Copy each leaf of the rows at ``index`` to its own contiguous tensor.
@@ -63,10 +57,10 @@ def gather(rows, row_bytes, index, leaves, targets):
     small = row_bytes < _LARGE
     if small:
         for i in range(min(_AHEAD, count)):
-            _request(rows + index[i] * row_bytes, row_bytes)
+            prefetch_row(rows + index[i] * row_bytes, row_bytes)
     for i in range(count):
         if small and i + _AHEAD < count:
-            _request(rows + index[i + _AHEAD] * row_bytes, row_bytes)
+            prefetch_row(rows + index[i + _AHEAD] * row_bytes, row_bytes)
         row = rows + index[i] * row_bytes
         for leaf in range(leaves.shape[0]):
             width = leaves[leaf, 1]

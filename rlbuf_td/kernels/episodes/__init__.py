@@ -227,7 +227,6 @@ def _compare(device: torch.device) -> None:
 
 @cache
 def _cpu() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.episodes import cpu
 
     return cpu
@@ -235,7 +234,14 @@ def _cpu() -> ModuleType:
 
 @cache
 def _triton() -> ModuleType:
-    """Return the Triton backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.episodes import cuda
 
     return cuda
+
+
+@cache
+def batch_loops() -> ModuleType:
+    """Return numba's loops over the rows of batches: goals and n-step sums."""
+    from rlbuf_td.kernels.episodes import batches_cpu
+
+    return batches_cpu

@@ -6,15 +6,13 @@ the device.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
 from rlbuf_td.kernels.rows import refuse_rows
 
 #: The strategies, in the order of the thresholds.
@@ -88,7 +86,7 @@ def read_relabelled_(
     places = block + offsets[0], stride, block + offsets[1], stride
     mask = torch.from_numpy(np.empty(cells.shape[0], np.bool_))  # half the time of torch.empty
     given = *places, base, block, cells.shape[0], cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
-    if not _cpu().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *given):
+    if not batch_loops().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *given):
         refuse_rows(cells, live)
     return mask
 
@@ -107,7 +105,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        _cpu().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
+        batch_loops().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
@@ -133,11 +131,3 @@ def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, in
     numbers = boundaries.numbers.tensor
     edges = torch.cat((numbers.new_zeros(1), numbers[: len(law.thresholds)], numbers.new_ones(1)))
     return edges, numbers[4], numbers[5] != 0
-
-
-@cache
-def _cpu() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import batches_cpu
-
-    return batches_cpu

@@ -6,15 +6,13 @@ ops, reads rewards and says which rows to copy from.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
 from rlbuf_td.kernels.rows import refuse_rows
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
@@ -142,14 +140,6 @@ def n_step_(
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
     given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
-    if not _cpu().n_step(boundaries.bitmap, *parts[:-1], *given):
+    if not batch_loops().n_step(boundaries.bitmap, *parts[:-1], *given):
         refuse_rows(rows, live)
     return steps
-
-
-@cache
-def _cpu() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
-    from rlbuf_td.kernels.episodes import batches_cpu
-
-    return batches_cpu

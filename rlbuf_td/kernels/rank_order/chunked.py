@@ -156,7 +156,6 @@ class ChunkedOrder:
 
 @cache
 def _cpu() -> ModuleType:
-    """Return the loops that read, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.rank_order import cpu
 
     return cpu
@@ -164,7 +163,6 @@ def _cpu() -> ModuleType:
 
 @cache
 def _cpu_update() -> ModuleType:
-    """Return the loops that change."""
     from rlbuf_td.kernels.rank_order import cpu_update
 
     return cpu_update

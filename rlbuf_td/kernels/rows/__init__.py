@@ -65,17 +65,14 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
-    size, width = target.element_size(), target.shape[1:].numel()
-    cpu_loops().copy_rows(
-        target.data_ptr(),
-        target.stride(0) * size,
-        source.data_ptr(),
-        source.stride(0) * size,
-        width * size,
-        len(rows),
-        rows.data_ptr(),
-        mask.data_ptr(),
-    )
+    width = target.shape[1:].numel() * target.element_size()
+    places = *_strided(target), *_strided(source), width, len(rows), rows.data_ptr(), mask.data_ptr()
+    cpu_loops().copy_rows(*places)
+
+
+def _strided(column: Tensor) -> tuple[int, int]:
+    """Return the address of a column, and the bytes from one row to the next."""
+    return column.data_ptr(), column.stride(0) * column.element_size()
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
@@ -92,25 +89,13 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
-        size = 4 if dtype is torch.float32 else 8
-        return cpu_loops().put_values(
-            target.data_ptr(),
-            target.stride(0) * size,
-            values.data_ptr(),
-            values.stride(0) * size,
-            size == 8,
-            rows,
-            mask.data_ptr(),
-        )
+        is_double = dtype is torch.float64
+        return cpu_loops().put_values(*_strided(target), *_strided(values), is_double, rows, mask.data_ptr())
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
-        bad = (
-            (where & values.isnan()).flatten(1).any(1).nonzero()
-            if target.ndim > 1
-            else (mask & values.isnan()).nonzero()
-        )
+        bad = (where & values.isnan()).nonzero()
         if len(bad):
-            return int(bad[0, 0])
+            return int(bad[0, 0])  # in the order of rows
     target.copy_(torch.where(where, values, target))
     return -1
 
@@ -158,7 +143,7 @@ def skip_ring(
     Returns:
         ``index`` with -1 in place of rewritten rows, and how many (on CUDA as a 0-dim tensor).
     """
-    if _is_on_cpu(index):
+    if backend_of(index) == "numba":
         return _on_cpu(cpu_loops().skip_ring, index, stamp, clock, last, steps, lanes)
     since = clock - stamp
     age = (last - index // lanes) % steps
@@ -167,7 +152,7 @@ def skip_ring(
 
 def skip_recent(index: Tensor, since: int, last: int, steps: int, lanes: int) -> tuple[Tensor, int | Tensor]:
     """Skip the rows among the last ``since`` time steps of a ring: :func:`skip_ring` where all stamps are the same."""
-    if _is_on_cpu(index):
+    if backend_of(index) == "numba":
         given, skip = (index.data_ptr(), index.shape[0], since, last, steps, lanes), cpu_loops().skip_recent
         if not skip(0, *given):
             return index, 0
@@ -179,16 +164,9 @@ def skip_recent(index: Tensor, since: int, last: int, steps: int, lanes: int) ->
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
     """Skip the rows that have been rewritten since they were sampled, going by when each was written.
 
-    Args:
-        index: as for :func:`skip_ring`.
-        stamp: as for :func:`skip_ring`.
-        clock: as for :func:`skip_ring`.
-        written: ``[N]`` int64, the clock after each row's last write.
-
-    Returns:
-        As :func:`skip_ring`.
+    As :func:`skip_ring`, but for ``written``: ``[N]`` int64, the clock after each row's last write.
     """
-    if _is_on_cpu(index):
+    if backend_of(index) == "numba":
         return _on_cpu(cpu_loops().skip_newer, index, stamp, clock, written.data_ptr(), len(written))
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
@@ -197,10 +175,6 @@ def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tup
 
 def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(stale, -1, index), stale.sum()
-
-
-def _is_on_cpu(index: Tensor) -> bool:
-    return backend_of(index) == "numba"
 
 
 def _on_cpu(skip: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tensor, int]:

@@ -23,6 +23,8 @@ from torch import Tensor
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of
 
+_CHUNK = 1 << 18  # rows whose names are read at a time
+
 
 @dataclass(frozen=True)
 class Part:
@@ -143,18 +145,8 @@ def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor 
     if not table.is_compiled:
         return _read(table, cells, live, target)
     own, where = table.rows, 0 if order is None else order.data_ptr()
-    return _cpu().read(
-        *table.arrays(),
-        table.runs,
-        own.data_ptr(),
-        own.shape[1],
-        live,
-        cells.data_ptr(),
-        where,
-        len(cells),
-        target.data_ptr(),
-        table.row_bytes,
-    )
+    given = own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, len(cells), target.data_ptr()
+    return _cpu().read(*table.arrays(), table.runs, *given, table.row_bytes)
 
 
 def assemble_(table: Table, rows: Tensor, target: int) -> None:
@@ -165,13 +157,7 @@ def assemble_(table: Table, rows: Tensor, target: int) -> None:
 
 
 def write_(
-    table: Table,
-    sources: np.ndarray,
-    cells: Tensor | int,
-    count: int,
-    lanes: int,
-    *,
-    deferred: bool = False,
+    table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
     """Let rows name the entries of what is written to them; on the CPU.
 
@@ -221,9 +207,6 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
         counters.copy_(torch.tensor([len(free), most]))
 
 
-_CHUNK = 1 << 18
-
-
 # -- the reference
 
 
@@ -254,7 +237,6 @@ def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
 
 @cache
 def _cpu() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.rows import pool_cpu
 
     return pool_cpu

@@ -144,16 +144,6 @@ def _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
 
 
 @inlined
-def _free(groups, g, name, freed, kept):
-    """Give an entry back, or note it behind ``kept`` others."""
-    if len(freed):
-        freed[kept] = name
-        return kept + 1
-    _give(groups, g, name)
-    return kept
-
-
-@inlined
 def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
     """Let a row hold nothing any more; give back, or note behind ``kept`` others, what no other row holds."""
     row = own + cell * own_bytes + groups[g, IDS]
@@ -166,7 +156,11 @@ def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
             repeated |= load_int32(row + 4 * before) == name
         if repeated or _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
             continue
-        kept = _free(groups, g, name, freed, kept)
+        if len(freed):
+            freed[kept] = name
+            kept += 1
+        else:
+            _give(groups, g, name)
     for j in range(groups[g, PIECES] * groups[g, SIDES]):
         store_int32(row + 4 * j, np.int32(0))
     return kept

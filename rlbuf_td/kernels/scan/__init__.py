@@ -116,27 +116,15 @@ def gae_contiguous(
     """:func:`gae` by numba on contiguous tensors of any shape with ``L * T * F`` elements.
 
     The caller vouches for layout, dtypes (float32 or float64; bool) and sizes. Returns None under
-    ``torch.compile``, whose graphs cannot hold the cpu.
+    ``torch.compile``, whose graphs cannot hold numba's loops.
     """
     if _is_compiling():
         return None
     cpu: Any = _loops or _cpu()
     advantage, target = _empty_like(state_value), _empty_like(state_value)
     run = cpu.gae_float32 if state_value.dtype is torch.float32 else cpu.gae_float64
-    run(
-        gamma,
-        gamma * lmbda,
-        state_value.data_ptr(),
-        next_state_value.data_ptr(),
-        reward.data_ptr(),
-        done.data_ptr(),
-        terminated.data_ptr(),
-        advantage.data_ptr(),
-        target.data_ptr(),
-        lanes,
-        steps,
-        features,
-    )
+    tensors = state_value, next_state_value, reward, done, terminated, advantage, target
+    run(gamma, gamma * lmbda, *map(Tensor.data_ptr, tensors), lanes, steps, features)
     return advantage, target
 
 

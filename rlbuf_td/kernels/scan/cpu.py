@@ -25,16 +25,12 @@ _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract
 
 @njit(**_OPTIONS)
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[L, T]`` arrays with L a multiple of four: four chains side by side, in the nearest cache."""
+    """GAE of ``[L, T]`` arrays, up to the last multiple of four lanes: four chains side by side."""
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for block in range(lanes // 4):
-        i, j, k, m = (
-            np.uint64(4 * block),
-            np.uint64(4 * block + 1),
-            np.uint64(4 * block + 2),
-            np.uint64(4 * block + 3),
-        )
+        i = np.uint64(4 * block)
+        j, k, m = i + np.uint64(1), i + np.uint64(2), i + np.uint64(3)
         for offset in range(4):
             row = i + np.uint64(offset)
             for t in range(steps):
@@ -55,16 +51,16 @@ def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advant
 
 
 @njit(**_OPTIONS)
-def _gae_lane(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[T]`` arrays: one chain."""
-    steps = advantage.shape[0]
+def _gae_lane(lane, gamma, decay, value, next_value, reward, done, terminated, advantage, target):
+    """GAE of one lane of ``[L, T]`` arrays."""
+    steps, i = advantage.shape[1], np.uint64(lane)
     x = zero = advantage.dtype.type(0)
     for back in range(steps):
         t = np.uint64(steps - 1 - back)
-        ahead = zero if terminated[t] else gamma * next_value[t]
-        x = (reward[t] + ahead - value[t]) + (zero if done[t] else decay * x)
-        advantage[t] = x
-        target[t] = x + value[t]
+        ahead = zero if terminated[i, t] else gamma * next_value[i, t]
+        x = (reward[i, t] + ahead - value[i, t]) + (zero if done[i, t] else decay * x)
+        advantage[i, t] = x
+        target[i, t] = x + value[i, t]
 
 
 @njit(**_OPTIONS)
@@ -93,32 +89,13 @@ def _gae(gamma, decay, value, next_value, reward, done, terminated, advantage, t
     if features > 1:
         _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target)
         return
-    by_four = lanes // 4 * 4
-    if by_four > 0:
-        shape = (by_four, steps)
-        _gae_lanes(
-            gamma,
-            decay,
-            value[:by_four].reshape(shape),
-            next_value[:by_four].reshape(shape),
-            reward[:by_four].reshape(shape),
-            done[:by_four].reshape(shape),
-            terminated[:by_four].reshape(shape),
-            advantage[:by_four].reshape(shape),
-            target[:by_four].reshape(shape),
-        )
-    for lane in range(by_four, lanes):
-        _gae_lane(
-            gamma,
-            decay,
-            value[lane].reshape(steps),
-            next_value[lane].reshape(steps),
-            reward[lane].reshape(steps),
-            done[lane].reshape(steps),
-            terminated[lane].reshape(steps),
-            advantage[lane].reshape(steps),
-            target[lane].reshape(steps),
-        )
+    shape = lanes, steps
+    flags = done.reshape(shape), terminated.reshape(shape)
+    given = value.reshape(shape), next_value.reshape(shape), reward.reshape(shape), *flags
+    found = advantage.reshape(shape), target.reshape(shape)
+    _gae_lanes(gamma, decay, *given, *found)
+    for lane in range(lanes // 4 * 4, lanes):
+        _gae_lane(lane, gamma, decay, *given, *found)
 
 
 @njit(**_OPTIONS)

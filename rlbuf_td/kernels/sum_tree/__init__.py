@@ -174,7 +174,6 @@ def _compare(device: torch.device) -> None:
 
 @cache
 def _cpu() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.sum_tree import cpu
 
     return cpu
@@ -182,7 +181,6 @@ def _cpu() -> ModuleType:
 
 @cache
 def _triton() -> ModuleType:
-    """Return the Triton backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.sum_tree import cuda
 
     return cuda

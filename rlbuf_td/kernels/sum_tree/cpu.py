@@ -128,6 +128,12 @@ def fill(starts, magnitude, weight, sums, before, minima, start, count, value, a
     magnitude[start : start + count] = value
     weight[start : start + count] = _weight(value, alpha, eps)
     first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
+    _repair_range(starts, weight, sums, before, minima, first, last)
+
+
+@kernel
+def _repair_range(starts, weight, sums, before, minima, first, last):
+    """Recompute blocks from ``first`` to ``last``, and everything above."""
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
     for k in range(starts.shape[0] - 1):
@@ -141,16 +147,8 @@ def fill(starts, magnitude, weight, sums, before, minima, start, count, value, a
 @kernel
 def rebuild(starts, magnitude, weight, sums, before, minima):
     """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
-    blocks = weight.shape[0] // BLOCK
-    for block in range(blocks):
-        _set_block(weight, sums, minima, uint64(block))
-    groups = blocks
-    for k in range(starts.shape[0] - 1):
-        groups = (groups + BLOCK - 1) // BLOCK
-        for g in range(groups):
-            members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
-            _set_group(sums, before, members, above)
-            minima[above] = _smallest_of(minima, members)
+    last = uint64(weight.shape[0] // BLOCK) - _ONE
+    _repair_range(starts, weight, sums, before, minima, uint64(0), last)
 
 
 @kernel
