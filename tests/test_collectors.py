@@ -15,11 +15,15 @@ from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWrite
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
 
 
-def environment(kind: str) -> EnvBase:
+def environment(ndim: int = 2) -> EnvBase:
+    """Return one CartPole, or for two dims three of them."""
+
     def single() -> EnvBase:
         return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=30))
 
-    return single() if kind == "single" else SerialEnv(3, single)
+    env = single() if ndim == 1 else SerialEnv(3, single)
+    env.set_seed(0)
+    return env
 
 
 def buffer(cls, ndim: int, capacity: int = 240) -> TensorDictReplayBuffer:
@@ -43,13 +47,11 @@ def check_rows(rows: TensorDict) -> None:
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("extend_buffer", [True, False])
-@pytest.mark.parametrize(("kind", "ndim"), [("single", 1), ("vectorised", 2)])
-def test_a_collector_fills_the_buffer_itself(kind, ndim, extend_buffer, cls):
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):
     if cls is TensorDictReplayBuffer and ndim == 2 and not extend_buffer:
         pytest.skip("TensorDictReplayBuffer.add fails on ndim=2 with TorchRL's own parts too (shown below)")
-    env = environment(kind)
-    env.set_seed(0)
-    rb = buffer(cls, ndim)
+    rb, env = buffer(cls, ndim), environment(ndim)
     collector = Collector(
         env, None, frames_per_batch=60, total_frames=480, replay_buffer=rb, extend_buffer=extend_buffer
     )
@@ -79,25 +81,24 @@ def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_ha
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_steps_of_several_lanes_can_be_rows_of_a_storage_of_one_dim(cls):
-    env = environment("vectorised")
     rb = buffer(cls, 1)
-    collector = Collector(env, None, frames_per_batch=60, total_frames=120, replay_buffer=rb, extend_buffer=False)
+    settings = {"frames_per_batch": 60, "total_frames": 120, "replay_buffer": rb, "extend_buffer": False}
+    collector = Collector(environment(), None, **settings)
     for _ in collector:
         assert rb.sample()["observation"].shape == (16, 3, 4)
     collector.shutdown()
     assert len(rb) == 40
 
 
-@pytest.mark.parametrize(("kind", "ndim"), [("single", 1), ("vectorised", 2)])
-def test_a_loop_over_a_collector_extends_the_buffer(kind, ndim):
-    env = environment(kind)
-    env.set_seed(0)
-    rb = buffer(ReplayBuffer, ndim)
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_loop_over_a_collector_extends_the_buffer(ndim):
+    rb, flat, env = buffer(ReplayBuffer, ndim), buffer(ReplayBuffer, 1), environment(ndim)
     policy = TensorDictModule(lambda obs: env.full_action_spec["action"].rand(), ["observation"], ["action"])
     collector = Collector(env, policy, frames_per_batch=60, total_frames=300, auto_register_policy_transforms=False)
     collected = []
     for data in collector:
         rb.extend(data)
+        flat.extend(data.reshape(-1))
         collected.append(data.transpose(0, 1) if ndim == 2 else data)
     collector.shutdown()
     everything = torch.cat(collected)
@@ -105,14 +106,5 @@ def test_a_loop_over_a_collector_extends_the_buffer(kind, ndim):
     stored = rb.chronological()
     for key in ("observation", "action", ("next", "reward"), ("next", "terminated"), ("collector", "traj_ids")):
         assert torch.equal(stored[key], everything[key][-steps:]), key
-
-
-def test_flattened_vectorised_data_fits_a_storage_of_one_dim():
-    env = environment("vectorised")
-    rb = buffer(ReplayBuffer, 1)
-    collector = Collector(env, None, frames_per_batch=60, total_frames=120)
-    for data in collector:
-        rb.extend(data.reshape(-1))
-    collector.shutdown()
-    assert len(rb) == 120
-    assert rb.sample()["observation"].shape == (16, 4)
+    assert len(flat) == 240
+    assert flat.sample()["observation"].shape == (16, 4)

@@ -42,24 +42,20 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert (batch == ours.storage.get(index.unbind(-1) if index.ndim > 1 else index)).all()
 
 
+ROWS = [3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8]
+CELLS = [2, (1, 1), (slice(None), 0), (torch.tensor([0, 3]), torch.tensor([1, 0]))]
+
+
 @over_storages
-def test_one_entry_of_some_rows_is_set(storage: Any):
-    for index in (3, -1, slice(2, 9, 3), [1, 5], torch.tensor([[0, 1]]), torch.arange(12) > 8):
-        ours, theirs = pair(storage)
+@pytest.mark.parametrize(("lanes", "indices"), [(1, ROWS), (2, CELLS)])
+def test_one_entry_of_rows_that_are_named_as_those_of_a_tensor_is_set(storage: Any, lanes: int, indices: list[Any]):
+    for index in indices:
+        ours, theirs = pair(storage, lanes)
         for key in ("hidden", "observation", ("next", "observation")):
-            value = -1 - torch.rand_like(theirs[:][key][index])
+            value = -1 - torch.rand_like(theirs.storage[:][key][index])
             for rb in (ours, theirs):
                 assert rb.set_at_(key, value, index) is rb
             assert_same(ours, theirs)
-
-
-@over_storages
-@pytest.mark.parametrize("index", [2, (1, 1), (slice(None), 0), (torch.tensor([0, 3]), torch.tensor([1, 0]))], ids=str)
-def test_rows_of_lanes_are_named_as_those_of_a_tensor(storage: Any, index: Any):
-    ours, theirs = pair(storage, lanes=2)
-    for rb in (ours, theirs):
-        rb.set_at_("observation", torch.tensor(-7.0), index)
-    assert_same(ours, theirs)
 
 
 @over_storages
@@ -89,12 +85,8 @@ def test_a_dump_in_the_folder_of_the_rows_stays_what_it_was(storage: Any, how: s
     rb = ReplayBuffer(storage=storage(20, scratch_dir=tmp_path))
     rb.extend(transitions(12))
     rb.dumps(tmp_path)
-    new = torch.full((12, 3), -1.0)
-    arguments = {
-        "set_at_": ("observation", new[:2], [4, 5]),
-        "set_": ("observation", new),
-        "update_": ({"observation": new},),
-    }
+    key, new = "observation", torch.full((12, 3), -1.0)
+    arguments = {"set_at_": (key, new[:2], [4, 5]), "set_": (key, new), "update_": ({key: new},)}
     getattr(rb, how)(*arguments[how])
     assert (rb[:]["observation"] == -1).any()
     again = ReplayBuffer(storage=storage(20))

@@ -15,11 +15,11 @@ from rlbuf_td.storages.indexing import device_of
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. Whatever is left of
-    an epoch at its end makes a short batch, or with ``drop_last`` is left out. A write starts the epochs anew.
+    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. The rest of an epoch
+    makes a short batch, or with ``drop_last`` is left out. A write starts the epochs anew.
 
-    It is a ``SamplerWithoutReplacement``, which is what TorchRL's on-policy trainers ask for; unlike TorchRL's, it
-    counts epochs, and notices new rows even when their number is the same.
+    TorchRL's on-policy trainers ask for a ``SamplerWithoutReplacement``, which it is; unlike TorchRL's, it counts
+    epochs, and notices new rows even when their number is the same.
 
     Args:
         epochs: how often each row is drawn, at least 1. May be set at any time.

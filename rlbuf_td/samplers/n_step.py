@@ -213,10 +213,10 @@ class NStepSampler(SamplerWrapper):
         if not reward.is_floating_point():
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
         rows = storage.rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
-        if rows is None or reward.dtype not in (torch.float32, torch.float64) or not rows.can_assemble:
-            return _Bound(trajectories, reward, trajectories.end_keys(), None)
-        parts = _parts_of(rows, storage.ndim, self.reward_key)
-        return _Bound(trajectories, reward, trajectories.end_keys(), (rows, parts))
+        compiled = None
+        if rows is not None and reward.dtype in (torch.float32, torch.float64) and rows.can_assemble:
+            compiled = rows, _parts_of(rows, storage.ndim, self.reward_key)
+        return _Bound(trajectories, reward, trajectories.end_keys(), compiled)
 
     def _reads(self, storage: Storage) -> bool:
         return self._bound_to(storage).compiled is not None

@@ -33,11 +33,8 @@ Reduction = Literal["max", "min", "mean", "median"]
 class _Priorities(Protocol):
     """The priorities of ``capacity`` rows on one device, and the law by which they are drawn.
 
-    Rows are flat, ``[B]`` int64. A magnitude is ``|td_error|``, -1 for a row without one.
-
-    Attributes:
-        alpha: the exponent by which what is stored is weighted.
-        refused: how many NaN or infinite errors were left out; 0 on the CPU, where the whole batch is refused.
+    Rows are flat, ``[B]`` int64. A magnitude is ``|td_error|``, -1 for a row without one. ``alpha`` weights what is
+    stored; ``refused`` counts NaN and infinite errors (0 on the CPU, where the whole batch is refused).
     """
 
     @property

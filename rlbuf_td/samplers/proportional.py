@@ -28,7 +28,7 @@ class ProportionalSampler(Prioritized):
             TorchRL's ``ParameterScheduler`` too.
         eps: added to every magnitude, so that a row with a TD error of 0 is drawn again.
         stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
-            rather than independently. The segments are spread over the batch: any part of it has rows from everywhere.
+            rather than independently. Any part of the batch has rows from all segments.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
@@ -112,9 +112,7 @@ class ProportionalSampler(Prioritized):
 
     @property
     def tree(self) -> sum_tree.SumTree:
-        """The priorities, for steps that are compiled as one graph: :func:`rlbuf_td.kernels.sum_tree.draw` and
-        :func:`~rlbuf_td.kernels.sum_tree.update_` can be traced, a sampler with its locks and checks cannot.
-        """
+        """The priorities; unlike a sampler, functions of :mod:`rlbuf_td.kernels.sum_tree` can be compiled."""
         return self._priorities.tree
 
     @property

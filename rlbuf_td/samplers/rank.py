@@ -41,9 +41,8 @@ class RankSampler(Prioritized):
         alpha: how far ranks count, at least 0; 0 is uniform.
         beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
             TorchRL's ``ParameterScheduler`` too.
-        stratified: draw one row from each of ``B`` segments of equal mass (lower variance), rather than independently.
-            The expected count of a row is exactly ``B * P(i)``. Segments are spread over the batch: any part of it has
-            rows from everywhere.
+        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts
+            ``B * P(i)``), rather than independently. Any part of the batch has rows from all segments.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
@@ -59,9 +58,8 @@ class RankSampler(Prioritized):
         RuntimeError: (when sampling) the buffer is empty, or no row has a priority.
         MemoryError: the priorities can never fit into memory.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update; a change of alpha is O(1). 15 to 27 bytes a row, about 22
-    after random updates. On other devices O(B) to draw after a sort of all rows whenever something has changed, and
-    20 bytes a row.
+    Cost: O(B log N) to draw, O(B (128 + log N)) to update, O(1) to change alpha; 15 to 27 bytes per row, about 22 after
+    random updates. On other devices a sort of all rows after each change, O(B) to draw, 20 bytes per row.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
     sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
