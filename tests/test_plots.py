@@ -72,11 +72,6 @@ def is_fit_to_print(figure: Figure, panels: int, *, draw: bool = False) -> None:
             assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("sampler", "panels"), [(RankSampler(200), 4), (UniformSampler(), 3)], ids=["rank", "uniform"])
-def test_health_has_a_panel_for_whatever_the_buffer_has(sampler, panels):
-    is_fit_to_print(plot_health(buffer(sampler, capacity=198)), panels)
-
-
 def test_health_shows_what_health_says():
     rb = buffer()
     figure = plot_health(rb)
@@ -88,6 +83,7 @@ def test_health_shows_what_health_says():
     assert mass.lines[-1].get_ydata() == [health["top_mass"]]
     assert heights(replays)[0] == pytest.approx(health["never_sampled"])
     assert "150 of 201 rows" in figure.get_suptitle()
+    is_fit_to_print(plot_health(buffer(UniformSampler(), capacity=198)), 3)
 
 
 @pytest.mark.parametrize("sampler", [ProportionalSampler(201, 0.5), RankSampler(201, 0.5)], ids=["weights", "ranks"])
@@ -174,17 +170,14 @@ def test_a_rollout_shows_values_targets_and_advantages():
 
 def test_refusals_give_the_reason():
     empty = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10))
-    with pytest.raises(RuntimeError, match="before the first batch"):
-        plot_health(empty)
-    with pytest.raises(RuntimeError, match="the buffer is empty"):
-        plot_priorities(empty)
-    with pytest.raises(TypeError, match="a UniformSampler keeps no priorities"):
-        plot_priorities(buffer(UniformSampler()))
-    with pytest.raises(RuntimeError, match="no episode has ended"):
-        plot_episodes(EpisodeStats())
-    with pytest.raises(IndexError, match="there is no row 150: 150 rows are stored"):
-        plot_trajectory(buffer(), 150)
-    with pytest.raises(KeyError, match="no 'velocity' in the rows"):
-        plot_trajectory(buffer(), 0, keys=["velocity"])
-    with pytest.raises(RuntimeError, match="the rollout is not complete"):
-        plot_advantages(RolloutBuffer(4, 2))
+    for plot, error, message in (
+        (lambda: plot_health(empty), RuntimeError, "before the first batch"),
+        (lambda: plot_priorities(empty), RuntimeError, "the buffer is empty"),
+        (lambda: plot_priorities(buffer(UniformSampler())), TypeError, "a UniformSampler keeps no priorities"),
+        (lambda: plot_episodes(EpisodeStats()), RuntimeError, "no episode has ended"),
+        (lambda: plot_trajectory(buffer(), 150), IndexError, "there is no row 150: 150 rows are stored"),
+        (lambda: plot_trajectory(buffer(), 0, keys=["velocity"]), KeyError, "no 'velocity' in the rows"),
+        (lambda: plot_advantages(RolloutBuffer(4, 2)), RuntimeError, "the rollout is not complete"),
+    ):
+        with pytest.raises(error, match=message):
+            plot()

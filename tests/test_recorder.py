@@ -309,7 +309,6 @@ def test_a_step_needs_a_reset_before_it():
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 10), env)
     with pytest.raises(RuntimeError, match="reset"):
         recorder.step(0)
-    run(recorder, env, 5)
     recorder.reset()
     while not recorder._ended.any():
         recorder.step(0)
@@ -328,9 +327,8 @@ def test_without_trajectory_numbers_no_episode_may_be_broken_off():
 
 def test_same_step_autoreset_without_final_observations_is_refused():
     env = vector(AutoresetMode.NEXT_STEP)
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 100), env, autoreset_mode=AutoresetMode.SAME_STEP)
     with pytest.raises(RuntimeError, match="'final_obs'"):
-        run(recorder, env, 20)
+        run(started(env, autoreset_mode=AutoresetMode.SAME_STEP), env, 20)
 
 
 def test_mismatches_are_refused_at_construction():

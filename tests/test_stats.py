@@ -139,15 +139,11 @@ def test_in_lockstep_with_a_list_of_every_step(lanes, cuts, form, window, seed):
     data = play(lanes, sum(cuts), seed, ids=form in ("flattened", "workers in turn"))
     for part in data.split(cuts, dim=1):
         steps = part.shape[1]
-        if form == "flattened":  # lane after lane, as one sequence
-            stats.update(part.reshape(-1))
+        if "collector" in data.keys():  # lane after lane, as one sequence or from a worker for each lane
+            for piece in [part.reshape(-1)] if form == "flattened" else part.split(1):
+                stats.update(piece)
             for row in part.reshape(-1):
                 tell(oracle, row, int(row["collector", "traj_ids"]))
-        elif form == "workers in turn":  # each lane comes from a worker of its own
-            for lane in range(lanes):
-                stats.update(part[lane : lane + 1])
-                for row in part[lane]:
-                    tell(oracle, row, int(row["collector", "traj_ids"]))
         else:
             if form == "step by step":
                 for t in range(steps):

@@ -152,10 +152,7 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return how many time steps had been written after each row of a batch, ``[B]``; ``None`` unless in a ring.
-
-    The newest row has age 0. Writes after the draw do not count.
-    """
+    """Return the time steps written between each row of a batch and its draw, ``[B]``; ``None`` unless in a ring."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index, _, cursor = last_draw

@@ -35,9 +35,9 @@ def html_of(rb: Any) -> str:
     parts += [("transform", each) for each in getattr(rb._transform, "transforms", ())]
     parts += [("batch size", rb._batch_size)] if rb._batch_size is not None else []
     parts += [("episodes", rb.episode_stats)] if rb.episode_stats is not None else []
-    keys = (
-        _table(("key", "dtype", "shape", "bytes"), fields) if fields else "<i>no keys yet: nothing has been written</i>"
-    )
+    keys = "<i>no keys yet: nothing has been written</i>"
+    if fields:
+        keys = _table(("key", "dtype", "shape", "bytes"), fields)
     return (
         f'<div style="font-size:90%;line-height:1.45;max-width:46em"><b>{name}</b>'
         + _bar(len(storage), storage.max_size)

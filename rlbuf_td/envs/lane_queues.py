@@ -14,10 +14,7 @@ _FIRST_STEPS = 16
 class LaneQueues:
     """A row per lane that is being filled, and a queue of filled rows per lane. Each lane advances on its own.
 
-    Take either time steps or stretches, not both.
-
-    Args:
-        example: transitions ``[E]`` with the keys, dtypes and shapes of the rows.
+    Take either time steps or stretches, not both. ``example``: transitions ``[E]`` like the rows.
 
     Attributes:
         now: the rows being filled, ``[E]``.

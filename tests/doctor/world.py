@@ -36,23 +36,9 @@ def walk(steps: int, lanes: int = 1, *, observe: Observe = vector, seed: int = 0
         terminated = reached.abs().amax(1, keepdim=True) > 1.0
         truncated = (age[:, None] + 1 >= limit) & ~terminated
         done = terminated | truncated
-        rows.append(
-            TensorDict(
-                {
-                    **observe(state),
-                    "action": action,
-                    "done": torch.zeros_like(done),
-                    "next": {
-                        **observe(reached),
-                        "reward": torch.ones(lanes, 1),
-                        "done": done,
-                        "terminated": terminated,
-                        "truncated": truncated,
-                    },
-                },
-                [lanes],
-            )
-        )
+        after = {"reward": torch.ones(lanes, 1), "done": done, "terminated": terminated, "truncated": truncated}
+        row = {"action": action, "done": torch.zeros_like(done), "next": observe(reached) | after}
+        rows.append(TensorDict(observe(state) | row, [lanes]))
         fresh = 0.1 * torch.randn(lanes, 3, generator=generator)
         state, age = torch.where(done, fresh, reached), torch.where(done[:, 0], 0, age + 1)
     return torch.stack(rows)

@@ -25,21 +25,13 @@ _STACK = "store lanes as a dim of their own: PackedStorage(..., ndim=2), and ext
 
 @dataclass
 class Flow:
-    """Whether rows continue each other: flags ``[T, E]`` bool on the CPU.
+    """Whether rows continue each other: flags ``[T, E]`` bool on the CPU."""
 
-    Attributes:
-        broken: the next observation is not the following row's, though the trajectory continues.
-        unbroken: the trajectory ends, and yet the next observation is the following row's (and not the row's own).
-        apart: the next observation is not the following row's, whatever the flags say.
-        inside: the trajectory continues with the following row.
-        ends: the trajectory ends, and another follows.
-    """
-
-    broken: torch.Tensor
-    unbroken: torch.Tensor
-    apart: torch.Tensor
-    inside: torch.Tensor
-    ends: torch.Tensor
+    broken: torch.Tensor  # the next observation is not the following row's, though the trajectory continues
+    unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's, not the row's own
+    apart: torch.Tensor  # the next observation is not the following row's, whatever the flags say
+    inside: torch.Tensor  # the trajectory continues with the following row
+    ends: torch.Tensor  # the trajectory ends, and another follows
 
 
 def sequence_findings(record: Record) -> Iterator[Finding]:
@@ -333,7 +325,6 @@ def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
 
 
 def _mostly_one_step(record: Record, one_step: torch.Tensor) -> Iterator[Finding]:
-    """Yield a finding if nearly all trajectories have a single step."""
     trajectories, count = 0, int(one_step.sum())
     if TRAJ_KEY in record.columns:
         trajectories = record.columns[TRAJ_KEY].unique().numel()
