@@ -53,7 +53,7 @@ class Plan:
         self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing in a copy: its memory lies elsewhere."""
+        """Copy and pickle a plan as ``None``: it holds addresses, which are wrong in a copy."""
         return _nothing, ()
 
     def holds(self) -> bool:

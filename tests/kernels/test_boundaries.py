@@ -103,7 +103,7 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("steps", [3, 64, 700])
+@pytest.mark.parametrize("steps", [3, 700])
 def test_many_lanes_are_kept_apart(steps):
     lanes = 130
     rows = Rows(steps, lanes, True, 2 / steps, seed=3)

@@ -74,12 +74,18 @@ TestLockstepWithSorting.settings = settings(
 )
 
 
+def assert_same_ranks(order: ChunkedOrder, other: ChunkedOrder | SortedOrder) -> None:
+    check_order(order)
+    every = torch.arange(len(order.magnitude))
+    assert torch.equal(order.ranks_of(every), other.ranks_of(every))
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 40_000
     order, reference = ChunkedOrder(empty(capacity)), SortedOrder(empty(capacity))
-    every, groups = torch.arange(capacity), set()
+    groups = set()
     for step in range(60):
         if step % 4 == 0:
             start = int(rng.integers(capacity))
@@ -94,8 +100,7 @@ def test_long_histories_that_split_and_merge_groups_stay_valid(seed: int) -> Non
             td_error = torch.from_numpy(values.astype(np.float32))
             order.update_(index, td_error, capacity)
             reference.update_(index, td_error, capacity)
-        check_order(order)
-        assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
+        assert_same_ranks(order, reference)
         groups.add(int(order.chunks.head[_rank_chunks.GROUPS]))
     assert len(groups) > 3  # otherwise this test has not tested what it says
 
@@ -104,16 +109,12 @@ def _rising(step: int, batch: int) -> np.ndarray:
     return 10.0 + step + np.arange(batch) / batch
 
 
-def _one_place(step: int, batch: int) -> np.ndarray:
-    return 0.5 + 1e-6 * np.arange(batch)
-
-
 ADVERSARIES: dict[str, Callable[[int, int], np.ndarray]] = {
     "rising": _rising,
     "falling": lambda step, batch: 1.0 / _rising(step, batch),
     "all_equal": lambda step, batch: np.ones(batch),
     "two_values": lambda step, batch: np.full(batch, 0.5 + 0.1 * (step % 2)),
-    "one_place": _one_place,
+    "one_place": lambda step, batch: 0.5 + 1e-6 * np.arange(batch),
     "gather_and_scatter": lambda step, batch: (
         np.full(batch, 0.6) if step % 2 else np.random.default_rng(step).random(batch)
     ),
@@ -128,7 +129,6 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
     rng = np.random.default_rng(0)
     start = torch.from_numpy(rng.random(capacity).astype(np.float32))
     order, reference = ChunkedOrder(start), SortedOrder(start.clone())
-    every = torch.arange(capacity)
     for step in range(60):
         index = {
             "same": np.arange(batch) * 7,
@@ -139,8 +139,11 @@ def test_adversarial_orders_stay_valid_and_exact(adversary: str, rows: str) -> N
         order.update_(torch.from_numpy(index), td_error, capacity)
         reference.update_(torch.from_numpy(index), td_error, capacity)
         if step % 10 == 9:
-            check_order(order)
-            assert torch.equal(order.ranks_of(every), reference.ranks_of(every))
+            assert_same_ranks(order, reference)
+
+
+def chunks_in_use(order: ChunkedOrder) -> int:
+    return len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
 
 
 def test_a_million_new_rows_at_the_maximum_rank_in_order_of_row_in_full_chunks() -> None:
@@ -150,8 +153,7 @@ def test_a_million_new_rows_at_the_maximum_rank_in_order_of_row_in_full_chunks()
         order.fill_(start, 10_000, 1.0)
     every = torch.arange(capacity)
     assert torch.equal(order.ranks_of(every), every + 1)
-    chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
-    assert chunks <= capacity / 120
+    assert chunks_in_use(order) <= capacity / 120
     order.fill_(0, capacity, 2.0)
     assert torch.equal(order.ranks_of(every[::999]), every[::999] + 1)
 
@@ -166,8 +168,7 @@ def test_monotone_insertions_leave_full_chunks_behind(adversary: str) -> None:
         # Updates insert backwards: this is ascending or descending by key in turn.
         order.update_(index, td_error if step % 2 else td_error.flip(0), capacity)
     check_order(order)
-    chunks = len(order.chunks.spare) - int(order.chunks.head[_rank_chunks.SPARE_CHUNKS])
-    assert chunks <= capacity / 80  # half full ones would hold 64
+    assert chunks_in_use(order) <= capacity / 80  # half full ones would hold 64
 
 
 def test_ties_are_ranked_by_row_and_the_sign_does_not_count() -> None:
@@ -267,15 +268,12 @@ def test_an_empty_order_draws_nothing() -> None:
 
 
 def test_an_order_built_at_once_equals_one_built_by_updates() -> None:
-    torch.manual_seed(0)
     magnitude = torch.randn(30_000).abs()
     magnitude[::3] = -1.0
     at_once, stepwise = ChunkedOrder(magnitude), ChunkedOrder(empty(30_000))
     rows = (magnitude >= 0).nonzero().squeeze(1)
     stepwise.update_(rows, magnitude[rows], 30_000)
-    check_order(at_once)
-    every = torch.arange(30_000)
-    assert torch.equal(at_once.ranks_of(every), stepwise.ranks_of(every))
+    assert_same_ranks(at_once, stepwise)
 
 
 @pytest.mark.parametrize("capacity", [100_000, 1_000_000, 10_000_000])

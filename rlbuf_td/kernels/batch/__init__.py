@@ -1,8 +1,8 @@
 """Whole batches in one compiled call on the CPU: draw rows, weigh them, stamp them and gather their leaves.
 
-Between two learner steps the caches hold what the learner needs: every Python call on the way of a batch comes
-from memory again. These calls do what :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows` do one after
-the other, with the same results: those two are their reference.
+Between two learner steps the processor's caches hold what the learner needs, so that each Python call costs more
+than in a loop by itself. These calls do what :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows` do
+one after the other, with the same results: those two are their reference.
 """
 
 from __future__ import annotations

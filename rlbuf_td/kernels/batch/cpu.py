@@ -1,7 +1,9 @@
 """Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
 
-Tensors come as addresses in one array of int64, whose places the functions of :mod:`rlbuf_td.kernels.batch` name: numba
-unboxes one array instead of a dozen. The caller keeps every tensor alive and holds the buffer's lock.
+Tensors come as addresses: unboxing an array takes numba longer than reading an integer. ``tree`` is what
+:func:`rlbuf_td.kernels.batch.tree_addresses` returns; ``lanes`` is 0 where the index is flat, else E of ``[T, E]``;
+``leaves`` and ``targets`` are those of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and
+holds the buffer's lock.
 """
 
 from __future__ import annotations
