@@ -74,14 +74,12 @@ def test_a_dump_that_waits_for_the_disk_waits_for_files_of_one_that_did_not(smal
     assert synced == []
     files = {number for number, _ in sizes(tmp_path).values()}
     rb.dumps(tmp_path)
-    assert files & {number for number, _ in sizes(tmp_path).values()}  # some are taken over
-    assert {number for number, _ in sizes(tmp_path).values()} <= set(synced)
+    kept = {number for number, _ in sizes(tmp_path).values()}
+    assert files & kept  # some are taken over
+    assert kept <= set(synced)
     synced.clear()
     rb.dumps(tmp_path)
     assert not files & set(synced)
-    again = make()
-    again.loads(tmp_path)
-    assert (again.chronological() == rb.chronological()).all()
 
 
 def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(small_chunks, tmp_path):
@@ -90,7 +88,7 @@ def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(small_chunks
     rb = make(place)
     for number in range(16):
         for _ in range(chance.randint(0, 3)):
-            what = chance.choice(("extend", "extend", "long", "set", "priority", "empty"))
+            what = chance.choice(("extend", "long", "set", "priority", "empty"))
             if what == "empty":
                 rb.empty()
             if what in ("extend", "long", "empty"):

@@ -156,14 +156,11 @@ def test_the_default_generator_goes_on_if_asked(tmp_path):
 
 
 def test_transforms_and_the_batch_size_come_back(tmp_path):
-    def buffer(loc):
-        norm = ObservationNorm(loc=loc, scale=2.0, in_keys=["observation"])
-        return make("uniform", transform=Compose(norm, RewardScaling(0.0, 1.0, in_keys=["number"])))
-
-    rb = buffer(5.0)
+    norms = (ObservationNorm(loc=loc, scale=2.0, in_keys=["observation"]) for loc in (5.0, 0.0))
+    scale = RewardScaling(0.0, 1.0, in_keys=["number"])
+    rb, again = (make("uniform", transform=Compose(norm, scale.clone())) for norm in norms)
     rb.extend(transitions(9))
     rb.dumps(tmp_path)
-    again = buffer(0.0)
     again.loads(tmp_path)
     assert_same(again.sample(), rb.sample())
 
@@ -299,12 +296,8 @@ def test_the_dump_says_what_it_holds(tmp_path):
     rb.extend(transitions(5, 2))
     rb.dumps(tmp_path)
     found = open_checkpoint(tmp_path)
-    assert found.classes == {
-        "buffer": "ReplayBuffer",
-        "storage": "PackedStorage",
-        "sampler": "RankSampler",
-        "writer": "RingWriter",
-    }
+    assert found.classes.pop("buffer") == "ReplayBuffer"
+    assert found.classes == {"storage": "PackedStorage", "sampler": "RankSampler", "writer": "RingWriter"}
     assert (found.shape, found.writer["_cursor"], found.sampler["alpha"]) == ((20, 2), 5, 0.7)
     assert found.about["versions"]["torch"] in str(torch.__version__)
     assert found.storage is not None

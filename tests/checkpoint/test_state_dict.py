@@ -23,11 +23,6 @@ def torchrls(sampler: Any = None) -> TensorDictReplayBuffer:
     return rb
 
 
-def state_of(rb: ReplayBuffer) -> Any:
-    """Return all that a user sees of a buffer."""
-    return rb[:].clone(), rb.sampler.priority(torch.arange(len(rb))), rb.write_count, rb.sampler.alpha
-
-
 @pytest.mark.parametrize(
     "kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "TorchRL's"]
 )
@@ -50,25 +45,22 @@ def test_a_state_that_does_not_fit_leaves_rows_priorities_and_counters_as_they_w
     rb = make("proportional", transform=observation_norm() if kind == "transform" else None)
     for number in range(3):
         step(rb, number)
-    rows, priority, count, alpha = state_of(rb)
+    every = torch.arange(len(rb))
+    rows, priority, count, alpha = rb[:].clone(), rb.sampler.priority(every), rb.write_count, rb.sampler.alpha
     with pytest.raises((ValueError, RuntimeError)):
         rb.load_state_dict(foreign.state_dict())
-    after = state_of(rb)
-    assert (after[0] == rows).all()
-    assert torch.equal(after[1], priority)
-    assert after[2:] == (count, alpha)
+    assert (rb[:] == rows).all()
+    assert torch.equal(rb.sampler.priority(every), priority)
+    assert (rb.write_count, rb.sampler.alpha) == (count, alpha)
     step(rb, 4)
 
 
-def test_the_state_of_another_kind_of_storage_is_named_rather_than_taken_for_an_empty_one():
+def test_the_state_of_another_kind_of_part_is_named():
     rb = make("uniform")
     rb.extend(transitions(5))
     with pytest.raises(ValueError, match="not the state of a PackedStorage"):
         rb.load_state_dict(torchrls().state_dict())
     assert len(rb) == 5
-
-
-def test_the_state_of_another_sampler_or_writer_is_named():
     with pytest.raises(ValueError, match="not that of a ProportionalSampler"):
         make("proportional").load_state_dict(make("uniform").state_dict())
     rollout = RolloutBuffer(4)

@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from rlbuf_td.checkpoint.opening import open_checkpoint
+from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import Rows
