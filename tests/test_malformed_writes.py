@@ -42,6 +42,11 @@ def entry(generator: np.random.Generator) -> tuple[str, ...]:
     return PATHS[generator.integers(len(PATHS))]
 
 
+def replaced(data: TensorDict, key: Any, value: Any) -> tuple[Any, str]:
+    data.set(key, value)
+    return data, key[-1]
+
+
 # Each takes right data, and returns wrong data and what the error must name.
 
 
@@ -51,24 +56,20 @@ def without_a_key(data: TensorDict, generator: np.random.Generator) -> tuple[Any
 
 
 def with_an_unknown_key(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    name = f"k{generator.integers(1000)}"
-    data.set((*entry(generator)[:-1], name), torch.zeros(*data.shape, 2))
-    return data, name
+    key = (*entry(generator)[:-1], f"k{generator.integers(1000)}")
+    return replaced(data, key, torch.zeros(*data.shape, 2))
 
 
 def with_another_dtype(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     key = entry(generator)
     dtypes = [dtype for dtype in DTYPES if dtype != data[key].dtype]
-    data[key] = data[key].to(dtypes[generator.integers(len(dtypes))])
-    return data, key[-1]
+    return replaced(data, key, data[key].to(dtypes[generator.integers(len(dtypes))]))
 
 
 def with_another_shape(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     key = entry(generator)
     x = data[key]
-    change = generator.integers(3)
-    data[key] = x.unsqueeze(-1) if change == 0 else torch.stack([x, x], -1) if change == 1 else x[..., None, None]
-    return data, key[-1]
+    return replaced(data, key, [x.unsqueeze(-1), torch.stack([x, x], -1), x[..., None, None]][generator.integers(3)])
 
 
 def of_other_lanes(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
@@ -77,32 +78,25 @@ def of_other_lanes(data: TensorDict, generator: np.random.Generator) -> tuple[An
 
 def on_another_device(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     key = entry(generator)
-    data[key] = data[key].to("meta")
-    return data, key[-1]
+    return replaced(data, key, data[key].to("meta"))
 
 
 def nested_where_a_tensor_was(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     key = entry(generator)
-    data[key] = TensorDict({"part": data[key]}, data.shape)
-    return data, key[-1]
+    return replaced(data, key, TensorDict({"part": data[key]}, data.shape))
 
 
 def flat_where_entries_were(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     key: Any = [("inner",), ("next",), ("inner", "deeper")][generator.integers(3)]
-    data[key] = torch.zeros(*data.shape, 2)
-    return data, key[-1]
+    return replaced(data, key, torch.zeros(*data.shape, 2))
 
 
 def not_of_numbers(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    data.set(key, NonTensorData("text", batch_size=data.shape))
-    return data, key[-1]
+    return replaced(data, entry(generator), NonTensorData("text", batch_size=data.shape))
 
 
 def of_another_layout(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = ("inner", "vector")
-    data[key] = data[key].to_sparse()
-    return data, key[-1]
+    return replaced(data, ("inner", "vector"), data["inner", "vector"].to_sparse())
 
 
 def of_another_type(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
@@ -112,15 +106,13 @@ def of_another_type(data: TensorDict, generator: np.random.Generator) -> tuple[A
 def with_bad_td_errors(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
     td_error = torch.rand(data.shape)
     td_error.view(-1)[0] = [torch.nan, torch.inf, -torch.inf][generator.integers(3)]
-    data["td_error"] = td_error
-    return data, "TD error|td_error|NaN"
+    return data.set("td_error", td_error), "TD error|td_error|NaN"
 
 
 def ragged(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    other = data.clone()
     key = entry(generator)
-    other[key] = torch.zeros(*data.shape, 9, dtype=data[key].dtype)
-    return LazyStackedTensorDict(data, other, stack_dim=0), key[-1]
+    other, name = replaced(data.clone(), key, torch.zeros(*data.shape, 9, dtype=data[key].dtype))
+    return LazyStackedTensorDict(data, other, stack_dim=0), name
 
 
 MUTATIONS = (
@@ -177,12 +169,9 @@ def test_no_malformed_write_changes_anything(ndim, prioritized, reserved):
         lanes = (LANES,) if ndim == 2 else ()
         steps = () if single else (int(generator.integers(1, 2 * STEPS)),)
         data = data_of((*lanes, *steps))
-        if mutation is with_an_unknown_key and reserved:
-            continue  # the first write may bring more keys
-        if mutation is with_bad_td_errors and not prioritized and reserved:
-            continue  # just such a key
-        if mutation is of_other_lanes and ndim == 1:
-            continue  # there are none
+        more_keys = (with_an_unknown_key, *(() if prioritized else (with_bad_td_errors,)))  # the first write may have
+        if (reserved and mutation in more_keys) or (ndim == 1 and mutation is of_other_lanes):
+            continue
         bad, culprit = mutation(data, generator)
         write = rb.add if single else rb.extend
         with pytest.raises((SchemaError, ValueError, TypeError), match=culprit) as caught:

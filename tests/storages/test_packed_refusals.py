@@ -108,33 +108,23 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(("make", "match"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_the_rows_is_refused_and_changes_nothing(make: Any, match: str) -> None:
-    storage = PackedStorage(5)
-    storage.set(range(3), good())
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_the_rows_is_refused_and_changes_nothing(name: str) -> None:
+    rb = ReplayBuffer(storage=PackedStorage(5), writer=RingWriter())
+    rb.extend(good(3))
+    storage, (make, match) = rb.storage, MISFITS[name]
     data = make()
     for cursor in (range(3), slice(0, 3), torch.tensor([3, 0, 4]), (torch.tensor([2, 1, 0]),)):
         assert_refused(storage, partial(storage.set, cursor, data), SchemaError, match)
     assert_refused(storage, lambda: storage.write(3, data), SchemaError, match)
-
-
-@pytest.mark.parametrize("name", sorted(MISFITS.keys() - {"sparse", "jagged", "ragged"}))
-def test_a_single_transition_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
-    storage = PackedStorage(5)
-    storage.set(range(3), good())
-    data = MISFITS[name][0]()[0]
+    assert_refused(storage, lambda: rb.extend(data), SchemaError, match)
+    assert (rb.write_count, rb.writer._cursor) == (3, 3)
+    if name in ("sparse", "jagged", "ragged"):  # cannot be taken apart
+        return
+    single = data[0]
     for cursor in (0, 3, torch.tensor(1), (2,)):
-        assert_refused(storage, partial(storage.set, cursor, data), SchemaError, "key|nesting")
-    assert_refused(storage, lambda: storage.write(3, data, single=True), SchemaError, "key|nesting")
-
-
-@pytest.mark.parametrize(("make", "match"), MISFITS.values(), ids=MISFITS)
-def test_a_refused_extend_moves_no_counter_of_buffer_or_writer(make: Any, match: str) -> None:
-    rb = ReplayBuffer(storage=PackedStorage(5), writer=RingWriter())
-    rb.extend(good(4))
-    data = make()
-    assert_refused(rb.storage, lambda: rb.extend(data), SchemaError, match)
-    assert (rb.write_count, rb.writer._cursor) == (4, 4)
+        assert_refused(storage, partial(storage.set, cursor, single), SchemaError, "key|nesting")
+    assert_refused(storage, lambda: storage.write(3, single, single=True), SchemaError, "key|nesting")
 
 
 @pytest.mark.parametrize(
@@ -165,39 +155,26 @@ def test_another_number_of_transitions_than_positions_is_refused(n: int, cursor:
     assert_refused(storage, lambda: storage.set((torch.arange(3),), good(n)), SchemaError, "expected .* of shape")
 
 
-HOLES = {
-    "int": (4, 1),
-    "range": (range(4, 6), 2),
-    "slice": (slice(4, 6), 2),
-    "tensor": (torch.tensor([0, 4]), 2),
-    "gap": ([3, 5], 2),
-    "beyond": ([9, 10], 2),
-    "negative": (-1, 1),
-    "negative tensor": (torch.tensor([0, -1]), 2),
-    "far beyond": (torch.tensor([3, 4, 5, 100]), 4),
-}
+HOLE, EMPTY, NO_POSITIONS = (
+    "leave rows after 2 unwritten|out of range",
+    "empty set of positions",
+    "cannot write at a cursor",
+)
+CURSORS: list[tuple[Any, int, str]] = [
+    *((cursor, 1, HOLE) for cursor in (4, -1)),
+    *((cursor, 2, HOLE) for cursor in (range(4, 6), slice(4, 6), torch.tensor([0, 4]), [3, 5], [9, 10])),
+    *((torch.tensor(steps), len(steps), HOLE) for steps in ([0, -1], [3, 4, 5, 100])),
+    *((cursor, 0, EMPTY) for cursor in ([], range(0), torch.zeros(0).long(), slice(2, 2))),
+    *((cursor, 3, NO_POSITIONS) for cursor in ([0.5], torch.tensor([[0, 1, 2]]), "x", Ellipsis, None)),
+]
 
 
-@pytest.mark.parametrize(("cursor", "n"), HOLES.values(), ids=HOLES)
-def test_positions_that_leave_a_hole_or_lie_outside_are_refused(cursor: Any, n: int) -> None:
+@pytest.mark.parametrize(("cursor", "n", "match"), CURSORS, ids=str)
+def test_cursors_that_leave_a_hole_lie_outside_or_name_nothing_are_refused(cursor: Any, n: int, match: str) -> None:
     storage = PackedStorage(10)
     storage.set(range(3), good())
-    data = good(n) if n > 1 else good(1)[0]
-    assert_refused(storage, lambda: storage.set(cursor, data), IndexError, "leave rows after 2 unwritten|out of range")
-
-
-@pytest.mark.parametrize("cursor", [[], range(0), torch.zeros(0).long(), slice(2, 2)], ids=str)
-def test_an_empty_set_of_positions_is_refused(cursor: Any) -> None:
-    storage = PackedStorage(10)
-    storage.set(range(3), good())
-    assert_refused(storage, lambda: storage.set(cursor, good(0)), IndexError, "empty set of positions")
-
-
-@pytest.mark.parametrize("cursor", [[0.5], torch.tensor([[0, 1, 2]]), "x", Ellipsis, None], ids=str)
-def test_a_cursor_that_names_no_positions_is_refused(cursor: Any) -> None:
-    storage = PackedStorage(10)
-    storage.set(range(3), good())
-    assert_refused(storage, lambda: storage.set(cursor, good()), IndexError, "cannot write at a cursor")
+    data = good(1)[0] if isinstance(cursor, int) else good(n)
+    assert_refused(storage, lambda: storage.set(cursor, data), IndexError, match)
 
 
 def test_a_region_outside_the_rows_written_is_refused() -> None:
@@ -213,16 +190,7 @@ def test_a_region_outside_the_rows_written_is_refused() -> None:
 # -- the first write
 
 
-NOT_TENSORDICTS = {
-    "tensor": torch.zeros(3),
-    "dict": {"x": torch.zeros(3)},
-    "none": None,
-    "list": [1, 2, 3],
-    "empty": [],
-}
-
-
-@pytest.mark.parametrize("data", NOT_TENSORDICTS.values(), ids=NOT_TENSORDICTS)
+@pytest.mark.parametrize("data", [torch.zeros(3), {"x": torch.zeros(3)}, None, [1, 2, 3], []], ids=str)
 def test_data_that_is_no_tensordict_is_refused(data: Any) -> None:
     storage = PackedStorage(5)
     for _ in range(2):
@@ -276,29 +244,18 @@ UNPACKABLE: dict[str, tuple[Callable[[], Any], str, type]] = {
 }
 
 
-def unpackable(make: Callable[[], Any]) -> Any:
+@pytest.mark.parametrize(("make", "key", "taker"), UNPACKABLE.values(), ids=UNPACKABLE)
+def test_what_cannot_be_packed_is_refused_with_the_storage_that_takes_it(make: Any, key: str, taker: type) -> None:
+    storage, theirs = PackedStorage(5), taker(5)
     data = make()
     if not data.batch_size:
         data.batch_size = [3]
-    return data
-
-
-@pytest.mark.parametrize(("make", "key", "taker"), UNPACKABLE.values(), ids=UNPACKABLE)
-def test_what_cannot_be_packed_is_refused_with_the_storage_that_takes_it(make: Any, key: str, taker: type) -> None:
-    storage = PackedStorage(5)
-    data = unpackable(make)
     match = rf"key {key} .*torchrl\.data\.{taker.__name__}, which takes it"
     assert_refused(storage, lambda: storage.set(range(3), data), SchemaError, match)
     assert_refused(storage, lambda: storage.write(0, data), SchemaError, match)
     assert storage.layout is None
     storage.set(range(3), good())
     assert len(storage) == 3
-
-
-@pytest.mark.parametrize(("make", "key", "taker"), UNPACKABLE.values(), ids=UNPACKABLE)
-def test_the_storage_named_in_a_refusal_does_take_the_data(make: Any, key: str, taker: type) -> None:
-    theirs = taker(5)
-    data = unpackable(make)
     if taker is LazyTensorStorage:
         theirs.set(slice(0, 3), data)
         assert isinstance(theirs[1]["n", "p"], Point)
