@@ -48,11 +48,14 @@ def half_then_die(rows_: PlainRows, start: int, count: int, leaves: list[torch.T
     die()
 
 
-def killed(work: Callable[[], object]) -> None:
-    """Do ``work`` in a child, which must die of it."""
+def killed(work: Callable[[], object], *where: Any) -> None:
+    """Do ``work`` in a child, which must die of it; ``where``: what is to be patched there to kill it."""
 
     def child() -> None:
         torch.set_num_threads(1)
+        if where:
+            owner, name, *deadly = where
+            setattr(owner, name, *(deadly or [die]))
         work()
 
     process = mp.get_context("fork").Process(target=child)
@@ -124,31 +127,19 @@ BEFORE_IT_IS_WRITTEN = {
 @pytest.mark.parametrize("lanes", [0, 3])
 @pytest.mark.parametrize("written", [10, 20, 30])
 @pytest.mark.parametrize("point", BEFORE_IT_IS_WRITTEN)
-def test_a_write_that_was_not_finished_was_not_made(point, written, lanes, monkeypatch):
-    owner, name, deadly = BEFORE_IT_IS_WRITTEN[point]
+def test_a_write_that_was_not_finished_was_not_made(point, written, lanes):
     rb = make(lanes=lanes, written=written)
-    steps = CAPACITY // max(lanes, 1)
-    kept = min(written, steps)
-
-    def work() -> None:
-        monkeypatch.setattr(owner, name, deadly)
-        rb.extend(rows(900, 6, lanes))
-
-    killed(work)
+    kept = min(written, CAPACITY // max(lanes, 1))
+    killed(lambda: rb.extend(rows(900, 6, lanes)), *BEFORE_IT_IS_WRITTEN[point])
     check(rb, rows(written - kept, kept, lanes), written)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_write_whose_rows_and_counters_are_complete_is_finished_by_others(sampler, monkeypatch):
+def test_a_write_whose_rows_and_counters_are_complete_is_finished_by_others(sampler):
     rb = make(sampler)
     if sampler != "uniform":
         rb.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
-
-    def work() -> None:
-        monkeypatch.setattr(ReplayBuffer, "mark_range", die)
-        rb.extend(rows(30, 6))
-
-    killed(work)
+    killed(lambda: rb.extend(rows(30, 6)), ReplayBuffer, "mark_range")
     rb.sample()
     if sampler != "uniform":
         expected = torch.arange(CAPACITY) + 1.0
@@ -191,27 +182,26 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
-def test_rows_replaced_out_of_order_are_put_back(monkeypatch):
-    rb = make()
-    cells = torch.tensor([3, 17, 4])
-
-    def work() -> None:
-        monkeypatch.setattr(PackedStorage, "_bump_mutation_revision", die)
-        with rb._replay_lock:
-            rb.storage.set(cells, rows(900, 3), set_cursor=False)
-
-    killed(work)
-    check(rb, rows(6, CAPACITY), 30)
+def replace_rows(rb: ReplayBuffer) -> None:
+    with rb._replay_lock:
+        rb.storage.set(torch.tensor([3, 17, 4]), rows(900, 3), set_cursor=False)
 
 
-def test_a_writer_of_torchrls_is_undone_as_well(monkeypatch):
-    rb = make(writer=TensorDictRoundRobinWriter)
+UNDONE: dict[str, tuple[Any, ...]] = {
+    "rows replaced out of order": (replace_rows, PackedStorage, "_bump_mutation_revision"),
+    "a write": (lambda rb: rb.extend(rows(900, 6)), PackedStorage, "count_written"),
+    "emptying": (ReplayBuffer.empty, PackedStorage, "_empty"),
+    "sampling": (ReplayBuffer.sample, PackedStorage, "gather"),
+}
 
-    def work() -> None:
-        monkeypatch.setattr(PackedStorage, "count_written", die)
-        rb.extend(rows(900, 6))
 
-    killed(work)
+@pytest.mark.parametrize(
+    ("what", "writer"), [*((what, RingWriter) for what in UNDONE), ("a write", TensorDictRoundRobinWriter)]
+)
+def test_work_that_was_not_finished_leaves_all_as_it_was(what, writer):
+    rb = make(writer=writer)
+    work, *where = UNDONE[what]
+    killed(lambda: work(rb), *where)
     check(rb, rows(6, CAPACITY), 30)
 
 
@@ -247,28 +237,6 @@ def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch,
     assert (rb.sample()["x"] >= 500).all()
 
 
-def test_emptying_is_done_or_not_done(monkeypatch):
-    rb = make()
-
-    def work() -> None:
-        monkeypatch.setattr(PackedStorage, "_empty", die)
-        rb.empty()
-
-    killed(work)
-    check(rb, rows(6, CAPACITY), 30)
-
-
-def test_a_process_that_dies_while_it_samples_leaves_all_as_it_was(monkeypatch):
-    rb = make()
-
-    def work() -> None:
-        monkeypatch.setattr(PackedStorage, "gather", die)
-        rb.sample()
-
-    killed(work)
-    check(rb, rows(6, CAPACITY), 30)
-
-
 @pytest.mark.parametrize("point", ["before it looks", "while it looks", "when it has looked", "when it leaves"])
 def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(point, monkeypatch):
     rb = make()
@@ -296,19 +264,10 @@ def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(p
     check(rb, rows(end - CAPACITY, CAPACITY), end)
 
 
-def test_who_dies_after_a_repair_undoes_nothing_of_it(monkeypatch):
+def test_who_dies_after_a_repair_undoes_nothing_of_it():
     rb = make()
-
-    def work() -> None:
-        monkeypatch.setattr(ReplayBuffer, "mark_range", die)
-        rb.extend(rows(30, 6))
-
-    def repair() -> None:
-        monkeypatch.setattr(Journal, "entered", die)
-        rb.sample()
-
-    killed(work)
-    killed(repair)
+    killed(lambda: rb.extend(rows(30, 6)), ReplayBuffer, "mark_range")
+    killed(rb.sample, Journal, "entered")
     check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
@@ -321,17 +280,8 @@ def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
     check(rb, rows(6, CAPACITY), 30)
 
 
-def test_who_dies_in_a_repair_leaves_it_to_the_next(monkeypatch):
+def test_who_dies_in_a_repair_leaves_it_to_the_next():
     rb = make()
-
-    def work() -> None:
-        monkeypatch.setattr(PackedStorage, "count_written", die)
-        rb.extend(rows(900, 6))
-
-    def repair() -> None:
-        monkeypatch.setattr(ReplayBuffer, "repair", die)
-        rb.sample()
-
-    killed(work)
-    killed(repair)
+    killed(lambda: rb.extend(rows(900, 6)), PackedStorage, "count_written")
+    killed(rb.sample, ReplayBuffer, "repair")
     check(rb, rows(6, CAPACITY), 30)

@@ -34,11 +34,7 @@ def test_rows_of_one_trajectory_take_one_observation_each() -> None:
     assert pooled(storage).in_use == [101]
     assert storage.nbytes == 100 * 8 + 101 * 32
     assert storage.saved_bytes == {("observation",): 200 * 32 - 101 * 32 - 100 * 8}
-
-
-def test_the_end_of_a_trajectory_costs_one_observation() -> None:
-    storage = PackedStorage(100, share_next=True)
-    storage.set(range(100), chain(100, length=20))
+    storage.set(range(100), chain(100, length=20))  # the end of a trajectory costs one observation
     assert pooled(storage).in_use == [105]
 
 
@@ -53,21 +49,16 @@ def test_lanes_share_within_themselves() -> None:
     assert_same(flat[:], data.reshape(-1))
 
 
-def test_writes_go_on_where_the_last_one_ended() -> None:
-    storage, data = PackedStorage(60, share_next=True), chain(60)
-    at = 0
+def test_writes_go_on_where_the_last_one_ended_and_backwards() -> None:
+    storage, data, at = PackedStorage(60, share_next=True), chain(60), 0
     for count in (1, 7, 1, 1, 50):
         storage.set(range(at, at + count), data[at : at + count])
         at += count
     assert pooled(storage).in_use == [61]
-
-
-def test_writing_backwards_shares_as_much() -> None:
-    storage, data = PackedStorage(40, share_next=True), chain(40)
-    storage.set(range(40), torch.zeros_like(data))
-    for step in reversed(range(40)):
+    storage.set(range(60), torch.zeros_like(data))
+    for step in reversed(range(60)):
         storage.set(step, data[step], set_cursor=False)
-    assert pooled(storage).in_use == [41]
+    assert pooled(storage).in_use == [61]
     assert_same(storage[:], data)
 
 

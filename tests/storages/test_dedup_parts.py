@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import SliceSampler
 
 from rlbuf_td import (
-    GymnasiumRecorder,
     NStepSampler,
     PackedStorage,
     ReplayBuffer,
@@ -300,26 +298,6 @@ def test_rows_in_ram_cannot_be_spawned() -> None:
 
 
 # -- what is recorded
-
-
-def test_a_recorder_writes_to_rows_that_share() -> None:
-    buffers = []
-    for make in (PackedStorage, partial(PackedStorage, share_next="auto")):
-        env = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
-        rb = ReplayBuffer(storage=make(300, ndim=2), batch_size=8)
-        recorder = GymnasiumRecorder(rb, env)
-        recorder.reset(seed=0)
-        env.action_space.seed(0)
-        for _ in range(150):
-            recorder.step(env.action_space.sample())
-        buffers.append(rb)
-    plain, pooled = buffers
-    assert pooled.storage.dedup is not None
-    assert_same(plain[:], pooled[:])
-    check(pooled)
-    share = pooled.storage.rows.in_use[0] / len(pooled)
-    assert share < 1.1
-    pooled.sample()
 
 
 def test_sequences_and_steps_are_those_of_a_plain_storage() -> None:

@@ -291,9 +291,3 @@ def test_the_default_checkpointer_of_torchrl_saves_and_loads(
     assert again._is_full == (steps == 5)
     again.set([0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9))
     assert_same(again[0], transitions(NESTED, 1, (2,) * (ndim - 1), seed=9)[0])
-
-
-def test_rows_take_at_most_15_percent_more_memory_than_their_leaves() -> None:
-    storage = stored("RAM", Path(), capacity=100, schema=SCHEMAS["halfcheetah"])
-    assert storage.nbytes == storage.rows.matrix.untyped_storage().nbytes()
-    assert storage.nbytes <= 1.15 * 100 * 167

@@ -164,7 +164,8 @@ CURSORS: list[tuple[Any, int, str]] = [
     *((cursor, 1, HOLE) for cursor in (4, -1)),
     *((cursor, 2, HOLE) for cursor in (range(4, 6), slice(4, 6), torch.tensor([0, 4]), [3, 5], [9, 10])),
     *((torch.tensor(steps), len(steps), HOLE) for steps in ([0, -1], [3, 4, 5, 100])),
-    *((cursor, 0, EMPTY) for cursor in ([], range(0), torch.zeros(0).long(), slice(2, 2))),
+    ([], 0, EMPTY),
+    *((cursor, 0, EMPTY) for cursor in (range(0), torch.zeros(0).long(), slice(2, 2))),
     *((cursor, 3, NO_POSITIONS) for cursor in ([0.5], torch.tensor([[0, 1, 2]]), "x", Ellipsis, None)),
 ]
 

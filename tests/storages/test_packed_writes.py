@@ -245,21 +245,16 @@ def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> N
     x = torch.rand(3, 2, requires_grad=True)
     data = TensorDict({"x": x * 2, "y": x}, [3])
     storage = PackedStorage(5)
-    storage.set(range(3), data.detach())
+    storage.set(range(3), data)
+    assert not storage["x"].requires_grad
+    assert torch.equal(storage["x"], 2 * x.detach())
+    storage.set(range(3), torch.zeros_like(data.detach()))
     storage.set(cursor, data)
     for value in (storage["x"], storage[0]["y"], storage[torch.tensor([0])]["x"]):
         assert not value.requires_grad
     assert data["x"].requires_grad
     storage.write(2, data)
     assert not storage._storage.requires_grad
-
-
-def test_a_first_write_of_data_that_requires_grad_is_stored_without_its_history() -> None:
-    x = torch.rand(3, 2, requires_grad=True)
-    storage = PackedStorage(5)
-    storage.set(range(3), TensorDict({"x": x * 2}, [3]))
-    assert not storage["x"].requires_grad
-    assert torch.equal(storage["x"], 2 * x.detach())
 
 
 def test_rows_first_written_in_inference_mode_can_be_written_and_changed_outside_it() -> None:
