@@ -99,12 +99,7 @@ class CapturedStep:
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
-        """Return the storage.
-
-        Raises:
-            TypeError: a part of the buffer cannot be captured.
-            RuntimeError: the buffer is empty.
-        """
+        """Return the storage, after checking that the buffer can be captured and is not empty."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
         sampler = getattr(sampler, "innermost", sampler)
         if isinstance(sampler, MinibatchSampler):
@@ -156,11 +151,7 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record one graph for each output of the ring.
-
-        Raises:
-            ValueError: the buffer's generator is on another device; the graphs that there are stay.
-        """
+        """Record one graph for each output of the ring; refuse a generator on another device, keeping the graphs."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:

@@ -94,11 +94,7 @@ def _rows_of(block: torch.Tensor, layout: RowLayout, count: int) -> torch.Tensor
 
 
 def _entries(flat: torch.Tensor, report: dict[Any, Any]) -> TensorDict:
-    """Return the report with the drawn rows as a TensorDict.
-
-    Raises:
-        TypeError: the report has no entry for each row.
-    """
+    """Return the report with the drawn rows as a TensorDict, one entry for each row."""
     entries = TensorDict({"index": flat}, flat.shape)
     for key, value in report.items():
         if not isinstance(value, torch.Tensor) or value.shape[:1] != flat.shape:
@@ -111,11 +107,7 @@ def _entries(flat: torch.Tensor, report: dict[Any, Any]) -> TensorDict:
 
 
 def _layout_of(data: TensorDictBase, last: RowLayout | None) -> tuple[RowLayout, list[torch.Tensor]]:
-    """Return how ``data``, ``[B, ...]``, is packed (as ``last`` if that fits), and its leaves in that order.
-
-    Raises:
-        SchemaError: an entry cannot be packed.
-    """
+    """Return how ``data``, ``[B, ...]``, is packed (as ``last`` if that fits), and its leaves in that order."""
     lead = data.batch_size[:1]
     if last is not None:
         try:

@@ -20,7 +20,7 @@ from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import coordinates, device_of, merge_
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-#: Updates priorities, except of rows that have been replaced since they were sampled.
+#: Updates the priorities of rows that still hold what was sampled: (index, td_error, sampled_at, its batch dims).
 WritePriorities: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], None]
 
 
@@ -64,12 +64,7 @@ class _Copied(NamedTuple):
 
 
 class _PriorityReturn:
-    """A queue of priority updates, each copied from a device without waiting for it.
-
-    Args:
-        device: where TD errors come from.
-        write: updates the priorities, given the index, the errors, ``sampled_at`` and its number of batch dims.
-    """
+    """A queue of priority updates, each copied from ``device`` without waiting for it, and written with ``write``."""
 
     def __init__(self, device: torch.device, write: WritePriorities) -> None:
         self._device, self._write = device, write
