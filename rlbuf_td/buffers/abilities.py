@@ -5,11 +5,12 @@ Constructors for environments, rows by age, edits of rows, health, dumps, and sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from operator import setitem
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -24,7 +25,19 @@ from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import examine
 from rlbuf_td.writers.ring import steps_by_age
 
+Arguments = ParamSpec("Arguments")
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
+
+if TYPE_CHECKING:
+
+    class constructor(Generic[Arguments]):
+        """A ``classmethod`` that returns a buffer of the class on which it is called."""
+
+        def __init__(self, function: Callable[Concatenate[Any, Arguments], Any]) -> None: ...
+        def __get__(self, instance: object, owner: type[Buffer]) -> Callable[Arguments, Buffer]: ...
+
+else:
+    constructor = classmethod
 
 NO_CHECKPOINTERS = (
     "dumps of this buffer have a format of their own, without TorchRL's checkpointers and hooks: TorchRL's "
@@ -34,17 +47,17 @@ NO_CHECKPOINTERS = (
 # -- constructors
 
 
-def from_env(cls: Any, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
+def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
     """Return a buffer whose rows are allocated for the transitions of an environment.
 
-    Every write is checked against them. The first write may add keys to all rows: a policy's outputs, a collector's
+    Every write is checked against them. The first write may add keys: a policy's outputs, a collector's
     ``("collector", "traj_ids")``. RAM is taken from the system as rows are written.
 
     Args:
-        env: a TorchRL environment, or a Gymnasium one, single or vectorised.
-        capacity: in transitions, rounded up to whole time steps; of a :class:`RolloutBuffer` in time steps.
-        extras: further entries of every transition, see :func:`~rlbuf_td.envs.specs.schema_of`. Rows that several
-            processes share need all of them.
+        env: a TorchRL or Gymnasium environment, single or vectorised.
+        capacity: in transitions, rounded up to whole time steps; for a :class:`RolloutBuffer` in time steps.
+        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`; for rows that several
+            processes share, all of them.
         **kwargs: as for :meth:`from_schema`.
 
     Raises:
@@ -63,6 +76,7 @@ def from_env(cls: Any, env: Any, capacity: int, *, extras: Any = None, **kwargs:
 
 def from_spaces(
     cls: Any,
+    /,
     observation_space: Any,
     action_space: Any,
     capacity: int,
@@ -99,6 +113,7 @@ def from_spaces(
 
 def from_schema(
     cls: Any,
+    /,
     schema: TensorDictBase,
     capacity: int,
     *,
@@ -121,11 +136,7 @@ def from_schema(
         flat: rows ``[T]``, each a transition of one lane.
         device: where batches are used and, without ``storing_device``, where the rows live.
         storing_device: where the rows live (TorchRL's collectors use the same two names).
-        scratch_dir: see :class:`PackedStorage`; also ``shared``, ``offload``, ``share_next`` and ``frames``.
-        shared: see ``scratch_dir``.
-        offload: see ``scratch_dir``.
-        share_next: see ``scratch_dir``.
-        frames: see ``scratch_dir``.
+        scratch_dir, shared, offload, share_next, frames: see :class:`PackedStorage`.
         **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
 
     Raises:
@@ -142,16 +153,9 @@ def from_schema(
         schema = schema.flatten()[0]
     if storing_device is not None:
         device, kwargs["device"] = storing_device, device
-    storage = PackedStorage(
-        capacity,
-        ndim=1 + schema.ndim,
-        device=device,
-        scratch_dir=scratch_dir,
-        shared=shared,
-        offload=offload,
-        share_next=share_next,
-        frames=frames,
-    )
+    rows: dict[str, Any] = {"scratch_dir": scratch_dir, "shared": shared, "offload": offload}
+    rows |= {"share_next": share_next, "frames": frames, "device": device}
+    storage = PackedStorage(capacity, ndim=1 + schema.ndim, **rows)
     storage.reserve(schema)
     return cls(storage=storage, **kwargs)
 
@@ -162,7 +166,7 @@ def from_schema(
 def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
     """Return all rows, oldest first, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
 
-    Transforms are applied, as when sampling. On the CPU, ``numpy()`` of the result is a nested dict of NumPy arrays.
+    Transforms are applied, as when sampling.
 
     Args:
         flat: merge the lane dim into time: ``[T * E]``, all lanes of a time step together.
@@ -253,16 +257,16 @@ def health(rb: Any) -> dict[str, float]:
 
 
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
-    """Save the whole buffer in the folder ``path``: rows, priorities, counters, trajectories, generators.
+    """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
 
     The new dump replaces the old one at once: a process killed at any moment leaves one of the two, whole. Unchanged
-    content is not written again. Buffers of other processes wait for each other.
+    content is not written again.
 
     Args:
         path: created if missing. A folder with a foreign manifest is never overwritten.
         progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
-        sync: wait until everything is on the disk. ``False`` takes half the time; the death of the process still loses
-            nothing, but that of the machine may damage both dumps, which a load would notice.
+        sync: wait until everything is on the disk. ``False`` takes half the time, but a crash of the machine (not of
+            the process) may then damage both dumps, which a load would notice.
 
     Raises:
         CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
@@ -282,14 +286,12 @@ def loads(
     """Continue from a dump of :meth:`dumps`, with the same batches as the buffer that was saved. Executes nothing.
 
     Every file is checked against its checksum first. The buffer must have parts of the same classes; its rows are
-    replaced. A buffer of another capacity keeps the newest rows that fit, by age, with their priorities, and warns of
-    the rest.
+    replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities, and warns.
 
     Args:
         path: the folder of the dump.
         rows_only: load the rows alone, as new rows for the sampler of this buffer.
-        default_generator: restore torch's default generator, too. Exact resumption needs it, unless the buffer has a
-            generator of its own.
+        default_generator: restore torch's default generator, too, which a buffer without a generator draws from.
         progress: as for :meth:`dumps`.
 
     Raises:
@@ -360,20 +362,18 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
 # -- sharing
 
 
-def share(rb: Any, shared: bool = True) -> Any:
+def share(rb: Buffer, shared: bool = True) -> Buffer:
     """Let several processes use this buffer: those forked from now on, or spawned and sent it.
 
     Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities, one
-    at a time; one that is killed in the middle of a write has written nothing and blocks nobody. TorchRL's
-    collectors with several workers call this themselves. The other state of samplers (the position in an epoch,
-    generators) stays with each process. Parts cannot be replaced afterwards. A storage of TorchRL's is shared as
-    TorchRL does.
+    at a time; a write that is killed half-way leaves no trace and no lock. Other state of samplers (the position in an
+    epoch, generators) stays with each process. Parts cannot be replaced afterwards. TorchRL's collectors with several
+    workers call this themselves. A storage of TorchRL's is shared as TorchRL does.
 
     Args:
         shared: ``False`` is for TorchRL's constructor: a shared buffer stays shared.
 
-    Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) for the first call after a process
-    has died in a call.
+    Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) after a process has died in a call.
 
     Raises:
         ValueError: rows on a CUDA device.

@@ -21,22 +21,14 @@ class Parts(NamedTuple):
     storage: Any
     sampler: Any
     writer: Any
-    wrapper: SamplerWrapper | None
-    """The sampler, if it wraps another one."""
-    prioritized: Prioritized | None
-    """The sampler that draws, if it is a prioritized one of this package."""
-    transforms: Collection[Any]
-    """The live list of transforms (the transform takes 1 us to answer whether there are any)."""
-    is_packed: bool
-    """Whether the storage is a :class:`PackedStorage`."""
-    has_units: bool
-    """Whether a sample unit expands what is drawn."""
-    is_stamped: bool
-    """Whether batches know when they were sampled."""
-    draws: str
-    """The sampler's method on the short path: ``"draw_batch"``, ``"draw"``; ``""``: take TorchRL's general path."""
-    writes_generally: bool
-    """Whether writes take TorchRL's general path."""
+    wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
+    prioritized: Prioritized | None  # the sampler that draws, if it is a prioritized one of this package
+    transforms: Collection[Any]  # the live list: to ask the transform takes 1 us
+    is_packed: bool  # the storage is a PackedStorage
+    has_units: bool  # a sample unit expands what is drawn
+    is_stamped: bool  # batches know when they were sampled
+    draws: str  # the sampler's method on the short path: "draw_batch", "draw"; "": take TorchRL's general path
+    writes_generally: bool  # writes take TorchRL's general path
 
     @classmethod
     def of(
@@ -102,7 +94,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
         storage.shared_rows.journal.watch(*watched)
     samplers = list(_wrapped(sampler))
     for each in samplers:
-        if "traj_key" in vars(each):  # it will need trajectories: one index, made now, serves all processes
+        if isinstance(each, SamplerWrapper):  # it needs trajectories: one index, made now, serves all processes
             TrajectoryIndex.of(storage, done_key=each.done_key, traj_key=each.traj_key)
     for part in (*samplers, *storage._attached_entities):
         share = getattr(part, "share_memory_", None)

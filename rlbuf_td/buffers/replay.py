@@ -47,16 +47,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
         device: where batches are wanted, for rows in host memory. Each batch is one asynchronous copy, and transforms
             run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
-            are on their way back; both use streams, not threads. With ``prefetch=0``, batches and priorities equal
-            those of a buffer without ``device``. Saving (:meth:`dumps`, :meth:`state_dict`, pickle, deepcopy) waits for
-            the TD errors and drops the batches drawn ahead.
+            are on their way back, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
+            ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
             ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
 
-    Differs from TorchRL: a batch holds the index, the importance weights and the rest of the sampler's report *before*
-    the transforms run (they are restored if a transform drops them, as ``SelectTransform`` does); several TD errors of
-    a row are reduced after taking their magnitude; a prioritized buffer refuses a batch without TD errors rather than
-    giving its rows the default priority.
+    Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
+    drop it; several TD errors of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch
+    without TD errors rather than giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
@@ -100,17 +98,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL chooses its own
-        for part, default in defaults.items():
-            if kwargs.get(part) is None:
-                kwargs[part] = default
+        kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=priority_key, **kwargs)
         if device is not None:
             self._prefetch = False  # in TorchRL's threads
 
     # Abilities are functions, documented where they are defined.
-    from_env = classmethod(abilities.from_env)
-    from_spaces = classmethod(abilities.from_spaces)
-    from_schema = classmethod(abilities.from_schema)
+    from_env = abilities.constructor(abilities.from_env)
+    from_spaces = abilities.constructor(abilities.from_spaces)
+    from_schema = abilities.constructor(abilities.from_schema)
     add = writing.add
     extend = writing.extend
     mark_update = writing.mark_update
@@ -159,16 +155,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Look at all parts, after one has been replaced or a state loaded; return them.
-
-        Args:
-            default_priorities: give them to the rows without a priority.
-        """
+        """Look at all parts again, after one was replaced or loaded; perhaps give rows a default priority."""
         self._plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
-        self._parts = parts = Parts.of(
-            self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn
-        )
+        parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
+        self._parts = parts
         if parts.prioritized is not None:
             parts.prioritized.follow(parts.storage)
             if default_priorities:
@@ -214,18 +205,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _refuse_if_shared(self, part: str) -> None:
         if getattr(self._storage, "shared_rows", None) is not None:
-            raise RuntimeError(
-                f"cannot set the {part} of a shared buffer: other processes would keep the old one. "
-                "Set it before you share the buffer"
-            )
+            reason = "other processes would keep the old one. Set it before you share the buffer"
+            raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
 
     # -- sampling
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
         """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
 
-        A batch has no lane dim: its rows may come from any lane. ``batch.numpy()`` makes it a nested dict of NumPy
-        arrays, if it is on the CPU.
+        A batch has no lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
 
         Args:
             batch_size: default: the buffer's.

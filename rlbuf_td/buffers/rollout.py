@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 # Batches are gathered in blocks of about this size: small enough to stay in a cache, many enough to share the work.
 _BLOCK_BYTES = 1 << 20
 
+_MOMENTS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std"
+
 Normalization = Literal["rollout", "minibatch"]
+
+
+def _statistic(name: str, doc: str) -> property:
+    return property(lambda rollout: rollout.summary()[name], doc=doc)
 
 
 class RolloutBuffer(ReplayBuffer):
@@ -49,16 +55,13 @@ class RolloutBuffer(ReplayBuffer):
         drop_last: leave out a short last batch.
         device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
         storing_device: where the rows live; batches then come as :class:`ReplayBuffer` says of its ``device``.
-        storage: instead of ``PackedStorage(T * E)``; also ``sampler`` and ``writer``, which ignore the arguments above.
-        sampler: see ``storage``.
-        writer: see ``storage``; must be a :class:`RolloutWriter`.
+        storage, sampler, writer: instead of those of the arguments above; ``writer`` is a :class:`RolloutWriter`.
         **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
 
     Raises:
         ValueError: an argument is out of range.
 
-    Cost: a copy of the rollout, one pass for the estimates, a gather a minibatch; see :class:`RolloutWriter` for what
-    the value network is asked.
+    Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
 
     Differs from TorchRL, where a ``GAE`` module runs over the data before a buffer takes it: each advantage is computed
     once, the values that the policy stored are used, and rows keep their places in time and lane.
@@ -97,10 +100,7 @@ class RolloutBuffer(ReplayBuffer):
         writer: RolloutWriter | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_steps < 1 or (num_envs is not None and num_envs < 1):
-            raise ValueError(f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}")
-        if normalize_advantage not in (None, "rollout", "minibatch"):
-            raise ValueError(f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize_advantage!r}")
+        _refuse_arguments(num_steps, num_envs, normalize_advantage, storage, writer)
         self.num_steps, self.num_envs = num_steps, num_envs
         self.normalize_advantage, self.partial = normalize_advantage, partial
         self._summary: tuple[int, dict[str, float]] | None = None
@@ -108,18 +108,11 @@ class RolloutBuffer(ReplayBuffer):
             device, kwargs["device"] = storing_device, device
         if storage is None:
             storage = PackedStorage(num_steps * (num_envs or 1), ndim=1 if num_envs is None else 2, device=device)
-        elif getattr(storage, "max_size", num_steps * (num_envs or 1)) != num_steps * (num_envs or 1):
-            raise ValueError(
-                f"a rollout of {num_steps} steps and {num_envs or 1} lanes needs a storage of "
-                f"{num_steps * (num_envs or 1)} rows, got one of {storage.max_size}"
-            )
         if sampler is None:
             sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
         if writer is None:
             by_rollout = normalize_advantage == "rollout"
             writer = RolloutWriter(gamma, lmbda, value_network=value_network, normalize_advantage=by_rollout)
-        if not isinstance(writer, RolloutWriter):
-            raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
 
     @classmethod
@@ -144,8 +137,7 @@ class RolloutBuffer(ReplayBuffer):
         Raises:
             SchemaError: the schema has several lane dims, or an entry that cannot be packed.
         """
-        if flat and schema.ndim:
-            schema = schema.flatten()[0]
+        schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
             raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
         rollout = cls(capacity, schema.shape[0] if schema.ndim else None, device=device, **kwargs)
@@ -206,17 +198,15 @@ class RolloutBuffer(ReplayBuffer):
         Raises:
             RuntimeError: the rollout is not complete, or there is no batch size.
         """
-        if not self._initialized:
-            self._init()
+        parts, sampler = self._initialize(), self._sampler
         self._require_estimates()
-        if not isinstance(self._sampler, MinibatchSampler):
+        if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
             return
-        sampler = self._sampler
         more = sampler.begin_pass()
-        plain_rows = bool(self._parts.draws) and not self._copies_batches and not self._storage.layout.root.batch_size
+        plain_rows = bool(parts.draws) and not self._copies_batches and not self._storage.layout.root.batch_size
         try:
-            if not more and not (self._prefetcher is not None and self._prefetcher.has_batches):
+            if not more and (self._prefetcher is None or not self._prefetcher.has_batches):
                 return
             if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
                 yield from self._in_blocks(self._batch_size)
@@ -240,9 +230,8 @@ class RolloutBuffer(ReplayBuffer):
                     order, revision, start, number = ahead, storage._mutation_revision, position, 0
                     rows = max(1, _BLOCK_BYTES // (size * storage.row_bytes)) * size
                     batches = self._gather_block(order[start : start + rows], size)
-                    plain = not (
-                        len(self._parts.transforms) or self._pin_memory or self.normalize_advantage == "minibatch"
-                    )
+                    by_batch = self.normalize_advantage == "minibatch"
+                    plain = not (len(self._parts.transforms) or self._pin_memory or by_batch)
                 self._note_draw(*sampler.draw(storage, size))
                 batch, batches[number] = batches[number], None
             yield batch if plain else self._finished(batch)
@@ -276,48 +265,34 @@ class RolloutBuffer(ReplayBuffer):
         writer = self._writer
         if writer.is_estimated:
             return
-        if self.partial and writer.steps:
-            writer.estimate()
-            return
-        raise RuntimeError(
-            f"the rollout is not complete: {writer.steps} of {self.num_steps} steps are written. Write the rest first"
-            + (", or pass partial=True to read what is there" if writer.steps and not self.partial else "")
-        )
+        if not (self.partial and writer.steps):
+            hint = ", or pass partial=True to read what is there" if writer.steps and not self.partial else ""
+            raise RuntimeError(
+                f"the rollout is not complete: {writer.steps} of {self.num_steps} steps are written. "
+                f"Write the rest first{hint}"
+            )
+        writer.estimate()
 
-    # -- looking
+    # -- statistics
 
     @property
     def value_rows(self) -> int:
-        """For how many rows the value network was asked for this rollout."""
+        """For how many rows of this rollout the value network was called."""
         return self._writer.value_rows
 
-    @property
-    def explained_variance(self) -> float:
-        """Share of the targets' variance that the values predicted; NaN if the targets do not vary."""
-        return self.summary()["explained_variance"]
-
-    @property
-    def advantage_mean(self) -> float:
-        """Mean of the advantages, before any normalisation."""
-        return self.summary()["advantage_mean"]
-
-    @property
-    def advantage_std(self) -> float:
-        """Population deviation of the advantages, before any normalisation."""
-        return self.summary()["advantage_std"]
-
-    @property
-    def value_target_mean(self) -> float:
-        """Mean of the value targets, the (lambda-) returns."""
-        return self.summary()["value_target_mean"]
-
-    @property
-    def value_target_std(self) -> float:
-        """Population deviation of the value targets, the (lambda-) returns."""
-        return self.summary()["value_target_std"]
+    explained_variance = _statistic(
+        "explained_variance",
+        "Share of the targets' variance that the values predicted; NaN if the targets do not vary.",
+    )
+    advantage_mean = _statistic("advantage_mean", "Mean of the advantages, before any normalisation.")
+    advantage_std = _statistic("advantage_std", "Population deviation of the advantages, before any normalisation.")
+    value_target_mean = _statistic("value_target_mean", "Mean of the value targets, the (lambda-) returns.")
+    value_target_std = _statistic(
+        "value_target_std", "Population deviation of the value targets, the (lambda-) returns."
+    )
 
     def summary(self) -> dict[str, float]:
-        """Return what to log of the current rollout, as a flat dict of floats; computed once per rollout.
+        """Return statistics of the current rollout to log, as a flat dict; computed once per rollout.
 
         Raises:
             RuntimeError: the rollout is not complete.
@@ -325,18 +300,27 @@ class RolloutBuffer(ReplayBuffer):
         self._require_estimates()
         revision = self._storage._mutation_revision
         if self._summary is None or self._summary[0] != revision:
-            writer = self._writer
-            value, target = (self._storage.get(slice(None)).get(k) for k in (writer.value_key, writer.value_target_key))
-            value, target = value.float(), target.float()
+            writer, data = self._writer, self._storage.get(slice(None))
+            value, target = data.get(writer.value_key).float(), data.get(writer.value_target_key).float()
             advantage_std, advantage_mean = torch.std_mean(target - value, correction=0)
             target_std, target_mean = torch.std_mean(target, correction=0)
-            numbers = {
-                "advantage_mean": advantage_mean,
-                "advantage_std": advantage_std,
-                "value_target_mean": target_mean,
-                "value_target_std": target_std,
-                "explained_variance": explained_variance(value, target),
-            }
-            floats = dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
-            self._summary = revision, floats | {"value_rows": float(writer.value_rows)}
+            explained = explained_variance(value, target)
+            *moments, share = torch.stack([advantage_mean, advantage_std, target_mean, target_std, explained]).tolist()
+            rest = {"explained_variance": share, "value_rows": float(writer.value_rows)}
+            self._summary = revision, dict(zip(_MOMENTS, moments, strict=True)) | rest
         return dict(self._summary[1])
+
+
+def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: Any, storage: Any, writer: Any) -> None:
+    if num_steps < 1 or (num_envs is not None and num_envs < 1):
+        raise ValueError(f"num_steps and num_envs must be at least 1, got {num_steps} and {num_envs}")
+    if normalize not in (None, "rollout", "minibatch"):
+        raise ValueError(f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize!r}")
+    rows = num_steps * (num_envs or 1)
+    if getattr(storage, "max_size", rows) != rows:
+        raise ValueError(
+            f"a rollout of {num_steps} steps and {num_envs or 1} lanes needs a storage of {rows} rows, "
+            f"got one of {storage.max_size}"
+        )
+    if writer is not None and not isinstance(writer, RolloutWriter):
+        raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")
