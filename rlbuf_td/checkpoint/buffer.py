@@ -187,6 +187,9 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         path: the folder.
         progress: show a bar; ``None``: on a terminal, from 1 GiB on.
 
+    Returns:
+        A :class:`Checkpoint`: ``rows``, ``classes``, ``shape``, and the states of sampler and writer.
+
     Raises:
         CheckpointError: a file is missing, damaged, cut short, foreign or of another version. The message names it.
 
