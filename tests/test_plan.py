@@ -211,6 +211,17 @@ def test_copy_uses_memory_of_its_own(rb, copied):
         assert torch.equal(batch["id"], expected[batch["index"]])
 
 
+def test_unique_set_later_draws_no_row_twice():
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=BATCH)
+    rb.extend(steps(BATCH, None, 0))
+    rb.sample()
+    rb.sample()
+    rb.sampler.unique = True
+    assert rb.sample()["index"].sort().values.tolist() == list(range(BATCH))
+    rb.sampler.unique = False
+    assert any(len(rb.sample()["index"].unique()) < BATCH for _ in range(10))
+
+
 def test_default_device_and_inference_mode_do_not_matter(rb):
     rb = next(buffers("proportional", None))
     rb.extend(steps(20, None, 0))

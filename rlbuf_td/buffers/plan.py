@@ -8,6 +8,7 @@ gives nothing: the buffer takes the general path, and makes another plan.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, TypeGuard
 
 import torch
@@ -29,7 +30,7 @@ _CPU = torch.device("cpu")
 _NORMS = {"buffer": 0, "batch": 1, None: 2}
 
 
-class Plan:
+class Plan(ABC):
     """Samples plain rows on the CPU. A subclass knows the law by which rows are drawn.
 
     Args:
@@ -74,9 +75,9 @@ class Plan:
         report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
         return self.rows.layout.wrap(tensors, self.batch_size, _CPU, report), report
 
+    @abstractmethod
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """Fill the tensors of a batch; return whether there is a row to draw."""
-        raise NotImplementedError
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Take the TD errors of a batch; return how many rows are stale, ``None``: take the general path."""
@@ -84,7 +85,11 @@ class Plan:
 
 
 class UniformPlan(Plan):
-    """Draws every row with equal probability."""
+    """Draws every row with equal probability; repeats are allowed."""
+
+    def holds(self) -> bool:
+        """See :meth:`Plan.holds`; ``unique`` may be set at any time."""
+        return super().holds() and not self.sampler.unique
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """See :meth:`Plan.draw`."""
@@ -95,7 +100,7 @@ class UniformPlan(Plan):
         return True
 
 
-class PrioritizedPlan(Plan):
+class PrioritizedPlan(Plan, ABC):
     """Takes TD errors back; a subclass knows where priorities are kept."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
@@ -127,12 +132,12 @@ class PrioritizedPlan(Plan):
             self.settings[LARGEST] = largest
         return stale
 
+    @abstractmethod
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
         """Set the priorities of rows that still hold what was sampled; return the largest magnitude and the stale rows.
 
         ``REFUSED`` instead of a magnitude: a row is out of range or an error not finite, and nothing has changed.
         """
-        raise NotImplementedError
 
 
 class ProportionalPlan(PrioritizedPlan):
@@ -190,7 +195,7 @@ class RankPlan(PrioritizedPlan):
         drawn = self.order.draw(self.law, self.uniform, **law)
         if drawn is None:
             return False
-        flat, tensors[-2] = drawn
+        flat, tensors[-2] = drawn  # the last three are the index, the weights and the stamps
         if not self.lanes:
             tensors[-3] = flat
         tensors[-1].fill_(self.clock[NOW])
