@@ -1,4 +1,4 @@
-"""The command line: ``python -m rlbuf_td {demo, bench, plan, doctor}``."""
+"""The command line: ``python -m rlbuf_td {demo, bench, train, plan, doctor}``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 OPERATIONS = (
-    *("uniform", "proportional", "update", "cycle", "rank", "rank_update", "extend", "add"),
+    *("uniform", "proportional", "update", "cycle", "rank", "rank_update"),
+    *("extend", "extend_proportional", "add", "add_proportional"),
     *("leaves-12", "leaves-3", "record"),
     *("gae", "gae-vectorized", "ppo"),
 )
@@ -17,7 +18,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description="Replay buffers for TorchRL.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train an agent from replay or rollouts, and draw how it learned"))
-    _add_bench(commands.add_parser("bench", help="time this package against others"))
+    _add_bench(commands.add_parser("bench", help="time the calls of this package and of others"))
+    _add_train(commands.add_parser("train", help="time whole training scripts with TorchRL's buffers and with ours"))
     _add_plan(commands.add_parser("plan", help="tell what a buffer will take, and where there is room for it"))
     doctor = commands.add_parser("doctor", help="look for faults in a saved buffer")
     doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
@@ -45,13 +47,20 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     )
     bench.add_argument("--images", type=float, default=5e3, help="capacity of the image buffers; 0 for none")
     bench.add_argument("--batch", type=int, default=256)
-    bench.add_argument("--rounds", type=int, default=15, help="interleaved blocks of 10 ms each")
+    bench.add_argument("--rounds", type=int, default=15, help="interleaved blocks of 10 calls")
     bench.add_argument(
         "--only", nargs="*", default=None, choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS)
     )
     bench.add_argument(
         "--picture", type=Path, default=None, metavar="FILE", help="draw the ratios, too: a .png or .svg"
     )
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
+    scripts = ("dqn", "sac", "ppo")
+    train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help="dqn, sac, ppo")
+    train.add_argument("--steps", type=int, default=None, help="environment steps per run")
+    train.add_argument("--rounds", type=int, default=3, help="runs of each script with each buffer, in turns")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
@@ -83,6 +92,12 @@ def _bench(options: argparse.Namespace) -> int:
     return compare.main(options)
 
 
+def _train(options: argparse.Namespace) -> int:
+    from rlbuf_td.cli.bench import train
+
+    return train.main(options)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from rlbuf_td.diagnostics import memory_plan
 
@@ -95,7 +110,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.main(options)
 
 
-COMMANDS = {"demo": _demo, "bench": _bench, "plan": _plan, "doctor": _doctor}
+COMMANDS = {"demo": _demo, "bench": _bench, "train": _train, "plan": _plan, "doctor": _doctor}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        extra = "bench" if options.command == "bench" else "demo"
+        extra = "bench" if options.command in ("bench", "train") else "demo"
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
         return 1
 

@@ -12,7 +12,7 @@ import torch
 
 from rlbuf_td import ProportionalSampler
 from rlbuf_td.__main__ import OPERATIONS, main
-from rlbuf_td.cli.bench import compare, device
+from rlbuf_td.cli.bench import compare, device, timing
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL
 from rlbuf_td.cli.bench.others import available
 from rlbuf_td.cli.bench.picture import WORDS, draw
@@ -23,6 +23,7 @@ SIZES = ("--rows", "1000", "--images", "64", "--batch", "32", "--rounds", "2")
 
 def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "available", lambda: [Ours, TorchRL])  # JAX starts threads, and other tests fork
+    monkeypatch.setattr(timing, "CALLS", 1)
     monkeypatch.setenv("COLUMNS", "160")
     picture = tmp_path / "new" / "bench.png"
     assert main(["bench", *SIZES, "--picture", str(picture)]) == 0
@@ -50,20 +51,30 @@ def test_every_library_that_is_installed_is_timed():
     assert done.stdout.count("x)") >= 5 * 2 + 10
 
 
-def timing(operation: str, rows: int, kind: str, **blocks: float):
-    return Timing(operation, rows, kind, {"rlbuf_td": [10.0], **{name: [time] for name, time in blocks.items()}})
+@pytest.mark.slow
+def test_whole_training_scripts_are_timed_and_sac_learns_the_same_weights_from_both_buffers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["train", "--rounds", "1", "--steps", "1100"]) == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
+    assert set(lines) == {"dqn", "sac", "ppo"}
+    assert "equal" in lines["sac"]
+
+
+def timed(operation: str, rows: int, kind: str, **blocks: float):
+    times = {"rlbuf_td": [10.0], **{name: [time] for name, time in blocks.items()}}
+    return Timing(operation, rows, kind, times, times)
 
 
 def test_the_picture_has_a_line_per_operation_at_the_largest_size_and_a_mark_per_library():
     timings = [
-        timing("uniform", 100, "small", TorchRL=20.0),
-        timing("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
-        timing("add", 1_000, "small", TorchRL=90.0),
-        timing("record", 16_000, "small", TorchRL=40.0),
-        timing("gae", 128, "[1, 128]", TorchRL=1_000.0),
+        timed("uniform", 100, "small", TorchRL=20.0),
+        timed("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
+        timed("add", 1_000, "small", TorchRL=90.0),
+        timed("record", 16_000, "small", TorchRL=40.0),
+        timed("gae", 128, "[1, 128]", TorchRL=1_000.0),
     ]
     small, others = draw(timings, 256).axes
-    assert [label.get_text() for label in small.get_yticklabels()] == ["sample, uniform", "add one"]
+    assert [label.get_text() for label in small.get_yticklabels()] == ["sample, uniform", "add one, uniform"]
     assert [label.get_text() for label in others.get_yticklabels()] == ["record a step", "GAE [1,128], loop"]
     points = [np.asarray(line.get_xdata()).tolist() for line in small.lines]
     assert sorted(x[0] for x in points if len(x) == 1) == [0.5, 2.0, 3.0, 7.0, 9.0]
@@ -99,11 +110,11 @@ def test_a_check_of_a_device_that_fails_is_reported_and_the_next_one_runs(monkey
     assert "nothing: ok" in printed
 
 
-@pytest.mark.parametrize("timed", device.TIMINGS)
-def test_what_is_timed_on_a_device_runs(timed, monkeypatch):
+@pytest.mark.parametrize("case", device.TIMINGS)
+def test_what_is_timed_on_a_device_runs(case, monkeypatch):
     for name in ("wall", "on_device"):
         monkeypatch.setattr(device, name, lambda call, *_: call() is None or 2.0)
-    found = [(what, value) for what, value, _ in timed(torch.device("cpu"), 600, 0.0)]
+    found = [(what, value) for what, value, _ in case(torch.device("cpu"), 600, 0.0)]
     assert len(dict(found)) == len(found) > 0
 
 

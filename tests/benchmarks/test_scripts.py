@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import memory, rank, stats, trajectories
+from tests.benchmarks import memory, rank, trajectories
 
 
 def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,11 +24,6 @@ def test_every_history_of_ranks_is_timed(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().out.splitlines()
     assert [line[:16].strip() for line in printed] == list(rank.adversaries(5_000))
     assert printed[0].endswith(" us (1.00)")
-
-
-def test_episode_statistics_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    stats.main(["--steps", "5", "--rounds", "2"])
-    assert capsys.readouterr().out.count(" us\n") == 4
 
 
 @pytest.mark.slow

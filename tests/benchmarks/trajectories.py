@@ -28,7 +28,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.cli.bench.contenders import small_rows
-from rlbuf_td.cli.bench.timing import interleave, one_thread
+from rlbuf_td.cli.bench.timing import Learner, in_loop, one_thread
 
 BATCH, EPISODE, CHUNK = 256, 200, 10_000
 SEQUENCES, LENGTH = 32, 80
@@ -174,13 +174,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=float, default=1e6)
     parser.add_argument("--rows-of-cycle", type=float, default=1e5, help="of writing one, then sampling")
-    parser.add_argument("--rounds", type=int, default=40, help="interleaved blocks of 10 ms each")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="interleaved blocks of 10 calls, each after a learner's step"
+    )
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
     options = parser.parse_args(argv)
     with one_thread():
         for name in options.only:
             rows = int(options.rows_of_cycle if CASES[name] is write_then_sample else options.rows)
-            blocks = interleave(CASES[name](rows), options.rounds, 0.01)
+            blocks = in_loop(CASES[name](rows), options.rounds, Learner(BATCH).step)
             first = next(iter(blocks))
             print(f"{name}, {rows:,} rows")
             for call, times in blocks.items():

@@ -1,4 +1,8 @@
-"""``python -m rlbuf_td bench``: time every operation against other libraries in turns, and print a table."""
+"""``python -m rlbuf_td bench``: time every operation against other libraries in turns, and print a table.
+
+A call is timed as training makes it: after a learner's step (forward, backward and Adam of an MLP), which leaves the
+processor's caches full of the learner's data. The last column is the time of the same call in a tight loop.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tensordict import TensorDict
 from rlbuf_td.cli.bench import cases
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL, image_rows, small_rows
 from rlbuf_td.cli.bench.others import available
-from rlbuf_td.cli.bench.timing import Timing, interleave, one_thread
+from rlbuf_td.cli.bench.timing import Timing, measure, one_thread
 
 REPLAY = {
     "uniform": "sample, uniform",
@@ -27,17 +31,17 @@ REPLAY = {
     "cycle": "sample + update, proportional",
     "rank": "sample, by rank [*]",
     "rank_update": "update priorities, by rank [*]",
-    "extend": "extend by a batch",
-    "add": "add one",
+    "extend": "extend by a batch, uniform",
+    "extend_proportional": "extend by a batch, proportional",
+    "add": "add one, uniform",
+    "add_proportional": "add one, proportional",
 }
 
 OPERATIONS = REPLAY | cases.OPERATIONS
 LEAVES = {"leaves-12", "leaves-3"}
 
 
-def run(
-    rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01
-) -> Iterator[Timing]:
+def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
     """Time every operation at every size, one thread; yield each result as it is there."""
     operations = [operation for operation in operations if operation in REPLAY]
     with one_thread():
@@ -50,14 +54,14 @@ def run(
             contenders = [contender(count, batch, make_rows) for contender in available()]
             for operation in operations:
                 calls = {c.name: getattr(c, operation) for c in contenders if hasattr(c, operation)}
-                yield Timing(operation, count, kind, interleave(calls, rounds, seconds))
+                yield measure(operation, count, kind, calls, rounds, batch)
             del contenders, calls
             gc.collect()
 
 
 def _needed(rows: int, make_rows: Callable[[int], TensorDict]) -> int:
     """Return about how many bytes the buffers of all contenders take together."""
-    return 2 * len(available()) * rows * (make_rows(1).bytes() + 24)
+    return (2 * len(available()) + 1) * rows * (make_rows(1).bytes() + 24)
 
 
 def _available() -> int:
@@ -65,21 +69,20 @@ def _available() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_others(batch: int, rounds: int, operations: Sequence[str], seconds: float = 0.01) -> Iterator[Timing]:
+def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
     """Time what is not replay, one thread; yield each result as it is there."""
     with one_thread():
         if LEAVES & set(operations):  # many leaves and few take turns, too: their ratio is of interest
             calls = cases.leaves(batch)
             together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
-            blocks = interleave(together, rounds, seconds)
-            for operation in calls:
-                yield Timing(
-                    operation, cases.LEAF_ROWS, "Dict", {n: blocks[f"{n}/{operation}"] for n in calls[operation]}
-                )
+            timed = measure("leaves", cases.LEAF_ROWS, "Dict", together, rounds, batch)
+            for operation, sides in calls.items():
+                both = [{n: times[f"{n}/{operation}"] for n in sides} for times in (timed.blocks, timed.tight)]
+                yield Timing(operation, timed.rows, timed.kind, *both)
         if "record" in operations:
-            yield Timing("record", cases.RECORDED_ROWS, "small", interleave(cases.record(), rounds, seconds))
-        for operation, rows, kind, both in cases.on_policy(operations, batch):
-            yield Timing(operation, rows, kind, interleave(both, rounds, seconds))
+            yield measure("record", cases.RECORDED_ROWS, "small", cases.record(), rounds, batch)
+        for operation, rows, kind, both_sides in cases.on_policy(operations, batch):
+            yield measure(operation, rows, kind, both_sides, rounds, batch)
 
 
 def leaves_note(timings: Sequence[Timing]) -> str:
@@ -96,11 +99,13 @@ def leaves_note(timings: Sequence[Timing]) -> str:
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
     """Return the results as a table: microseconds, and in brackets the ratio to this package."""
-    result = Table(title="Microseconds a call (in brackets: how many times as long as rlbuf_td)", title_justify="left")
+    title = "Microseconds per call after a learner's step (in brackets: as a multiple of rlbuf_td's)"
+    result = Table(title=title, title_justify="left")
     result.add_column("operation")
     result.add_column("rows", justify="right")
     for name in names:
         result.add_column(name, justify="right", style="bold" if name == Ours.name else "")
+    result.add_column("in a tight loop", justify="right", no_wrap=True)
     for timing in timings:
         cells = [OPERATIONS[timing.operation], f"{timing.rows:,} {timing.kind}"]
         for name in names:
@@ -110,14 +115,15 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
                 cells.append(f"{timing.median(name):.1f}")
             else:
                 cells.append(f"{timing.median(name):.1f} ({timing.ratio(name):.1f}x)")
-        result.add_row(*cells)
+        theirs = f" (TorchRL {timing.tight_ratio(TorchRL.name):.1f}x)" if TorchRL.name in timing.tight else ""
+        result.add_row(*cells, f"{statistics.median(timing.tight[Ours.name]):.1f}{theirs}")
     return result
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the comparison and print its table (``python -m rlbuf_td bench``)."""
     operations = options.only or list(OPERATIONS)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     timings: list[Timing] = []
     with console.status("filling buffers") as status:
         capacities = [int(n) for n in options.rows]
@@ -129,8 +135,8 @@ def main(options: argparse.Namespace) -> int:
             status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
     console.print(table(timings, [contender.name for contender in available()]))
     console.print(
-        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, torch {torch.__version__}"
-        "; rlbuf_td[bench] installs the other libraries\n"
+        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks of 10 calls, "
+        f"torch {torch.__version__}; rlbuf_td[bench] installs the other libraries\n"
         + leaves_note(timings)
         + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
         "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",

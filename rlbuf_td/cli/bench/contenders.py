@@ -1,8 +1,8 @@
 """The buffers that are compared, each filled with the same transitions, each offering the same calls.
 
 A contender offers some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
-``rank``, ``rank_update``, ``extend`` and ``add``, as methods without arguments. What a library does not have, its
-contender leaves out.
+``rank``, ``rank_update``, ``extend``, ``add``, ``extend_proportional`` and ``add_proportional``, as methods without
+arguments. What a library does not have, its contender leaves out.
 """
 
 from __future__ import annotations
@@ -129,6 +129,12 @@ class _TorchRLStyle(Contender):
     def add(self) -> None:
         self.plain.add(self.single)
 
+    def extend_proportional(self) -> None:
+        self.prioritized.extend(self.new_rows)
+
+    def add_proportional(self) -> None:
+        self.prioritized.add(self.single)
+
 
 class Ours(_TorchRLStyle):
     """The buffers of this package."""
@@ -139,9 +145,12 @@ class Ours(_TorchRLStyle):
         self.plain = ReplayBuffer(storage=PackedStorage(self.rows), batch_size=self.batch)
         sampler = ProportionalSampler(self.rows, ALPHA, BETA, EPS)
         self.prioritized = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
-        # Over the same rows: nothing is written once the buffers are full.
-        storage, sampler = self.prioritized.storage, RankSampler(self.rows)
-        self.ranked = ReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
+        sampler = RankSampler(self.rows)
+        self.ranked = ReplayBuffer(storage=PackedStorage(self.rows), sampler=sampler, batch_size=self.batch)
+
+    def fill(self, data: TensorDict) -> None:
+        super().fill(data)
+        self.ranked.extend(data)
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         super().prioritize(td_error)
@@ -180,3 +189,18 @@ class Mixed(_TorchRLStyle):
         self.plain = TensorDictReplayBuffer(batch_size=self.batch, **parts)
         parts = {"storage": PackedStorage(self.rows), "sampler": ProportionalSampler(self.rows), "writer": RingWriter()}
         self.prioritized = TensorDictReplayBuffer(batch_size=self.batch, **parts)
+
+
+class BareGather(Contender):
+    """What any uniform sample costs at least in torch: random numbers and one read of rows of bytes."""
+
+    name = "bare gather"
+
+    def build(self) -> None:
+        self.matrix = torch.empty(self.rows, self.new_row.bytes(), dtype=torch.uint8)
+
+    def fill(self, data: TensorDict) -> None:
+        self.matrix.fill_(1)  # touches the memory
+
+    def uniform(self) -> Any:
+        return self.matrix.index_select(0, torch.randint(self.rows, (self.batch,)))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, SAMPLED, Contender, Mixed, Ours, TorchRL
+from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, SAMPLED, BareGather, Contender, Mixed, Ours, TorchRL
 
 
 def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
@@ -108,6 +108,12 @@ class Cpprb(Contender):
     def add(self) -> None:
         self.plain.add(**self.row)
 
+    def extend_proportional(self) -> None:
+        self.prioritized.add(**self.batch_columns)
+
+    def add_proportional(self) -> None:
+        self.prioritized.add(**self.row)
+
 
 class Flashbax(Contender):
     """Flashbax's item buffers, uniform and prioritized: compiled by JAX, their state donated to each call."""
@@ -190,8 +196,14 @@ class Flashbax(Contender):
     def add(self) -> None:
         self.plain = self._done(self._add(self.plain, self.one))
 
+    def extend_proportional(self) -> None:
+        self.prioritized = self._done(self._add_ranked(self.prioritized, self.many))
+
+    def add_proportional(self) -> None:
+        self.prioritized = self._done(self._add_ranked(self.prioritized, self.one))
+
 
 def available() -> list[type[Contender]]:
     """Return the contenders whose library is installed, ours first, TorchRL second."""
     others = {"stable_baselines3": StableBaselines3, "cpprb": Cpprb, "flashbax": Flashbax}
-    return [Ours, TorchRL, Mixed, *(cls for name, cls in others.items() if importlib.util.find_spec(name))]
+    return [Ours, TorchRL, Mixed, BareGather, *(cls for name, cls in others.items() if importlib.util.find_spec(name))]

@@ -23,11 +23,14 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "SB3": {"marker": "^", "color": "0.55", "label": "Stable-Baselines3"},
     "cpprb": {"marker": "s", "color": "#2a6f97", "label": "cpprb"},
     "Flashbax": {"marker": "v", "color": "#6b4c9a", "fillstyle": "none", "label": "Flashbax (JAX)"},
+    "bare gather": {"marker": "|", "color": "0.1", "label": "bare randint + index_select"},
 }
 WORDS = {
     **{"uniform": "sample, uniform", "proportional": "sample, proportional", "update": "update priorities"},
     **{"cycle": "sample and update", "rank": "sample, by rank *", "rank_update": "update, by rank *"},
-    **{"extend": "extend by a batch", "add": "add one", "record": "record a step", "ppo": "PPO's data step"},
+    **{"extend": "extend, uniform", "extend_proportional": "extend, proportional"},
+    **{"add": "add one, uniform", "add_proportional": "add one, proportional"},
+    **{"record": "record a step", "ppo": "PPO's data step"},
     **{"leaves-12": "a Dict of 12 leaves", "leaves-3": "the same in 3 leaves"},
     **{"gae": "GAE {}, loop", "gae-vectorized": "GAE {}, vector"},
 }
@@ -62,7 +65,7 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
         _draw_group(axes, members)
         axes.set_xlim(0.08, max(20.0, 1.6 * highest))
         axes.tick_params(labelbottom=top < _BOTTOM + 1e-6)
-    words = f"time of a call / that of rlbuf_td, which is given at the right (batch of {batch})"
+    words = f"time of a call after a learner's step / rlbuf_td's, given at the right (batch of {batch})"
     figure.text(0.5, 0.16 / height, words, fontsize=_SIZE, ha="center")
     figure.text(0.5, 0.04 / height, "* TorchRL: proportional, it has no ranks", fontsize=_SIZE - 1, ha="center")
     _draw_legend(figure, {name for timing in timings for name in timing.blocks})

@@ -1,4 +1,4 @@
-"""How calls are timed: in turns on the CPU, by events on a CUDA device."""
+"""How calls are timed: after a learner's step and in a tight loop on the CPU, by events on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,30 +12,83 @@ from dataclasses import dataclass
 import torch
 
 OURS = "rlbuf_td"  # every ratio is a multiple of this package's time
+CALLS = 10  # per block, each after a learner's step
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call for each contender, block by block; the blocks took turns."""
+    """Microseconds per call for each contender, block by block; the blocks took turns.
+
+    ``blocks``: every call came after a learner's step. ``tight``: one call came after the other.
+    """
 
     operation: str
     rows: int
     kind: str
     blocks: dict[str, list[float]]
+    tight: dict[str, list[float]]
 
     def median(self, name: str) -> float:
         """Return the median over the blocks."""
         return statistics.median(self.blocks[name])
 
     def ratio(self, name: str) -> float:
-        """Return the time of ``name`` as a multiple of this package's: the median over the rounds."""
-        return statistics.median(
-            theirs / ours for theirs, ours in zip(self.blocks[name], self.blocks[OURS], strict=True)
-        )
+        """Return the time of ``name`` after a learner's step as a multiple of this package's: a median."""
+        return _ratio(self.blocks, name)
+
+    def tight_ratio(self, name: str) -> float:
+        """Return the same ratio in a tight loop."""
+        return _ratio(self.tight, name)
 
 
-def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Return microseconds per call of calls that take turns: ``rounds`` blocks each, about ``seconds`` long."""
+def _ratio(blocks: dict[str, list[float]], name: str) -> float:
+    return statistics.median(theirs / ours for theirs, ours in zip(blocks[name], blocks[OURS], strict=True))
+
+
+class Learner:
+    """A learner whose step pushes a buffer's rows and code out of the processor's caches, as training does."""
+
+    def __init__(self, batch: int) -> None:
+        layers = (torch.nn.Linear(17, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU())
+        self.network = torch.nn.Sequential(*layers, torch.nn.Linear(256, 6))
+        self.optimizer = torch.optim.Adam(self.network.parameters())
+        self.observation = torch.randn(batch, 17)
+
+    def step(self) -> None:
+        """Run forward, backward and Adam."""
+        self.optimizer.zero_grad()
+        self.network(self.observation).square().mean().backward()
+        self.optimizer.step()
+
+
+def measure(
+    operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
+) -> Timing:
+    """Return the times of calls that take turns, after a learner's steps and in a tight loop."""
+    return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
+
+
+def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
+    """Return microseconds per call: the median of each of ``rounds`` blocks, each call after ``learn``.
+
+    The calls take turns, a block each; the first call of a block is not timed.
+    """
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times = []
+            for _ in range(CALLS + 1):
+                learn()
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            blocks[name].append(statistics.median(times[1:]) * 1e6)
+    return blocks
+
+
+def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: float = 0.01) -> dict[str, list[float]]:
+    """Return microseconds per call in a tight loop: ``rounds`` blocks for each call, about ``seconds`` long."""
     sizes = {}
     for name, call in calls.items():
         call()

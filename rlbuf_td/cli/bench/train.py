@@ -1,0 +1,224 @@
+"""``python -m rlbuf_td train``: time whole training scripts with TorchRL's buffers and with this package's.
+
+Both sides of a pair run the same script from the same seed and take turns; only the buffer differs. DQN replays by
+priority, SAC uniformly: there both sides draw the same rows, and end with the same weights, bit for bit. PPO runs
+epochs over rollouts with GAE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tensordict import TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torchrl.collectors import Collector
+from torchrl.data.replay_buffers import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import EnvBase, GymEnv, SerialEnv
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives.value import GAE
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.cli.bench.timing import OURS, one_thread
+from rlbuf_td.cli.demos import dqn, ppo
+
+SIDES = (OURS, "TorchRL")
+CAPACITY, WARM_UP, CPU = 100_000, 1_000, torch.device("cpu")
+T = TypeVar("T")
+
+
+class Clock:
+    """The time of a run, and the part of it that the buffer takes."""
+
+    def __init__(self) -> None:
+        self.start, self.in_buffer = time.perf_counter(), 0.0
+
+    @contextmanager
+    def buffer(self) -> Iterator[None]:
+        """Count the time inside the ``with`` block as the buffer's."""
+        start = time.perf_counter()
+        yield
+        self.in_buffer += time.perf_counter() - start
+
+    def batches(self, epoch: Iterable[T]) -> Iterator[T]:
+        """Iterate, and count the time until each batch arrives as the buffer's."""
+        iterator, end = iter(epoch), object()
+        while True:
+            with self.buffer():
+                batch: Any = next(iterator, end)
+            if batch is end:
+                return
+            yield batch
+
+
+def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffer:
+    """Return a side's replay buffer."""
+    alpha, beta = 0.6, 0.4
+    if side == OURS:
+        own = {"sampler": ProportionalSampler(CAPACITY, alpha, beta)} if prioritized else {}
+        return ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=batch, **own)
+    theirs = {"sampler": PrioritizedSampler(CAPACITY, alpha, beta)} if prioritized else {}
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=batch, **theirs)
+
+
+def learn_by_replay(
+    clock: Clock, rb: Any, collector: Collector, learn: Callable[[TensorDictBase], object], updates: int
+) -> None:
+    """Write what is collected, and learn ``updates`` times from each piece."""
+    prioritized = isinstance(rb.sampler, PrioritizedSampler)
+    for data in collector:
+        with clock.buffer():
+            rb.extend(data.reshape(-1))
+        if len(rb) < WARM_UP:
+            continue
+        for _ in range(updates):
+            with clock.buffer():
+                batch = rb.sample()
+            learn(batch)
+            if prioritized:
+                with clock.buffer():
+                    rb.update_tensordict_priority(batch)
+    collector.shutdown()
+
+
+def train_dqn(side: str, clock: Clock, steps: int) -> torch.nn.Module:
+    """Train the demo's DQN on CartPole: batches of 64, an update for every second step."""
+    env = GymEnv("CartPole-v1")
+    env.set_seed(0)
+    policy, explore = dqn.make_policy(env, steps, CPU)
+    learner = dqn.Learner(policy, env, steps)
+    collector = collect(env, TensorDictSequential(policy, explore), dqn.FRAMES, steps)
+    learn_by_replay(clock, replay(side, 64, prioritized=True), collector, learner.learn, dqn.UPDATES)
+    return policy
+
+
+def make_sac(env: EnvBase) -> tuple[ProbabilisticActor, Callable[[TensorDictBase], None]]:
+    """Return SAC's policy, and a function that learns from a batch; networks as in TorchRL's recipe."""
+    observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
+    head = torch.nn.Sequential(MLP(observations, 2 * actions, num_cells=[256, 256]), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(head, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=env.action_spec,
+        distribution_class=TanhNormal,
+        distribution_kwargs={"low": env.action_spec.space.low, "high": env.action_spec.space.high},
+    )
+    critic = ValueOperator(MLP(observations + actions, 1, num_cells=[256, 256]), in_keys=["observation", "action"])
+    loss_module = SACLoss(actor, critic, num_qvalue_nets=2)
+    loss_module.make_value_estimator(gamma=0.99)
+    target, optimizer = SoftUpdate(loss_module, eps=0.995), torch.optim.Adam(loss_module.parameters(), lr=3e-4)
+
+    def learn(batch: TensorDictBase) -> None:
+        losses = loss_module(batch)
+        optimizer.zero_grad()
+        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
+        optimizer.step()
+        target.step()
+
+    return actor, learn
+
+
+def train_sac(side: str, clock: Clock, steps: int) -> torch.nn.Module:
+    """Train SAC on Pendulum: batches of 256, an update for every step."""
+    env = GymEnv("Pendulum-v1")
+    env.set_seed(0)
+    actor, learn = make_sac(env)
+    learn_by_replay(clock, replay(side, 256, prioritized=False), collect(env, actor, 10, steps), learn, updates=10)
+    return actor
+
+
+def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
+    """Train the demo's PPO on CartPole: 8 environments, rollouts of 128 steps, 10 epochs of batches of 256."""
+    settings, frames = ppo.SETTINGS["CartPole-v1"], ppo.LANES * 128
+    env = SerialEnv(ppo.LANES, partial(ppo.make_env, "CartPole-v1"))
+    env.set_seed(0)
+    actor, critic = ppo.make_agent(env, CPU)
+    learner = ppo.Learner(actor, critic, -(-steps // frames))
+    ours = ppo.make_rollout(settings, critic, CPU)
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(frames), sampler=SamplerWithoutReplacement(), batch_size=256
+    )
+    advantage = GAE(gamma=settings.gamma, lmbda=0.95, value_network=critic, average_gae=False, vectorized=True)
+    collector = collect(env, actor, frames, steps)
+    for data in collector:
+        with clock.buffer():
+            rollout: list[Any] = [ours] if side == OURS else [theirs] * 10
+            if side == OURS:
+                ours.extend(data)
+            else:
+                with torch.no_grad():
+                    theirs.extend(advantage(data).reshape(-1))
+        for epoch in rollout:
+            for batch in clock.batches(epoch):
+                learner.learn(batch)
+    collector.shutdown()
+    return actor
+
+
+def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
+    """Return TorchRL's collector of ``steps`` steps, rounded up to whole pieces of ``frames``."""
+    total = -(-steps // frames) * frames
+    return Collector(env, policy, frames_per_batch=frames, total_frames=total, auto_register_policy_transforms=False)
+
+
+SCRIPTS: dict[str, Callable[[str, Clock, int], torch.nn.Module]] = {
+    "dqn": train_dqn,
+    "sac": train_sac,
+    "ppo": train_ppo,
+}
+STEPS = {"dqn": 8_192, "sac": 4_000, "ppo": 16_384}
+
+
+def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Tensor]]:
+    """Run a script; return its seconds, those in the buffer, and the final weights of the policy."""
+    torch.manual_seed(0)
+    clock = Clock()
+    policy = SCRIPTS[script](side, clock, steps)
+    return time.perf_counter() - clock.start, clock.in_buffer, list(policy.parameters())
+
+
+def compare(script: str, steps: int, rounds: int) -> list[str]:
+    """Run a script with both sides' buffers in turns; return a line of the table."""
+    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+    weights: dict[str, list[torch.Tensor]] = {}
+    for side in SIDES:
+        run(script, side, 1_500)  # compiles kernels, fills caches
+    for _ in range(rounds):
+        for side in SIDES:
+            total, in_buffer, weights[side] = run(script, side, steps)
+            seconds[side].append((total, in_buffer))
+    speed = {side: steps / statistics.median(total for total, _ in seconds[side]) for side in SIDES}
+    share = {side: statistics.median(inside / total for total, inside in seconds[side]) for side in SIDES}
+    both = zip(*(seconds[side] for side in SIDES), strict=True)
+    faster = statistics.median(theirs / ours for (ours, _), (theirs, _) in both)
+    equal = all(torch.equal(ours, theirs) for ours, theirs in zip(*weights.values(), strict=True))
+    figures = [f"{speed[side]:,.0f}" for side in SIDES] + [f"{share[side]:.1%}" for side in SIDES]
+    return [script, *figures, f"{faster:.2f}x", "equal" if equal else "differ"]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the scripts and print how long they take (``python -m rlbuf_td train``)."""
+    table = Table(title="Whole training scripts, one thread: environment steps per second", title_justify="left")
+    for column in ("script", *SIDES, *(f"in {side}'s buffer" for side in SIDES), "speed-up", "final weights"):
+        table.add_column(column, justify="right" if column != "script" else "left")
+    with one_thread():
+        for script in track(options.only, "training", transient=True, disable=not sys.stdout.isatty()):
+            table.add_row(*compare(script, options.steps or STEPS[script], options.rounds))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    return 0
