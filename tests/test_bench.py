@@ -18,7 +18,7 @@ from rlbuf_td.cli.bench.others import available
 from rlbuf_td.cli.bench.picture import WORDS, draw
 from rlbuf_td.cli.bench.timing import Timing
 
-SIZES = ("--rows", "1000", "--images", "64", "--batch", "32", "--rounds", "2")
+SIZES = ("--rows", "1000", "--images", "64", "--batch", "128", "--rounds", "2")
 
 
 def test_the_benchmark_prints_a_row_for_every_operation_and_draws_it(tmp_path, monkeypatch, capsys):

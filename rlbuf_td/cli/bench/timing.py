@@ -65,6 +65,7 @@ def measure(
     operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
 ) -> Timing:
     """Return the times of calls that take turns, after a learner's steps and in a tight loop."""
+    gc.collect()
     return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
 
 
@@ -74,7 +75,6 @@ def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable
     The calls take turns, a block each; the first call of a block is not timed.
     """
     blocks: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
     for _ in range(rounds):
         for name, call in calls.items():
             times = []
@@ -97,7 +97,6 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: flo
             call()
         sizes[name] = max(3, int(seconds / ((time.perf_counter() - start) / 5)))
     blocks: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
     for _ in range(rounds):
         for name, call in calls.items():
             start = time.perf_counter()
