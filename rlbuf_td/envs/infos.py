@@ -68,13 +68,28 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
     return value, present
 
 
+def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a list of one dict per lane (Gymnasium's ``DictInfoToList``) as a vector environment gives infos."""
+    result: dict[str, Any] = {}
+    for name in dict.fromkeys(name for info in infos for name in info):
+        parts = [info.get(name) for info in infos]
+        if name != "final_obs" and any(isinstance(part, Mapping) for part in parts):
+            result[name] = joined([part or {} for part in parts])
+        else:
+            result[name] = np.empty(len(parts), object)
+            for lane, part in enumerate(parts):
+                result[name][lane] = part
+        result[f"_{name}"] = np.array([name in info for info in infos])
+    return result
+
+
 def fill_info_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any]) -> None:
     """Copy an info of a single environment, or its default, into its column."""
     value, _ = look_up(info, path)
     value = default if value is None else value
     if value is None:
         raise missing_info(path)
-    fill_(column, value, ("next", *path))
+    fill_(column, _converted(value, column.dtype), ("next", *path))
 
 
 def fill_infos_(
@@ -90,18 +105,13 @@ def fill_infos_(
     ``ended``: lanes that were reset within this step, whose values are in ``final_info``.
     """
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
-    sources = [(info, missing.copy())]
-    if ended is not None:
-        sources.insert(0, (info.get("final_info") or {}, ended))
-    for source, wanted in sources:
+    sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
+    for source, wanted in (*sources, (info, True)):
         value, present = look_up(source, path)
         here = missing & wanted & present
         if value is not None and here.any():
-            array = to_array(value)[here]
-            if array.dtype == object:
-                array = np.stack([to_array(each) for each in array])
             part = column[here]
-            fill_(part, array, ("next", *path))
+            fill_(part, _converted(_stacked(to_array(value)[here]), column.dtype), ("next", *path))
             column[here] = part
             missing &= ~here
     if missing.any():
@@ -112,11 +122,14 @@ def fill_infos_(
 
 def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, single: bool) -> torch.Tensor:
     """Return an info, or its default, for every lane: an example that sets dtype and shape."""
-    found = look_up(info, path)[0] if default is None else default
-    if found is None:
+    value, present = (tensors_of(default, *path), True) if default is not None else look_up(info, path)
+    if value is not None and default is None and not single:
+        found = to_array(value)[np.broadcast_to(present, lanes)]
+        value = _stacked(found)[0] if len(found) else None
+    if value is None:
         raise missing_info(path)
-    value = torch.as_tensor(to_array(found)) if default is None else tensors_of(default, *path)
-    return value.expand(lanes, *value.shape) if single or default is not None else value
+    value = torch.as_tensor(to_array(value))
+    return value.expand(lanes, *value.shape)
 
 
 def missing_info(path: Key) -> SchemaError:
@@ -124,6 +137,21 @@ def missing_info(path: Key) -> SchemaError:
     return SchemaError(
         f"the infos of a step have no {show_key(path)}: give the value to store then, infos={{{show_key(path)}: 0.0}}"
     )
+
+
+def _stacked(values: np.ndarray) -> np.ndarray:
+    """Return an array of objects ``[n]`` as one of numbers."""
+    return np.stack([to_array(each) for each in values]) if values.dtype == object else values
+
+
+def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
+    """Return numbers in another dtype if that keeps each of them (1.0 as True), else as they are."""
+    array = to_array(value)
+    if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
+        return array
+    with np.errstate(invalid="ignore"):  # NaN is no integer
+        converted = array.astype(dtype)
+    return converted if np.array_equal(converted, array) else array
 
 
 def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
