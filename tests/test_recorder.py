@@ -13,6 +13,7 @@ from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage
 from torchrl.envs import Transform
 
 from rlbuf_td import (
@@ -27,6 +28,7 @@ from rlbuf_td import (
     make_transition,
 )
 from rlbuf_td.envs.lane_queues import LaneQueues
+from tests.catalogue import assert_same
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -208,14 +210,69 @@ def test_a_reset_mask_begins_new_episodes_in_its_lanes_only():
     assert (ids[0] == ids[1]).tolist() == [True, False]
 
 
-def test_a_second_recorder_continues_the_trajectory_numbers():
+def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
     env = Walk("box", 50)
     rb = ReplayBuffer.from_env(env, 100)
-    for _ in range(2):
-        recorder = GymnasiumRecorder(rb, env)
+    recorders = [GymnasiumRecorder(rb, env) for _ in range(2)]
+    for recorder in (*recorders, GymnasiumRecorder(rb, env)):
         recorder.reset(seed=1)
         recorder.step(0)
-    assert rb.storage["collector", "traj_ids"].unique().numel() == 2
+    assert rb.storage["collector", "traj_ids"].tolist() == [0, 1, 2]
+    rb.empty()  # the statistics go on
+    started_again = GymnasiumRecorder(rb, env)
+    started_again.reset(seed=1)
+    started_again.step(0)
+    assert rb.storage["collector", "traj_ids"].tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("how", ["made before", "made after", "in an episode"])
+def test_no_trajectory_runs_from_a_loaded_buffer_into_what_is_recorded(kind, how, tmp_path):
+    env = Walk("box", 50)
+
+    def buffer() -> ReplayBuffer:
+        return ReplayBuffer(storage=kind(100), stats=EpisodeStats(), batch_size=4)
+
+    def recorded(rb: ReplayBuffer) -> GymnasiumRecorder:
+        recorder = GymnasiumRecorder(rb, env)
+        recorder.reset(seed=1)
+        for _ in range(3):
+            recorder.step(0)
+        return recorder
+
+    first = recorded(saved := buffer())
+    saved.dumps(tmp_path / "saved")
+    rb = saved if how == "in an episode" else buffer()
+    recorder = first if how == "in an episode" else GymnasiumRecorder(rb, env) if how == "made before" else None
+    rb.loads(tmp_path / "saved")
+    recorder = recorder or GymnasiumRecorder(rb, env)
+    if how != "in an episode":
+        recorder.reset(seed=1)
+    while not recorder._ended.any():
+        recorder.step(0)
+    assert TrajectoryIndex.of(rb.storage).steps_ahead(torch.tensor([0])).item() == 2
+    assert rb.episode_stats is not None
+    assert rb.episode_stats.history()["length"].tolist() == [len(rb) - 3]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_what_waits_when_the_buffer_is_loaded_is_dropped(flat):
+    env = vector(AutoresetMode.NEXT_STEP)
+    rb = ReplayBuffer.from_env(env, 300, flat=flat)
+    recorder = GymnasiumRecorder(rb, env)
+    run(recorder, env, 40)
+    while not recorder.pending:
+        recorder.step(np.zeros(LANES, int))
+    loaded = int(rb.storage["collector", "traj_ids"].max())
+    rb.load_state_dict(rb.state_dict())
+    before = len(rb)
+    for _ in range(30):
+        recorder.step(np.zeros(LANES, int))
+    recorder.flush()
+    new = rb.chronological()[before // (1 if flat else LANES) :]
+    assert int(new["collector", "traj_ids"].min()) > loaded
+    for lane in [new] if flat else new.unbind(1):
+        assert_neighbours_follow(lane)
 
 
 # -- infos and extras
@@ -246,6 +303,39 @@ def test_infos_of_every_step_need_no_default_and_a_missing_one_is_refused(make):
         recorder.step(env.action_space.sample())
     with pytest.raises(SchemaError, match="no 'won'"):
         run(started(env, infos={"energy": 0.0, "won": None}), env, 10)
+
+
+@pytest.mark.parametrize("how", ["single", "vector", "list"])
+def test_infos_are_converted_to_the_dtype_of_their_default_if_that_keeps_them(how):
+    class Fetch(Walk):
+        def step(self, action: Any) -> Any:
+            *result, info = super().step(action)
+            return *result, info | {"is_success": np.float32(info.get("won", 0)), "level": 0.5}
+
+    make = partial(Fetch, "dict")
+    env: Any = make() if how == "single" else SyncVectorEnv([make] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    env = gymnasium.wrappers.vector.DictInfoToList(env) if how == "list" else env
+    recorder = started(env, infos={"is_success": False, "won": 0.0})
+    run(recorder, env, 3)
+    rows = recorder.buffer.storage[:]
+    assert rows["next", "is_success"].dtype == torch.bool
+    assert torch.equal(rows["next", "is_success"].float(), rows["next", "won"])
+    recorder = started(env, infos={"level": False})
+    with pytest.raises(SchemaError, match=r"'level'\) came as float64, expected bool"):
+        recorder.step(env.action_space.sample())
+    with pytest.raises(RuntimeError, match=r"call the recorder's reset\(\)"):  # the environment has moved
+        recorder.step(env.action_space.sample())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infos_in_a_list_are_recorded_as_those_in_a_dict(mode):
+    buffers = []
+    for wrap in (lambda env: env, gymnasium.wrappers.vector.DictInfoToList):
+        env = wrap(vector(mode, "dict"))
+        recorder = started(env, infos={"energy": None, "won": 7})
+        run(recorder, env, 30)
+        buffers.append(recorder.buffer.storage[:])
+    assert_same(*buffers)
 
 
 def test_extras_are_stored_beside_the_action_and_reset_steps_leave_them_out():

@@ -181,9 +181,11 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
     """Continue from :func:`trajectories_of`, over the same rows. Other indices read the rows again."""
-    for index in storage._attached_entities:
-        if isinstance(index, TrajectoryIndex):
-            index.load_state_dict({})
+    for each in storage._attached_entities:
+        if isinstance(each, TrajectoryIndex):
+            each.load_state_dict({})
+        elif hasattr(each, "mark_load"):
+            each.mark_load()
     for each in saved:
         traj_key = None if each["traj_key"] is None else tuple(each["traj_key"])
         index = TrajectoryIndex.of(storage, done_key=tuple(each["done_key"]), traj_key=traj_key)

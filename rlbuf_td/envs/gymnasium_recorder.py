@@ -20,12 +20,14 @@ from rlbuf_td.envs.infos import (
     fill_info_,
     fill_infos_,
     info_example,
+    joined,
     part_of,
     paths_of,
     to_array,
 )
 from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.specs import leaves_of, schema_of
+from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
@@ -46,7 +48,8 @@ class GymnasiumRecorder:
     - the step with which next-step autoreset begins a new episode is no transition and is not stored;
     - ``terminated`` and ``truncated`` are kept apart, and ``done`` is either;
     - ``("collector", "traj_ids")`` numbers the episodes, so that one that ``reset`` breaks off does not run into the
-      next.
+      next. Recorders of one buffer never give a number twice. Loading a checkpoint into the buffer breaks off the
+      episodes and drops what is :attr:`pending`.
 
     **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as soon as every lane
     has its transition: at once, except in next-step mode, where a lane that began a new episode is a step behind, and
@@ -60,7 +63,7 @@ class GymnasiumRecorder:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one), which every step must
-            have; or a dict from names to the value to store where it is missing.
+            have; or a dict from names to the value to store where it is missing, whose dtype is stored.
         trajectory_key: the key of the episodes' numbers; ``None``: none, and no episode can be broken off.
         stretch: see above.
         autoreset_mode: of a vector environment; default: from its metadata, else next-step. A single environment is
@@ -123,7 +126,8 @@ class GymnasiumRecorder:
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
         self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
         self._trajectories = np.zeros(self._lanes, np.int64)
-        self._next_trajectory = self._first_free_trajectory()
+        self._numbers = TrajectoryNumbers.of(buffer.storage)
+        self._loads = self._numbers.loads
         self._warned = False
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
@@ -155,16 +159,6 @@ class GymnasiumRecorder:
                 )
         return schema
 
-    def _first_free_trajectory(self) -> int:
-        if self._trajectory_key is None or not len(self.buffer):
-            return 0
-        storage = self.buffer.storage
-        layout = getattr(storage, "layout", None)
-        if layout is not None and layout.has(self._trajectory_key):
-            return int(storage.get(self._trajectory_key).max()) + 1  # without a copy of deduplicated keys
-        stored = storage[:].get(self._trajectory_key, None)
-        return 0 if stored is None else int(stored.max()) + 1
-
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, in some lanes only with ``options={"reset_mask": ...}``, and return what it returns.
 
@@ -180,6 +174,7 @@ class GymnasiumRecorder:
                 "nothing in the rows would tell: let them end, or store trajectory numbers"
             )
         self._obs, info = self.env.reset(seed=seed, options=options)
+        self._notice_load()
         self._write_stretches(lanes)
         self._ended &= ~lanes
         self._begin(lanes)
@@ -198,7 +193,8 @@ class GymnasiumRecorder:
             SchemaError: an entry has another dtype or shape than its space, or than in the first step.
         """
         if self._obs is None:
-            raise RuntimeError("call the recorder's reset() before its first step()")
+            raise RuntimeError("call the recorder's reset() before its first step(), and after a step that it refused")
+        self._notice_load()
         resetting = np.count_nonzero(self._ended)  # quicker than any()
         if resetting and self._mode == "Disabled":
             raise RuntimeError(
@@ -208,15 +204,17 @@ class GymnasiumRecorder:
         lanes = ~self._ended if resetting else None
         if self._queues is None:
             before = deepcopy((self._obs, action))  # the environment may write over it
-            result = self.env.step(action)
-            self._queues = self._make_queues(extras, result[4])
-            self._fill_before(*before, extras)
         else:
             self._fill_before(self._obs, action, extras)
-            result = self.env.step(action)
-        self._obs = result[0]
-        done = self._fill_after(result, lanes)
+        result = self.env.step(action)
+        self._obs = None  # if this step is refused, the next one does not follow it
+        info = joined(result[4]) if isinstance(result[4], list) else result[4]
+        if self._queues is None:
+            self._queues = self._make_queues(extras, info)
+            self._fill_before(*before, extras)
+        done = self._fill_after((*result[:4], info), lanes)
         self._store(self._queues, lanes, done)
+        self._obs = result[0]
         self._fresh[:] = False
         if self._mode == "SameStep":
             self._begin(done)
@@ -234,14 +232,22 @@ class GymnasiumRecorder:
 
     def flush(self) -> None:
         """Write all waiting transitions into a flat buffer; in ``[T, E]``, incomplete time steps stay pending."""
+        self._notice_load()
         self._write_stretches(np.ones(self._lanes, bool))
 
+    def _notice_load(self) -> None:
+        """After the buffer was loaded, begin a trajectory in each lane: none may continue one that was loaded."""
+        if self._loads != self._numbers.loads:
+            self._loads = self._numbers.loads
+            if self._queues is not None:
+                self._queues.clear()
+            self._begin(np.ones(self._lanes, bool))
+
     def _begin(self, lanes: np.ndarray) -> None:
-        count = np.count_nonzero(lanes)
+        count = int(np.count_nonzero(lanes))
         if not count:
             return
-        self._trajectories[lanes] = np.arange(self._next_trajectory, self._next_trajectory + count)
-        self._next_trajectory += count
+        self._trajectories[lanes] = self._numbers.take(count, self._trajectory_key)
         self._fresh[lanes] = True
         if self._queues is not None and self._trajectory_key is not None:
             self._queues.columns[self._trajectory_key][...] = self._trajectories

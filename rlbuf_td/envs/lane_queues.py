@@ -69,6 +69,11 @@ class LaneQueues:
         self._tails[where] = tails + 1
         self.pending += len(tails)
 
+    def clear(self) -> None:
+        """Drop the rows of all queues."""
+        self._tails[:] = self._head
+        self.pending = 0
+
     def _grow(self) -> None:
         size = len(self._ring)
         steps = self._head + np.arange(size)

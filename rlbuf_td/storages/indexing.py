@@ -6,7 +6,7 @@ dims*, which index rows, and perhaps *inner dims* behind them, where a row is a 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,6 +17,18 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.storages.tensordict_fast import set_entries_
 
 Index: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+Listener = TypeVar("Listener")
+
+
+def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
+    """Return the object of a class that is attached to a storage, or ``None``."""
+    return next((each for each in storage._attached_entities if isinstance(each, kind)), None)
+
+
+def stored_rows(storage: Storage) -> TensorDictBase | None:
+    """Return the columns of all cells ``[T, *lanes]`` in place; ``None`` before the first write or without keys."""
+    rows = getattr(storage, "_storage", None)
+    return rows if isinstance(rows, TensorDictBase) else None
 
 
 def device_of(storage: Storage) -> torch.device:
@@ -99,8 +111,8 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 
 def inner_dims(storage: Storage) -> int:
     """Return how many batch dims lie within a row of ``storage``."""
-    rows = getattr(storage, "_storage", None)
-    return rows.ndim - storage.ndim if isinstance(rows, TensorDictBase) else 0
+    rows = stored_rows(storage)
+    return 0 if rows is None else rows.ndim - storage.ndim
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:

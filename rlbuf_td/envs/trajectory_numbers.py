@@ -1,0 +1,49 @@
+"""Trajectory numbers that no two trajectories of a storage share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.storages.indexing import attached, lanes_of, stored_rows
+
+
+class TrajectoryNumbers:
+    """Gives out the trajectory numbers of a storage to all recorders that write into it; attached to the storage.
+
+    Attributes:
+        loads: how often a checkpoint has replaced the rows. What was recorded before does not continue after it.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.loads = storage, 0
+        self._next, self._has_read = 0, False
+
+    @classmethod
+    def of(cls, storage: Storage) -> TrajectoryNumbers:
+        """Return what is attached to a storage; attach it if there is none."""
+        numbers = attached(storage, cls)
+        if numbers is None:
+            numbers = cls(storage)
+            storage.attach(numbers)
+        return numbers
+
+    def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
+        """Return new numbers, ``[count]``, greater than those stored under ``key``; O(rows) after a load, else O(1)."""
+        rows = None if self._has_read else stored_rows(self.storage)
+        stored = None if rows is None or key is None else rows.get(key, None)
+        if stored is not None and len(self.storage):
+            steps = len(self.storage) // lanes_of(self.storage).numel()
+            self._next = max(self._next, int(stored[:steps].max()) + 1)
+        self._has_read = True
+        self._next += count
+        return np.arange(self._next - count, self._next)
+
+    def mark_update(self, index: Any) -> None:
+        """Do nothing: a recorder has written the rows."""
+
+    def mark_load(self) -> None:
+        """Note that a checkpoint has replaced the rows."""
+        self.loads, self._has_read = self.loads + 1, False
