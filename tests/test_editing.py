@@ -68,6 +68,30 @@ def test_entries_of_all_rows_are_set(storage: Any):
 
 
 @over_storages
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("key", ["hidden", "observation", ("next", "reward")])
+def test_a_key_of_a_buffer_or_a_storage_is_set_by_item_assignment(storage: Any, lanes: int, key: Any):
+    """In the shape that reading it gives; TorchRL's buffers drop the value unless they are full."""
+    ours, theirs = pair(storage, lanes)
+    for place in (ours, ours.storage):
+        value = -1 - torch.rand_like(place[key])
+        revision = ours.storage._mutation_revision
+        place[key] = value
+        assert ours.storage._mutation_revision == revision + 1
+        assert torch.equal(place[key], value)
+        with pytest.raises(RuntimeError, match="batch dimension mismatch"):
+            place[key] = value[1:]
+        with pytest.raises(KeyError, match="absent"):
+            place["absent"] = value
+        assert torch.equal(place[key], value)
+    theirs.set_(key, value)
+    assert_same(ours, theirs)
+    if lanes == 1:
+        ours[3] = ours[:][5].clone()
+        assert (ours[:][3] == ours[:][5]).all()
+
+
+@over_storages
 def test_what_does_not_fit_changes_nothing(storage: Any):
     ours, theirs = pair(storage)
     with pytest.raises(KeyError, match="absent"):

@@ -23,6 +23,7 @@ from rlbuf_td.diagnostics.health import health as health_of_parts
 from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import examine
+from rlbuf_td.storages.writes import is_key
 from rlbuf_td.writers.ring import steps_by_age
 
 Arguments = ParamSpec("Arguments")
@@ -229,6 +230,14 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
         return TensorDictReplayBuffer.set_(rb, key, value)
     rb.storage.edit(lambda data: data.set_(key, value))
     return rb
+
+
+def set_item(rb: Any, index: Any, value: Any) -> None:
+    """Set the rows at an index, or, if it is a key, that entry of all rows, in the shape that reading it gives."""
+    if is_key(index) and isinstance(rb.storage, PackedStorage):
+        rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
+    else:  # TorchRL's would set a key of a TensorDict that is then dropped
+        TensorDictReplayBuffer.__setitem__(rb, index, value)
 
 
 def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Buffer:

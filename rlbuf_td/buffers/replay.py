@@ -120,6 +120,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     set_at_ = abilities.set_at_
     set_ = abilities.set_
     update_ = abilities.update_
+    __setitem__ = abilities.set_item
     health = abilities.health
     dumps = abilities.dumps
     loads = abilities.loads

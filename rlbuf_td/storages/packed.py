@@ -273,10 +273,15 @@ class PackedStorage(LazyTensorStorage):
             if not set_cursor:  # else they have been counted
                 self._bump_mutation_revision()
 
-    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-        """Let ``change`` set entries, in place, of a TensorDict of rows, which stay the same transitions.
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Replace the transitions at an index, or, if it is a key, that entry of all of them."""
+        if is_key(index):
+            self.edit(lambda data: data.set_(index, value))
+        else:
+            self.set(index, value, set_cursor=False)
 
-        ``region``, an index of a tensor ``[T, *lanes]``, gives the shape of that TensorDict; default: all rows.
+    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+        """Let ``change`` set entries, in place, of a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
 
         Raises:
             IndexError: the region is out of range; nothing has been written.
