@@ -15,11 +15,11 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.storages.dedup.layout import DedupLayout, Sections
-from rlbuf_td.storages.dedup.rows import DedupRows, grows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import require_room, room_for, show_bytes
 from rlbuf_td.storages.pinned import page_locked, refuse_offload
-from rlbuf_td.storages.rows import OffloadedRows, PlainRows, Rows
+from rlbuf_td.storages.rows import PlainRows, Rows
+from rlbuf_td.storages.rows.dedup import DedupRows, grows
 from rlbuf_td.storages.schema import SchemaError
 
 ROWS_FILE = "rows.bin"
@@ -101,7 +101,7 @@ def rows_in(
     """Return the rows that lie in memory of :func:`bytes_of` bytes."""
     rows: Rows
     if dedup is None:
-        rows = (OffloadedRows if storage.offload else PlainRows)(layout, memory.view(*shape, layout.row_bytes))
+        rows = PlainRows(layout, memory.view(*shape, layout.row_bytes))
         rows.is_mapped = storage.scratch_dir is not None
     else:
         room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(memory))

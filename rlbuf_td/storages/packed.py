@@ -20,8 +20,7 @@ from rlbuf_td.storages.dedup.options import DedupOptions
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf
-from rlbuf_td.storages.shared import storage as sharing
-from rlbuf_td.storages.shared.rows import SharedRows
+from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
 
@@ -49,9 +48,8 @@ class PackedStorage(LazyTensorStorage):
             ``True``: all keys at the root that are also below ``"next"``; a list of such keys; ``"auto"``: the keys
             that repeat in at least half of the first write's rows and are worth it (if that write is one time step: all
             keys of 16 bytes or more, each by itself). Keys of less than 8 bytes, flags and rewards are always stored in
-            the row. A column, a slice or an int gives a copy of a deduplicated key instead of a view. (``set_``,
-            ``set_at_`` and ``update_`` of TorchRL's own buffers write to that copy, in vain; those of
-            :class:`ReplayBuffer` do not.)
+            the row. A column, a slice or an int gives a copy of a deduplicated key instead of a view: edit it by the
+            methods of :class:`ReplayBuffer`, not of TorchRL's own buffers.
         frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim along which the frames lie (default 0),
             ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the other frames
             equal those of the row before, else the whole stack; the same holds for the stack below ``"next"``.
@@ -68,12 +66,11 @@ class PackedStorage(LazyTensorStorage):
     Warns:
         MemoryWarning: (on the first write) less RAM is free than the rows will take once all are written.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows. With
-    ``offload``, the rows read or written cross the bus. ``python tests/benchmarks/memory.py`` measures what
-    deduplicated observations save and cost.
+    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows.
+    ``python tests/benchmarks/memory.py`` measures what deduplicated observations save and cost.
 
-    Differs from TorchRL's ``LazyTensorStorage``: a missing key is an error rather than uninitialised memory, an unknown
-    key is an error rather than dropped, and only TensorDicts of tensors are taken.
+    Differs from TorchRL's ``LazyTensorStorage``: a missing or unknown key is an error, and only TensorDicts of tensors
+    are taken.
 
     Example:
         >>> from tensordict import TensorDict
@@ -176,7 +173,7 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def dedup(self) -> DedupLayout | None:
-        """How observations are stored once; ``None`` if they are not, and before the first write."""
+        """How observations are stored once; ``None`` if they are not."""
         return None if self.rows is None else self.rows.dedup
 
     @property
@@ -295,8 +292,8 @@ class PackedStorage(LazyTensorStorage):
     def reserve(self, schema: TensorDictBase) -> None:
         """Allocate, before the first write, for transitions that hold at least the keys of a schema.
 
-        The first write may bring more keys, such as a policy's outputs or a collector's. RAM is not touched until then,
-        unless it is page-locked.
+        The first write may bring more keys, such as a policy's outputs. RAM is not touched until then, unless it is
+        page-locked.
 
         Args:
             schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
@@ -354,15 +351,15 @@ class PackedStorage(LazyTensorStorage):
     def share_memory_(self) -> Self:
         """Let processes that are forked from now on, or spawned and sent this storage, use the same rows.
 
-        Rows in RAM move to shared memory; those of a mapped file stay where they are. Before the first write, whichever
-        process writes first allocates the rows. :attr:`lock` lets one process in at a time; a write that a dying
-        process leaves unfinished is undone. Cost: a copy of the rows, then one of the rows that a write overwrites.
+        Rows in RAM move to shared memory. Before the first write, whichever process writes first allocates the rows.
+        :attr:`lock` lets one process in at a time; a write that a dying process leaves unfinished is undone. Cost: a
+        copy of the rows, then one of the rows that a write overwrites.
 
         Raises:
             ValueError: the rows are on a CUDA device.
         """
         if self.shared_rows is None:
-            sharing.share(self, [self._len_value, self._last_cursor_index_value, *self.clock.counters()])
+            share(self)
             self._live = None
         return self
 
@@ -390,10 +387,7 @@ class PackedStorage(LazyTensorStorage):
 
     def restore_counters(self, state_dict: dict[str, Any]) -> None:
         """Count the rows that a loader has put in place as :meth:`state_dict` did."""
-        state.restore_clock(self, state_dict)
-        self._len_value.value = state_dict["_len"]
-        self._last_cursor = self._last_cursor_index_value.value = state_dict["last_cursor"]
-        self._bump_mutation_revision()
+        state.restore_counters(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return state.pickled(self)

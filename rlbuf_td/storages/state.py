@@ -12,9 +12,9 @@ import torch
 
 from rlbuf_td.storages.allocate import allocate_sparse, find_rows, make_rows, steps_for
 from rlbuf_td.storages.dedup.layout import DedupLayout, Sections, saved_dedup
-from rlbuf_td.storages.dedup.rows import DedupRows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.write_clock import WriteClock
 
@@ -37,7 +37,16 @@ def pickled(storage: Any) -> dict[str, Any]:
             "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
             "the processes would not share them. Write one batch first, or call share_memory_()."
         )
-    rows.refuse_spawn()
+    if storage.offload:
+        raise RuntimeError(
+            "a PackedStorage with offload=True cannot be sent to another process: its rows are page-locked in this "
+            "one. Let one process write, or keep the rows on the CPU with shared=True"
+        )
+    if rows.dedup is not None and not rows.is_mapped:
+        raise RuntimeError(
+            "a PackedStorage whose rows share observations cannot be sent to another process as it is: call "
+            "share_memory_() first, or keep the rows in a scratch_dir"
+        )
     storage.is_reserved = False  # the rows are shared from here on: no process may put others in their place
     state |= {"lock": None, "is_reserved": False}
     if storage.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
@@ -90,7 +99,7 @@ def copied(storage: Any) -> dict[str, Any]:
     if "entries" in state:
         state["entries"] = [entries.clone() for entries in state["entries"]]
     if "rows" in state:
-        state["rows"] = storage.written_rows().copy_of_matrix()
+        state["rows"] = state["rows"].to("cpu" if storage.offload else state["rows"].device, copy=True)
     return state
 
 
@@ -160,14 +169,17 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
     return layout, lanes
 
 
-def restore_clock(storage: Any, state: dict[str, Any]) -> None:
-    """Let the write clock go on from a state, or count all rows as rewritten."""
+def restore_counters(storage: Any, state: dict[str, Any]) -> None:
+    """Count rows that have been put in place; the write clock goes on, or counts all rows as rewritten."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
         storage.clock.load_state_dict(clock, rows.steps, state["last_cursor"], rows.matrix.device)
     else:
         storage.clock.forget(rows.steps, state["last_cursor"])
+    storage._len_value.value = state["_len"]
+    storage._last_cursor = storage._last_cursor_index_value.value = state["last_cursor"]
+    storage._bump_mutation_revision()
 
 
 def describe(storage: Any) -> str:
@@ -175,7 +187,9 @@ def describe(storage: Any) -> str:
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"
-    place = "shared memory" if storage.shared else "mapped file" if storage.scratch_dir else rows.place()
+    places = {"shared memory": storage.shared, "mapped file": storage.scratch_dir}
+    places |= {f"page-locked RAM, read by {rows.matrix.device}": storage.offload, str(rows.matrix.device): True}
+    place = next(name for name, holds in places.items() if holds)
     saved = sum(storage.saved_bytes.values())
     place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
     lines = (

@@ -52,7 +52,7 @@ def test_graphs_are_recorded_again_only_if_what_they_cannot_read_has_changed(cls
 
 
 def test_rows_that_share_observations_are_read_where_they_are_now(device, monkeypatch):
-    for name in ("dedup.rows", "allocate"):  # as on other devices than the CPU
+    for name in ("rows.dedup", "allocate"):  # as on other devices than the CPU
         monkeypatch.setattr(f"rlbuf_td.storages.{name}.grows", lambda device: True)
     storage = PackedStorage(60, device=device, share_next=True)
     rb, numbers, captured = ReplayBuffer(storage=storage, batch_size=50), torch.arange(61.0, device=device), None

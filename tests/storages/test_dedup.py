@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ReplayBuffer, SchemaError
-from rlbuf_td.storages.dedup.rows import DedupRows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
 from tests.storages.observations import FRAMES, Lanes
@@ -208,7 +208,7 @@ def test_a_reserved_storage_decides_with_the_first_write() -> None:
 
 
 def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.dedup.rows.grows", lambda device: True)
+    monkeypatch.setattr("rlbuf_td.storages.rows.dedup.grows", lambda device: True)
     monkeypatch.setattr("rlbuf_td.storages.allocate.grows", lambda device: True)
     storage, plain = PackedStorage(60, share_next=True), PackedStorage(60)
     taken = []
@@ -294,7 +294,7 @@ def test_rows_beyond_those_that_were_loaded_hold_nothing(shared) -> None:
 
 
 def test_a_load_in_several_parts_leaves_entries_that_a_dead_process_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlbuf_td.storages.dedup.rows._CHUNK", 1)
+    monkeypatch.setattr("rlbuf_td.storages.rows.dedup._CHUNK", 1)
     storage, other = (PackedStorage(10, share_next=True, shared=shared) for shared in (True, False))
     storage.set(range(10), chain(10))
     other.set(range(10), chain(10))

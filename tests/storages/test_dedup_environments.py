@@ -24,7 +24,7 @@ from torchrl.envs import (
 )
 
 from rlbuf_td import PackedStorage, ReplayBuffer
-from rlbuf_td.storages.dedup.rows import DedupRows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import assert_same
 from tests.kernels.invariants import check_pool
 

@@ -26,7 +26,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
-from rlbuf_td.storages.dedup.rows import DedupRows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from tests.catalogue import assert_same, copied

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictRoundRobinWriter
 
 from rlbuf_td import PackedStorage, RingWriter, SchemaError
-from rlbuf_td.storages.dedup.rows import DedupRows
+from rlbuf_td.storages.rows.dedup import DedupRows
 from tests.catalogue import SCHEMAS, as_bytes, assert_same, transitions
 from tests.kernels.invariants import check_pool
 from tests.storages.observations import FRAMES, Lanes
@@ -72,7 +72,7 @@ class Lockstep(RuleBasedStateMachine):
         self.seed = seed
         self.patches = [
             patch(f"rlbuf_td.storages.{name}.grows", lambda device: True)
-            for name in ("dedup.rows", "allocate")
+            for name in ("rows.dedup", "allocate")
             if grows
         ]
         for each in self.patches:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from rlbuf_td.storages.allocate import bytes_of, find_rows, rows_in
+from rlbuf_td.storages.dedup.layout import saved_dedup
+from rlbuf_td.storages.indexing import coordinates
+from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
@@ -97,8 +100,9 @@ class Journal:
 
     @property
     def cells(self) -> torch.Tensor:
-        """The flat rows of the write in progress, if they are scattered."""
-        return self._cells[: self._words[_COUNT]]
+        """The flat rows of the write in progress."""
+        start, count = self.range
+        return self._cells[:count] if start < 0 else (start + torch.arange(count)) % len(self._rows)
 
     def undo(self) -> None:
         """Put back the counters, and the rows that could be read; may be done again."""
@@ -107,13 +111,7 @@ class Journal:
             counter.value = words[position]
         if words[_PHASE] != WRITING:
             return
-        start, count = self.range
-        if start == _SCATTERED:
-            self._rows[self.cells] = self._aside[:count]
-            return
-        head = min(count, len(self._rows) - start)
-        self._rows[start : start + head] = self._aside[:head]
-        self._rows[: count - head] = self._aside[head:count]
+        self._rows[self.cells] = self._aside[: self._words[_COUNT]]
 
     def __getstate__(self) -> dict[str, Any]:
         nowhere = torch.empty(0)  # whoever is sent the storage finds its memory anew
@@ -125,20 +123,15 @@ class SharedRows:
 
     What the rows hold is known only with the first write, which may come after the processes have parted. Until then
     the memory is an empty file; whoever writes first settles its size and describes the rows, the others map it.
-
-    Args:
-        thread_lock: what has guarded the rows so far.
-        find: called by a process that comes in and does not have the rows that another has made meanwhile.
-        repair: called with a journal whose writer has died, see :class:`Journal`.
     """
 
-    def __init__(self, thread_lock: Any, find: Callable[[], object], repair: Callable[[Journal], None]) -> None:
+    def __init__(self, storage: Any) -> None:
         self.journal = Journal()
-        self.find, self._repair = find, repair
+        self._storage = storage
         self._rows, self._beside = NamelessFile(), NamelessFile()
         self._described = SharedNumbers("q", [0])  # bytes of the description of the rows; 0: there are none yet
         self._has_rows = False  # in this process
-        self.lock = ProcessLock(self, thread_lock)
+        self.lock = ProcessLock(self, storage.lock)
 
     # -- memory
 
@@ -146,10 +139,13 @@ class SharedRows:
         """Return the memory for the rows, ``[nbytes]`` uint8."""
         return self._rows.map(nbytes)
 
-    def description(self) -> dict[str, Any] | None:
-        """Return how the rows were described, or None: there are none yet."""
-        length = self._described[0]
-        return json.loads(bytes(self._beside.map(length).numpy())) if length else None
+    def find(self) -> None:
+        """Let the storage use the rows that another process has made, if there are any."""
+        length, storage = self._described[0], self._storage
+        if length:
+            found = json.loads(bytes(self._beside.map(length).numpy()))
+            layout = RowLayout.from_state(found["layout"])
+            storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
         """Describe the rows, unless that is done; return memory to note the times of writes in, ``[N]`` int64."""
@@ -177,7 +173,7 @@ class SharedRows:
 
     def entered(self) -> None:
         """Look for rows that another process has made; remember the counters."""
-        if not self._has_rows and self._described[0]:
+        if not self._has_rows:
             self.find()
         self.journal.entered()
 
@@ -187,11 +183,45 @@ class SharedRows:
 
     def recover(self) -> None:
         """Undo the write of a process that has died, or finish it."""
-        if not self._has_rows and self._described[0]:
+        if not self._has_rows:
             self.find()
-        if self.journal.phase != WRITTEN:
-            self.journal.undo()
-        self._repair(self.journal)
+        journal, storage = self.journal, self._storage
+        if journal.phase != WRITTEN:
+            journal.undo()
+        if storage.rows is not None:
+            storage.rows.rebuild()
+        for listener in storage._attached_entities:
+            if hasattr(listener, "repair"):
+                listener.repair()
+        storage._bump_mutation_revision()
+        if journal.phase == WRITTEN:  # the process may have died before it told the listeners
+            index = coordinates(journal.cells, storage)
+            for listener in storage._attached_entities:
+                listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_has_rows": False}
+
+
+def share(storage: Any) -> None:
+    """Let processes use the rows of a storage together: those in RAM move to shared memory."""
+    if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
+        raise ValueError(
+            f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
+            "(a transform does), or let one process write"
+        )
+    with storage.lock:
+        storage.device = torch.device("cpu")
+        storage.shared_rows = shared = SharedRows(storage)
+        shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *storage.clock.counters())
+        storage.is_reserved, rows = False, storage.rows  # no process may put other rows in place of reserved ones
+        if rows is not None and storage.scratch_dir is None:
+            memory = shared.memory(bytes_of(rows.layout, rows.shape, rows.dedup))
+            moved = rows_in(storage, memory, rows.layout, rows.shape, rows.dedup)
+            storage.adopt(moved)
+            moved.restore_(rows.matrix, rows.entries())
+        elif rows is not None:
+            rows.is_deferred = True
+            storage.clock.keep_in(shared.place(rows))
+        storage.shared = storage.scratch_dir is None
+        storage.lock = shared.lock

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.rows import new_rows
+from rlbuf_td.kernels.rows import new_rows, refuse_rows
 from rlbuf_td.kernels.rows.pool import Table, assemble_, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup.layout import ENTRY_IDS, DedupLayout, Sections
-from rlbuf_td.storages.rows import Rows, T, from_start, last_of_each
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.rows import Rows, T, last_of_each
 
 _CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied
 _LOOK = 4096  # rows that are checked together for entries
@@ -112,62 +111,27 @@ class DedupRows(Rows):
         rows.is_deferred = self.is_deferred
         return rows
 
-    def refuse_spawn(self) -> None:
-        if not self.is_mapped:
-            raise RuntimeError(
-                "a PackedStorage whose rows share observations cannot be sent to another process as it is: call "
-                "share_memory_() first, or keep the rows in a scratch_dir"
-            )
-
     # -- reading
 
     def view(self) -> TensorDict:
         return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
 
-    def at_cells(self, flat: torch.Tensor) -> TensorDict:
-        return self.layout.unpack(self._packed(flat))
-
-    def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self._packed(flat))
-
-    def _packed(self, flat: torch.Tensor) -> torch.Tensor:
-        flat = flat.contiguous()
+    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+        flat, order = flat.contiguous(), None
         block = self._whole(len(flat))
-        if not read_(self.table, flat, self.cells, block, self._read_order(flat) if self.is_mapped else None):
-            from_start(flat, self.cells)
-            raise IndexError(f"index {int(flat.min())} is out of range: {self.cells} have been written")
+        if self.is_mapped:
+            order = ask_for_rows(self.table.rows, flat)
+            if order is not None:
+                ask_for_entries(self.table, flat[order])
+        if not read_(self.table, flat, self.cells, block, order):
+            refuse_rows(flat, self.cells)
         return block.view(self.layout.carrier)
-
-    def _read_order(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Ask for the pages of rows and of their entries; return the order in which to read them."""
-        order = ask_for_rows(self.table.rows, flat)
-        if order is not None:
-            ask_for_entries(self.table, flat[order])
-        return order
-
-    def blank(self, count: int) -> TensorDict:
-        return self.layout.unpack(self._whole(count).view(self.layout.carrier))
 
     def _whole(self, count: int) -> torch.Tensor:
         return new_rows(torch.empty((0, self.layout.row_bytes), dtype=torch.uint8, device=self.matrix.device), count)
 
-    def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
-        return self.layout.unpack_batches(self._packed(flat), size)
-
-    def _at(self, cells: torch.Tensor) -> TensorDict:
-        block = self._packed(cells.reshape(-1))
-        return self.layout.unpack(block.view((*cells.shape, block.shape[1])))
-
-    def at_steps(self, index: torch.Tensor) -> TensorDict:
-        steps = index % max(1, self.steps) if index.is_cuda else from_start(index, self.steps)
-        lanes = self.cells // max(1, self.steps)
-        if not self.lanes:
-            return self._at(steps)
-        cells = steps[..., None] * lanes + torch.arange(lanes, device=steps.device)
-        return self._at(cells.view(*index.shape, *self.lanes))
-
-    def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
-        return self._at(self.flat_of(index))
+    def blank(self, count: int) -> TensorDict:
+        return self.layout.unpack(self._whole(count).view(self.layout.carrier))
 
     def at_region(self, index: Any) -> TensorDict:
         found = self.view()[index]
@@ -175,17 +139,14 @@ class DedupRows(Rows):
         if is_step and -self.steps <= index < self.steps:
             cells = self.cells_at(np.array([index % self.steps])).view(self.lanes)
         else:
-            cells = self._all_cells()[index]
+            cells = self.cells_of(index)
         for key in self.deduplicated:
             found.set(key, self.column_at(key, cells))
         return found
 
-    def _all_cells(self) -> torch.Tensor:
-        return torch.arange(self.cells, device=self.matrix.device).view(self.shape)
-
     def column(self, path: tuple[str, ...]) -> Any:
         if path in self.deduplicated:
-            return self.column_at(path, self._all_cells())
+            return self.column_at(path, self.cells_of(slice(None)))
         node = self.view()[path]
         for key in self.deduplicated:
             if key[: len(path)] == path:
@@ -210,7 +171,7 @@ class DedupRows(Rows):
         for start in range(first, first + count, size):
             steps = min(size, first + count - start)
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
-            yield steps, self.layout.columns(self._packed(cells).view(steps, *self.lanes, -1))
+            yield steps, self.layout.columns(self.packed(cells).view(steps, *self.lanes, -1))
 
     # -- reading by kernels
 
@@ -290,14 +251,13 @@ class DedupRows(Rows):
         self._put_stored(self.matrix, torch.from_numpy(steps), leaves)
         self._write_entries(leaves, len(self.lanes), self.cells_at(steps), count)
 
-    def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        if not cells.numel():
+    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        if not len(cells):
             return
-        flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
-        rows, flat = last_of_each(cells.reshape(-1).cpu().numpy(), flat)
+        rows, leaves = last_of_each(cells, leaves)
         self._ensure(len(rows))
-        where = self._put_stored(self.flat, torch.from_numpy(rows), flat)
-        self._write_entries([leaf[:, None] for leaf in flat], 1, where, len(rows))
+        where = self._put_stored(self.flat, torch.from_numpy(rows), leaves)
+        self._write_entries([leaf[:, None] for leaf in leaves], 1, where, len(rows))
 
     def _put_stored(self, matrix: torch.Tensor, where: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
         where = where.to(matrix.device)
@@ -356,11 +316,6 @@ class DedupRows(Rows):
         return [entries[:count] for entries, count in zip(self.table.entries, used, strict=True)]
 
     def take_in(self, used: list[int]) -> None:
-        for g, most in enumerate(used):
-            ids = self.table.ids(g)
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > most):
-                self.forget()
-                raise SchemaError("the saved rows name entries that were not saved with them")
         rebuild_(self.table, used=used)
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:

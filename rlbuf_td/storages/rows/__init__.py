@@ -67,14 +67,10 @@ class Rows(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of all rows, padding included, and of the entries that have been used so far."""
-        return self.matrix.numel() * self.matrix.element_size()
-
-    def place(self) -> str:
-        """Where the rows live, in words."""
-        return str(self.matrix.device)
+        return self.matrix.nbytes
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Return by key how many bytes are saved because observations are stored once."""
+        """Bytes saved because observations are stored once, by key."""
         return {}
 
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -85,34 +81,47 @@ class Rows(ABC):
     def first(self, steps: int) -> Rows:
         """Return the first time steps, as a view."""
 
-    def refuse_spawn(self) -> None:
-        """Raise a RuntimeError if these rows cannot be sent to a spawned process, which is to use the same rows."""
-
     # -- reading
 
     @abstractmethod
-    def at_cells(self, flat: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions, ``[B]`` int64, not negative."""
+    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return whole rows at flat positions, ``[B]`` int64, not negative: ``[B, row_bytes]`` in bytes."""
 
-    @abstractmethod
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the whole rows at flat positions into ``[B, row_bytes]``, of the layout's carrier dtype."""
+        """Write what :meth:`packed` returns into ``out``."""
+        out.copy_(self.packed(flat))
 
     @abstractmethod
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` whole rows, not initialised."""
 
-    @abstractmethod
+    def at_cells(self, flat: torch.Tensor) -> TensorDict:
+        """Return the rows at flat positions, ``[B]`` int64, not negative."""
+        return self.layout.unpack(self.packed(flat))
+
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
+        return self.layout.unpack_batches(self.packed(flat), size)
 
-    @abstractmethod
+    def _at(self, cells: torch.Tensor) -> TensorDict:
+        """Return the rows at flat positions of any shape."""
+        block = self.packed(cells.reshape(-1))
+        return self.layout.unpack(block.view(*cells.shape, block.shape[1]))
+
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape."""
+        steps = from_start(index, self.steps)
+        if not self.lanes:
+            return self._at(steps)
+        lanes = torch.arange(prod(self.lanes), device=steps.device)
+        return self._at((steps[..., None] * len(lanes) + lanes).view(*index.shape, *self.lanes))
 
-    @abstractmethod
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
         """Return the rows at coordinates, one int64 tensor per dim."""
+        flat: torch.Tensor | int = 0
+        for size, coordinate in zip(self.shape, index, strict=True):
+            flat = flat * size + from_start(coordinate, size)
+        return self._at(torch.as_tensor(flat))
 
     @abstractmethod
     def view(self) -> TensorDict:
@@ -172,15 +181,20 @@ class Rows(ABC):
     def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
         """Write the time steps named; of one that is named twice, the last row stays."""
 
-    @abstractmethod
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Write at flat positions of any shape; of one that is named twice, the last row stays."""
+        flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
+        self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
+
+    @abstractmethod
+    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        """Write at flat positions, ``[B]``; of one that is named twice, the last row stays."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
         """Whether any of some tensors is a view of these rows; costs 0.1 us each."""
         if self._end is None:
             self._begin = self.matrix.data_ptr()
-            self._end = self._begin + self.matrix.numel() * self.matrix.element_size()
+            self._end = self._begin + self.matrix.nbytes
         begin, end = self._begin, self._end
         for address in map(torch.Tensor.data_ptr, leaves):  # noqa: SIM110 (any() takes twice as long)
             if begin <= address < end:
@@ -194,19 +208,12 @@ class Rows(ABC):
         return (first + torch.arange(lanes, device=first.device)).flatten()
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat positions of a region, given by a mask or by one index per dim, in the region's shape."""
+        """Return the flat positions of a region, an index of a tensor ``[T, *lanes]``, in the region's shape."""
         cells: torch.Tensor | int = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
             cells = cells * size + coordinate.expand(self.shape)[region]
         return torch.as_tensor(cells)
-
-    def flat_of(self, index: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the flat positions of coordinates."""
-        flat: torch.Tensor | int = 0
-        for size, coordinate in zip(self.shape, index, strict=True):
-            flat = flat * size + (coordinate % size if coordinate.is_cuda else from_start(coordinate, size))
-        return torch.as_tensor(flat)
 
     # -- state: saved rows are the first time steps of a matrix, and the entries that they name
 
@@ -219,20 +226,17 @@ class Rows(ABC):
         """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
         return []
 
-    def copy_of_matrix(self) -> torch.Tensor:
-        """Return a copy of the matrix for a state."""
-        return self.matrix.clone()
-
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
         """Whether saved rows, with ``used`` entries of each group, may be put in place as they are."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
         """Put saved rows and their entries in place of what is here."""
-        for room, saved in zip(self.room_for([len(saved) for saved in entries]), entries, strict=True):
+        used = [len(saved) for saved in entries]
+        for room, saved in zip(self.room_for(used), entries, strict=True):
             room.copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
-        self.take_in([len(saved) for saved in entries])
+        self.take_in(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
         """Let rows hold nothing, and return memory for entries of each group, which :meth:`take_in` takes."""
@@ -270,40 +274,31 @@ class PlainRows(Rows):
         self._few = few_of(self.flat)
 
     def first(self, steps: int) -> PlainRows:
-        rows = type(self)(self.layout, self.matrix.narrow(0, 0, steps))
+        rows = PlainRows(self.layout, self.matrix.narrow(0, 0, steps))
         rows.is_mapped = self.is_mapped
         if backend_of(self.flat) != "numba":
             rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows
 
-    def at_cells(self, flat: torch.Tensor) -> TensorDict:
+    def blank(self, count: int) -> TensorDict:
+        return self.layout.unpack(new_rows(self.flat, count))
+
+    def packed(self, flat: torch.Tensor) -> torch.Tensor:
         if self.is_mapped:
             self.read_ahead(flat)
-        if flat.numel() < self._few:
-            return self.layout.unpack(self.flat.index_select(0, flat))
-        return self.layout.unpack(gather_rows(self.flat, flat))
+        return self.flat.index_select(0, flat) if flat.numel() < self._few else gather_rows(self.flat, flat)
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         self.read_ahead(flat)
         torch.index_select(self.flat, 0, flat, out=out)
 
-    def blank(self, count: int) -> TensorDict:
-        return self.layout.unpack(new_rows(self.flat, count))
-
-    def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
-        self.read_ahead(flat)
-        return self.layout.unpack_batches(gather_rows(self.flat, flat), size)
-
     def at_steps(self, index: torch.Tensor) -> TensorDict:
-        if self.is_mapped:
-            ask_for_rows(self.matrix, index.reshape(-1) % max(1, self.steps))
-        return self.layout.unpack(_gather(self.matrix, index))
-
-    def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
-        flat = self.flat_of(index)
-        if self.is_mapped:
-            self.read_ahead(flat.reshape(-1))
-        return self.layout.unpack(_gather(self.flat, flat))
+        if self.is_mapped or self.lanes or index.is_cuda:
+            return super().at_steps(index)
+        try:
+            return self._at(index)
+        except (IndexError, RuntimeError):  # the latter when no row has been written
+            return super().at_steps(index)
 
     def view(self) -> TensorDict:
         return self.layout.unpack(self.matrix)
@@ -319,36 +314,23 @@ class PlainRows(Rows):
             self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
 
     def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        if len(np.unique(steps)) < len(steps):
-            steps, leaves = last_of_each(steps, leaves)
-        block = self.matrix.new_zeros((len(steps), *self.matrix.shape[1:]))
+        self._put(self.matrix, steps, leaves)
+
+    def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        self._put(self.flat, cells, leaves)
+
+    def _put(self, matrix: torch.Tensor, index: np.ndarray, leaves: list[torch.Tensor]) -> None:
+        if len(np.unique(index)) < len(index):
+            index, leaves = last_of_each(index, leaves)
+        block = matrix.new_zeros((len(index), *matrix.shape[1:]))
         torch._foreach_copy_(self.layout.columns(block), leaves)
-        self.matrix.index_copy_(0, torch.from_numpy(steps).to(block.device), block)
-
-    def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
-        PlainRows(self.layout, self.flat).scatter_(cells.reshape(-1).cpu().numpy(), flat)
-
-
-class OffloadedRows(PlainRows):
-    """Rows in page-locked RAM that a CUDA device reads and writes itself, over the bus."""
-
-    def place(self) -> str:
-        return f"page-locked RAM, read by {self.matrix.device}"
-
-    def copy_of_matrix(self) -> torch.Tensor:
-        """Return a copy in RAM: the device may lack the room."""
-        return self.matrix.to("cpu", copy=True)
-
-    def refuse_spawn(self) -> None:
-        raise RuntimeError(
-            "a PackedStorage with offload=True cannot be sent to another process: its rows are page-locked in this "
-            "one. Let one process write, or keep the rows on the CPU with shared=True"
-        )
+        matrix.index_copy_(0, torch.from_numpy(index).to(block.device), block)
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``index`` (on the CPU) with negative positions counted from the end; an IndexError if out of range."""
+    """Count negative positions from the end; an IndexError on the CPU if one is out of range."""
+    if index.is_cuda:
+        return index % max(1, size)
     if not index.numel():
         return index
     low, high = int(index.min()), int(index.max())
@@ -362,14 +344,3 @@ def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndar
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]
-
-
-def _gather(matrix: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if matrix.is_cuda:
-        return matrix[index]
-    flat = index.reshape(-1)
-    try:
-        block = gather_rows(matrix, flat) if matrix.ndim == 2 else matrix.index_select(0, flat)
-    except (IndexError, RuntimeError):  # the latter when no row has been written
-        block = matrix.index_select(0, from_start(flat, matrix.shape[0]))
-    return block if index.ndim == 1 else block.view(*index.shape, *matrix.shape[1:])
