@@ -20,7 +20,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.strata import step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
-from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST
+from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -107,7 +107,7 @@ class PrioritizedPlan(Plan, ABC):
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.settings, self.clock = sampler.settings, storage.clock.values
+        self.settings, self.clock = sampler.settings.values, storage.clock.values
         self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
@@ -145,7 +145,7 @@ class ProportionalPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.tree, self.weighed = sampler.tree, sampler.weighed_alpha
+        self.tree = sampler.table
         self.step, self.nodes = step_of(size, True), tree_addresses(self.tree)
         self.fixed = self.nodes, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
         self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
@@ -155,8 +155,8 @@ class ProportionalPlan(PrioritizedPlan):
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.tree is self.tree
-            and self.settings[ALPHA] == self.weighed[0]
+            and self.sampler.table is self.tree
+            and self.settings[ALPHA] == self.settings[WEIGHED]
         )
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
@@ -170,7 +170,7 @@ class ProportionalPlan(PrioritizedPlan):
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
         """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
-        law = written, self.weighed[0], self.sampler.eps, self.clock[NOW], self.clock[LAST]
+        law = written, self.settings[WEIGHED], self.sampler.eps, self.clock[NOW], self.clock[LAST]
         return loops().update_proportional(self.nodes, *where, *law, self.rows.steps, self.lanes)
 
 

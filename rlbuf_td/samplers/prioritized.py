@@ -1,10 +1,10 @@
-"""What the prioritized samplers share: TorchRL's protocol, settings and state around the priorities of rows."""
+"""What the prioritized samplers share: TorchRL's protocol around a table of priorities."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,40 +25,9 @@ from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-ALPHA, BETA, LARGEST = range(3)  # the shared settings
+ALPHA, BETA, LARGEST, WEIGHED = range(4)  # the shared settings; the last is the alpha that the stored weights have
 WeightNorm = Literal["buffer", "batch"] | None
 Reduction = Literal["max", "min", "mean", "median"]
-
-
-class _Priorities(Protocol):
-    """The priorities of ``capacity`` rows on one device, and the law by which they are drawn.
-
-    Rows are flat, ``[B]`` int64. A magnitude is ``|td_error|``, -1 for a row without one. ``alpha`` weights what is
-    stored; ``refused`` counts NaN and infinite errors (0 on the CPU, where the whole batch is refused).
-    """
-
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def refused(self) -> Tensor | int: ...
-    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        """Set priorities (row -1 is skipped; of a repeated row the last one stays), return the largest magnitude.
-
-        On the CPU return ``REFUSED``, with nothing changed, if a row is not in ``[-1, rows)`` or an error not finite;
-        elsewhere a tensor with the largest magnitude of all that ``counts``.
-        """
-
-    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None: ...
-    def magnitude(self, flat: Tensor) -> Tensor: ...  # float64
-    def probability(self, flat: Tensor) -> Tensor: ...  # float64
-    def reweigh(self, alpha: float) -> None: ...
-    def rebuild(self) -> None: ...  # everything from the magnitudes, after a process died while it changed them
-    def clear(self) -> None: ...
-    def share_memory_(self) -> None: ...
-    def tensors(self) -> dict[str, Tensor]: ...  # they determine the state
-    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None: ...  # copy such tensors into this memory
-    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
-        """Copy settings to the device; return where the largest magnitude is, and what a graph cannot see change."""
 
 
 class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
@@ -67,8 +36,18 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but builds
     none of its C++ trees. TD errors are raw, of either sign: their magnitude counts.
 
-    A subclass implements :meth:`draw`, :meth:`nbytes_for`, and :meth:`_make`.
+    A subclass chooses the ``table``: the magnitudes of all rows, -1 for a row without a priority, in the data structure
+    that its law draws from. The methods with an underscore that it implements work on flat rows, ``[B]`` int64.
     """
+
+    table: Any
+    """The priorities: a :class:`~rlbuf_td.kernels.sum_tree.SumTree`, or rows in the order of their magnitudes."""
+    settings: SharedNumbers
+    """The numbers that all processes see, at ``ALPHA``, ``BETA``, ``LARGEST`` and ``WEIGHED``."""
+    device = torch.device("cpu")
+    """Where the priorities live: with the rows."""
+    _blank: ClassVar[dict[str, float]]
+    """The tensors of the table that determine its state, each with its value for a row without a priority."""
 
     def __init__(
         self,
@@ -84,18 +63,20 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             raise ValueError(f"max_capacity must be a whole number, at least 1, got {max_capacity}")
         refuse_settings(stratified, weight_norm, reduction)
         self._max_capacity = int(max_capacity)
-        self._numbers = SharedNumbers("d", [exponent("alpha", alpha), exponent("beta", beta), -1.0])
-        self._is_shared = False
+        alpha = exponent("alpha", alpha)
+        self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
         self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
-        self._device = torch.device("cpu")
+        self._is_shared = False
+        self._largest_on_device: Tensor | None = None
         require_room(
             self.nbytes_for(self._max_capacity),
-            self._device,
+            self.device,
             what=f"Priorities of {self._max_capacity:,} rows take",
             remedy="Take a smaller max_capacity, or UniformSampler, which needs none.",
         )
-        self._largest_on_device: Tensor | None = None
-        self._priorities = self._make(self._max_capacity, self._device)
+        self.table = self._make(self._max_capacity, self.device)
+
+    # -- what a subclass does with its table
 
     @classmethod
     @abstractmethod
@@ -103,38 +84,57 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         """Return the bytes that the priorities of ``capacity`` rows take."""
 
     @abstractmethod
-    def _make(self, capacity: int, device: torch.device) -> _Priorities:
-        """Return ``_Priorities`` of ``capacity`` rows, all without one."""
+    def _make(self, capacity: int, device: torch.device | str) -> Any:
+        """Return a table of ``capacity`` rows without priorities."""
 
-    # -- settings, which all processes see
+    @abstractmethod
+    def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        """Set priorities (row -1 is skipped; of a repeated row the last one stays), return the largest magnitude.
 
-    @property
-    def settings(self) -> Any:
-        """The shared numbers themselves, by ``ALPHA``, ``BETA`` and ``LARGEST``; for hot paths."""
-        return self._numbers.values
+        On the CPU return ``REFUSED``, with nothing changed, if a row is not in ``[-1, rows)`` or an error not finite;
+        elsewhere a tensor with the largest magnitude of all that ``counts``.
+        """
+
+    @abstractmethod
+    def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        """Give ``count`` rows from ``start`` on one magnitude."""
+
+    @abstractmethod
+    def _weigh(self, anew: bool = False) -> None:
+        """Apply alpha if any process has set it, or all weights anew; called under the buffer's lock."""
+
+    @abstractmethod
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy the tensors that determine the state, of the current alpha, into the table."""
+
+    @abstractmethod
+    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """Return the probability of each row in a draw, ``[B]`` float64; raises as :meth:`priority`."""
+
+    # -- settings
 
     @property
     def alpha(self) -> float:
         """How far priorities count: 0 is uniform. Setting it re-weights what is stored, at the next use."""
-        return self._numbers[ALPHA]
+        return self.settings[ALPHA]
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        self._numbers[ALPHA] = exponent("alpha", value)
+        self.settings[ALPHA] = exponent("alpha", value)
 
     @property
     def beta(self) -> float:
         """How far importance weights correct for the sampling law: 1 is fully."""
-        return self._numbers[BETA]
+        return self.settings[BETA]
 
     @beta.setter
     def beta(self, value: float) -> None:
-        self._numbers[BETA] = exponent("beta", value)
+        self.settings[BETA] = exponent("beta", value)
 
     @property
     def largest_magnitude(self) -> Any:
         """The largest magnitude seen, negative before any; on CUDA a 0-dim tensor."""
-        return self._numbers[LARGEST] if self._largest_on_device is None else self._largest_on_device
+        return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     def _see(self, largest: float | Tensor) -> None:
         """Set the largest magnitude; a tensor is where a device keeps it, which goes on with what was seen before."""
@@ -144,7 +144,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
                 largest.clamp_(min=before)
             self._largest_on_device = largest
         else:
-            self._largest_on_device, self._numbers[LARGEST] = None, largest
+            self._largest_on_device, self.settings[LARGEST] = None, largest
 
     @property
     def default_priority(self) -> Any:
@@ -160,12 +160,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
         Waits for the device. Always 0 on the CPU, which refuses the whole batch.
         """
-        return int(self._priorities.refused)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the priorities live: with the rows."""
-        return self._device
+        return int(self.table.refused)
 
     # -- priorities
 
@@ -184,29 +179,25 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
         After any error all priorities are as they were.
         """
-        flat = self._prepared(index, storage)
-        td_error = as_errors(priority, flat.numel(), self._device)
-        if not flat.numel():
-            return
         rows = self._max_capacity if storage is None else len(storage)
-        largest = self._assign(flat, td_error, rows, True)
+        largest = self._assign(index, priority, rows, storage, counts=True)
         if isinstance(largest, Tensor) or largest > self.largest_magnitude:
             self._see(largest)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Let rows that have just been written enter at :attr:`default_priority`."""
-        flat = self._prepared(index, storage)
-        entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self._device)
-        self._assign(flat, entry.expand(flat.shape).contiguous(), self._max_capacity, False)
+        entry = torch.as_tensor(self.default_priority, dtype=torch.float64)
+        self._assign(index, entry, self._max_capacity, storage, counts=False)
 
-    def _prepared(self, index: Any, storage: Storage | None) -> Tensor:
+    def _assign(self, index: Any, priority: Any, rows: int, storage: Storage | None, *, counts: bool) -> float | Tensor:
         if storage is not None:
             self.follow(storage)
-        self._apply_alpha()
-        return flat_rows(index, storage, self._device)
-
-    def _assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        largest = self._priorities.assign(flat, td_error, rows, counts)
+        self._weigh()
+        flat = flat_rows(index, storage, self.device)
+        td_error = as_errors(priority, flat.numel(), self.device)
+        if not flat.numel():
+            return -1.0
+        largest = self._update(flat, td_error, rows, counts)
         if type(largest) is float and largest == REFUSED:
             refuse_priorities(flat, td_error, rows)
         return largest
@@ -214,13 +205,24 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     def mark_range(self, start: int, count: int, *, storage: Storage) -> None:
         """Let the flat rows ``start, start + 1, ...`` that have just been written enter at :attr:`default_priority`."""
         self.follow(storage)
-        self._apply_alpha()
-        self._priorities.fill(start, count, self.default_priority)
+        self._weigh()
+        self._fill(start, count, self.default_priority)
 
     def add(self, index: Any) -> None:
         """Do nothing: :meth:`mark_range` or :meth:`mark_update` lets new rows in."""
 
     extend = add
+
+    def admit(self, storage: Storage) -> None:
+        """Let stored rows without a priority enter as new ones do."""
+        absent = (self.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
+        if len(absent):
+            self.mark_update(absent, storage=storage)
+
+    def repair(self, storage: Storage) -> None:
+        """Repair what a process left that died while it changed priorities; rows without one enter as new. O(N)."""
+        self._weigh(anew=True)
+        self.admit(storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority.
@@ -228,15 +230,10 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Raises:
             IndexError: a row is out of range (on the CPU).
         """
-        return self._priorities.magnitude(self._rows(index, storage))
-
-    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return the probability of each row in a draw, ``[B]`` float64; raises as :meth:`priority`."""
-        self._apply_alpha()
-        return self._priorities.probability(self._rows(index, storage))
+        return self.table.magnitude[self._rows(index, storage)].to(torch.float64)
 
     def _rows(self, index: Any, storage: Storage | None) -> Tensor:
-        flat = flat_rows(index, storage, self._device)
+        flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
             raise IndexError(
@@ -244,19 +241,13 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             )
         return flat
 
-    def _apply_alpha(self) -> None:
-        """Re-weight what is stored if any process has set alpha; called under the buffer's lock."""
-        alpha = self._numbers[ALPHA]
-        if alpha != self._priorities.alpha:
-            self._priorities.reweigh(alpha)
-
     def follow(self, storage: Storage) -> None:
         """Move to the storage's device, with room for each row; a storage of several lanes rounds its capacity up."""
         device = device_of(storage)
-        if device != self._device:
-            self._device, before = device, self._priorities
-            self._priorities = self._make(self._max_capacity, device)
-            self._priorities.restore({name: x.to(device) for name, x in before.tensors().items()}, before.alpha)
+        if device != self.device:
+            saved, self.device = self._saved(self.table), device
+            self.table = self._make(self._max_capacity, device)
+            self._restore({name: tensor.to(device) for name, tensor in saved.items()})
         if storage.max_size > self._max_capacity:
             lanes = lanes_of(storage).numel() if storage.ndim > 1 and len(storage) else 1
             if storage.max_size - self._max_capacity >= lanes:
@@ -270,46 +261,35 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
                     f"max_capacity={storage.max_size}, which the storage holds, or write before you share the buffer"
                 )
             self._max_capacity = storage.max_size
-            self._priorities = self._make(self._max_capacity, self._device)
+            self.table = self._make(self._max_capacity, self.device)
 
     def _empty(self) -> None:
         self._see(-1.0)
-        self._priorities.clear()
+        tensors = self._saved(self.table)
+        self._restore(
+            {name: tensor.new_full((), self._blank[name]).expand_as(tensor) for name, tensor in tensors.items()}
+        )
 
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`GraphCapturable`."""
-        self.follow(storage)
-        self._apply_alpha()
-        largest, key = self._priorities.prepare_graph(len(storage), self.beta)
-        if largest is not None:
-            self._see(largest)
-        return self.stratified, self.weight_norm, self.reduction, key
-
-    # -- processes
+    # -- processes, graphs and state
 
     def share_memory_(self) -> None:
         """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""
         if not self._is_shared:
             self._is_shared = True
-            self._priorities.share_memory_()
+            self.table.share_memory_()
 
-    def repair(self, storage: Storage) -> None:
-        """Repair what a process left that died while it changed priorities; rows without one enter as new. O(N)."""
-        self._priorities.rebuild()
-        self.admit(storage)
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`GraphCapturable`."""
+        self.follow(storage)
+        self._weigh()
+        return self.stratified, self.weight_norm, self.reduction
 
-    def admit(self, storage: Storage) -> None:
-        """Let stored rows without a priority enter as new ones do."""
-        rows = torch.arange(len(storage), device=self._device)
-        absent = rows[self._priorities.magnitude(rows) < 0]
-        if len(absent):
-            self.mark_update(absent, storage=storage)
-
-    # -- state
+    def _saved(self, table: Any) -> dict[str, Tensor]:
+        return {name: getattr(table, name) for name in self._blank}
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        self._apply_alpha()
+        self._weigh()
         return {
             "alpha": self.alpha,
             "beta": self.beta,
@@ -318,7 +298,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             "reduction": self.reduction,
             "max_capacity": self._max_capacity,
             "largest": float(self.largest_magnitude),
-            "priorities": self._priorities.tensors(),
+            "priorities": self._saved(self.table),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -327,38 +307,36 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Raises:
             ValueError: the state is of a smaller capacity or of another sampler; this one stays as it was.
         """
-        capacity = int(state_dict["max_capacity"])
+        capacity, tensors = int(state_dict["max_capacity"]), state_dict["priorities"]
         if capacity < self._max_capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self._max_capacity}")
-        tensors = state_dict["priorities"]
-        priorities = self._priorities if self._is_shared else self._make(capacity, self._device)
-        refuse_state(tensors, priorities.tensors())
+        table = self.table if self._is_shared else self._make(capacity, self.device)
+        refuse_state(tensors, self._saved(table))
         alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
         settings = {n: state_dict.get(n, getattr(self, n)) for n in ("stratified", "weight_norm", "reduction")}
         refuse_settings(**settings)
         largest = float(state_dict["largest"])
         if not largest < float("inf"):
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is no number")
-        self._max_capacity = capacity  # a storage of several lanes may have rounded it up
-        self.alpha, self.beta = alpha, beta
+        self.table, self._max_capacity = table, capacity  # a storage of several lanes may have rounded it up
         for name, value in settings.items():
             setattr(self, name, value)
+        self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
         self._see(largest)
-        self._priorities = priorities
-        priorities.restore({name: tensor.to(self._device) for name, tensor in tensors.items()}, alpha)
+        self._restore({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
             return state
-        host = torch.device("cpu")
-        refuse_state(state["priorities"], self._make(saved, host).tensors())
+        refuse_state(state["priorities"], self._saved(self._make(saved, "meta")))
         rows = torch.arange(saved) if rows is None else rows
-        blank = self._make(capacity, host).tensors()
-        for name, tensor in blank.items():
-            tensor[: len(rows)] = state["priorities"][name].cpu()[rows]
-        return state | {"max_capacity": capacity, "priorities": blank}
+        tensors = {}
+        for name, like in self._saved(self._make(capacity, "meta")).items():
+            tensors[name] = torch.full(like.shape, self._blank[name], dtype=like.dtype)
+            tensors[name][: len(rows)] = state["priorities"][name].cpu()[rows]
+        return state | {"max_capacity": capacity, "priorities": tensors}
 
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None

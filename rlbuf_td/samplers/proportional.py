@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torchrl.data.replay_buffers import Storage
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import EMPTY, exponent
-from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.samplers.prioritized import ALPHA, BETA, WEIGHED, Prioritized, Reduction, WeightNorm
 
 
 class ProportionalSampler(Prioritized):
@@ -63,7 +62,8 @@ class ProportionalSampler(Prioritized):
         tensor([1, 1, 3, 3, 3, 3, 3, 3])
     """
 
-    _priorities: _TreePriorities
+    table: sum_tree.SumTree
+    _blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class ProportionalSampler(Prioritized):
         rows = len(storage)  # the hot path: without helper functions
         if rows == 0:
             raise RuntimeError(EMPTY)
-        settings, priorities = self._numbers.values, self._priorities
-        if settings[ALPHA] != priorities.weighed.values[0]:
-            self._apply_alpha()
-        generator, device = self._rng, self._device
+        settings = self.settings.values
+        if settings[ALPHA] != settings[WEIGHED]:
+            self._weigh()
+        generator, device = self._rng, self.device
         source = device if generator is None else generator.device
         uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=source)
         if source != device:
             uniform = uniform.to(device)
-        drawn = sum_tree.draw(priorities.tree, uniform, self.stratified, rows, settings[BETA], self.weight_norm)
+        drawn = sum_tree.draw(self.table, uniform, self.stratified, rows, settings[BETA], self.weight_norm)
         if drawn is None:
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
         return drawn[0], {"priority_weight": drawn[1]}
@@ -106,14 +106,9 @@ class ProportionalSampler(Prioritized):
         return self._eps
 
     @property
-    def weighed_alpha(self) -> Any:
-        """The alpha of the weights in the tree, as the one element of an array that all processes see."""
-        return self._priorities.weighed.values
-
-    @property
     def tree(self) -> sum_tree.SumTree:
-        """The priorities; unlike a sampler, functions of :mod:`rlbuf_td.kernels.sum_tree` can be compiled."""
-        return self._priorities.tree
+        """The table; unlike a sampler, functions of :mod:`rlbuf_td.kernels.sum_tree` can be compiled."""
+        return self.table
 
     @property
     def default_priority(self) -> Any:
@@ -124,7 +119,7 @@ class ProportionalSampler(Prioritized):
 
     def _find_largest(self) -> None:
         """Search the rows for the largest magnitude, unless the row found last time still has it."""
-        magnitude = self.tree.magnitude
+        magnitude = self.table.magnitude
         if backend_of(magnitude) != "numba":
             self._largest_on_device = magnitude.max()
         elif float(magnitude[self._largest_row]) != self.largest_magnitude:
@@ -141,8 +136,40 @@ class ProportionalSampler(Prioritized):
         """
         return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
-    def _make(self, capacity: int, device: torch.device) -> _TreePriorities:
-        return _TreePriorities(sum_tree.SumTree.empty(capacity, device), self.alpha, self._eps)
+    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """See :meth:`Prioritized.probability <rlbuf_td.samplers.prioritized.Prioritized.probability>`."""
+        self._weigh()
+        return self.table.weight[self._rows(index, storage)] / self.table.total
+
+    def _make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
+        return sum_tree.SumTree.empty(capacity, device)
+
+    def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self._eps, counts)
+
+    def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self._eps)
+
+    def _weigh(self, anew: bool = False) -> None:
+        settings = self.settings.values
+        if anew or settings[ALPHA] != settings[WEIGHED]:
+            settings[WEIGHED] = settings[ALPHA]  # first: if the process dies after it, the repair uses the new alpha
+            sum_tree.reweigh_(self.table, settings[WEIGHED], self._eps)
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        self._largest_row = 0
+        self.table.clear_()
+        self.table.magnitude.copy_(tensors["magnitude"])
+        self.table.weight.copy_(tensors["weight"])
+        sum_tree.rebuild_(self.table)
+
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
+        settings, tree = super().prepare_graph(storage, batch_size), self.table
+        largest = sum_tree.prepare_capture(tree, self.alpha, self._eps, self.beta, len(storage))
+        if largest is not None:
+            self._see(largest)
+        return settings, largest is not None and tree.device_state
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -153,60 +180,7 @@ class ProportionalSampler(Prioritized):
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
-        self._eps = self._priorities.eps = eps
-        within = state_dict.get("max_priority_within_buffer", self._max_priority_within_buffer)
-        self._max_priority_within_buffer, self._largest_row = within, 0
-
-
-class _TreePriorities:
-    """Priorities in a sum tree, drawn in proportion to their weights ``(magnitude + eps) ** alpha``."""
-
-    def __init__(self, tree: sum_tree.SumTree, alpha: float, eps: float) -> None:
-        self.tree, self.eps = tree, eps
-        self.weighed = SharedNumbers("d", [alpha])  # the alpha of the weights, which all processes see
-
-    @property
-    def alpha(self) -> float:
-        return self.weighed[0]
-
-    @property
-    def refused(self) -> Tensor | int:
-        return self.tree.refused
-
-    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        return sum_tree.update_(self.tree, flat, td_error, rows, self.weighed[0], self.eps, counts)
-
-    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        sum_tree.fill_(self.tree, start, count, magnitude, self.weighed[0], self.eps)
-
-    def magnitude(self, flat: Tensor) -> Tensor:
-        return self.tree.magnitude[flat]
-
-    def probability(self, flat: Tensor) -> Tensor:
-        return self.tree.weight[flat] / self.tree.total
-
-    def reweigh(self, alpha: float) -> None:
-        self.weighed[0] = alpha  # first: if the process dies after it, the repair uses the new alpha
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        sum_tree.reweigh_(self.tree, self.weighed[0], self.eps)
-
-    def clear(self) -> None:
-        self.tree.clear_()
-
-    def share_memory_(self) -> None:
-        self.tree = sum_tree.SumTree(**{name: x.clone().share_memory_() for name, x in self.tree.tensors().items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"magnitude": self.tree.magnitude, "weight": self.tree.weight}
-
-    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None:
-        self.weighed[0] = alpha
-        for name, mine in self.tensors().items():
-            mine.copy_(tensors[name])
-        sum_tree.rebuild_(self.tree)
-
-    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
-        largest = sum_tree.prepare_capture(self.tree, self.weighed[0], self.eps, beta, rows)
-        return largest, None if largest is None else self.tree.device_state
+        self._eps = eps
+        self._max_priority_within_buffer = state_dict.get(
+            "max_priority_within_buffer", self._max_priority_within_buffer
+        )

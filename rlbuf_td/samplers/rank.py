@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -78,7 +78,10 @@ class RankSampler(Prioritized):
         tensor([ 3, 12,  6,  4])
     """
 
-    _priorities: _RankPriorities
+    table: RankOrder
+    law: RankLaw
+    """The probabilities of ranks, of the alpha in use."""
+    _blank: ClassVar = {"magnitude": -1.0}
 
     def __init__(
         self,
@@ -95,31 +98,25 @@ class RankSampler(Prioritized):
             raise ValueError(f"stale_updates must be at least 0, got {stale_updates}")
         self._stale_updates = int(stale_updates)
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
+        self.law = rank_law(self.alpha, self.device)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         if not len(storage):
             raise RuntimeError(EMPTY)
-        settings, priorities = self._numbers.values, self._priorities  # the hot path: with few calls
-        if settings[ALPHA] != priorities.law.alpha:
-            self._apply_alpha()
-        uniform = uniform_numbers(batch_size, self._rng, self._device)
-        drawn = priorities.order.draw(
-            priorities.law, uniform, stratified=self.stratified, beta=settings[BETA], norm=self.weight_norm
-        )
+        settings = self.settings.values  # the hot path: with few calls
+        if settings[ALPHA] != self.law.alpha:
+            self._weigh()
+        uniform, beta = uniform_numbers(batch_size, self._rng, self.device), settings[BETA]
+        drawn = self.table.draw(self.law, uniform, stratified=self.stratified, beta=beta, norm=self.weight_norm)
         if drawn is None:
             raise RuntimeError(_NO_ROWS)
         return drawn[0], {"priority_weight": drawn[1]}
 
     @property
-    def law(self) -> RankLaw:
-        """The probabilities of ranks, of the alpha in use."""
-        return self._priorities.law
-
-    @property
     def order(self) -> RankOrder:
         """The rows in the order of their magnitudes."""
-        return self._priorities.order
+        return self.table
 
     def rank(self, index: Any, *, storage: Any | None = None) -> torch.Tensor:
         """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
@@ -131,7 +128,7 @@ class RankSampler(Prioritized):
         Raises:
             IndexError: a row is out of range (on the CPU).
         """
-        return self.order.ranks_of(flat_rows(index, storage, self._device))
+        return self.order.ranks_of(flat_rows(index, storage, self.device))
 
     def cumulative(self, n: int) -> torch.Tensor:
         """Return the cumulative weights ``1, 1 + 2^-alpha, ...`` of ranks ``1 .. n``, ``[n]`` float64. O(n).
@@ -164,9 +161,9 @@ class RankSampler(Prioritized):
         rows = self.order.count()
         if not rows:
             raise RuntimeError(_NO_ROWS)
-        edges = torch.arange(k + 1, dtype=torch.float64, device=self._device) * (mass(self._priorities.law, rows) / k)
-        first = ranks_of_mass(self._priorities.law, edges[:-1], rows)
-        last = ranks_of_mass(self._priorities.law, edges[1:].nextafter(edges.new_zeros(())), rows)
+        edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (mass(self.law, rows) / k)
+        first = ranks_of_mass(self.law, edges[:-1], rows)
+        last = ranks_of_mass(self.law, edges[1:].nextafter(edges.new_zeros(())), rows)
         return torch.stack([first, last], 1)
 
     @classmethod
@@ -179,64 +176,42 @@ class RankSampler(Prioritized):
         """
         return order_bytes(capacity, torch.device(device))
 
-    def _make(self, capacity: int, device: torch.device) -> _RankPriorities:
+    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
+        """See :meth:`Prioritized.probability <rlbuf_td.samplers.prioritized.Prioritized.probability>`."""
+        self._weigh()
+        ranks = self.table.ranks_of(self._rows(index, storage))
+        weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)
+        return torch.where(ranks > 0, weight / mass(self.law, self.table.count().clamp(min=1)), 0.0)
+
+    def _make(self, capacity: int, device: torch.device | str) -> RankOrder:
         with outside_inference_mode():
-            order = make_order(torch.full((capacity,), -1.0, device=device), self._stale_updates)
-        return _RankPriorities(order, self.alpha)
+            return make_order(torch.full((capacity,), -1.0, device=device), self._stale_updates)
+
+    def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        largest = self.table.update_(flat, td_error, rows, counts)
+        return REFUSED if largest is None else largest
+
+    def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        self.table.fill_(start, count, magnitude)
+
+    def _weigh(self, anew: bool = False) -> None:
+        if self.settings.values[ALPHA] != self.law.alpha:
+            self.law = rank_law(self.alpha, self.device)
+        if anew:
+            self.table.assign_(self.table.magnitude.clone())
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        self.table.assign_(tensors["magnitude"])
+        self.law = rank_law(self.alpha, self.device)
+
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
+        settings = super().prepare_graph(storage, batch_size)
+        largest = self.table.prepare_capture(self.law, self.beta, len(storage))
+        if largest is not None:
+            self._see(largest)
+        return settings, self.table
 
     def forget_order(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`: sort again at the next draw."""
-        self.order.forget_order()
-
-
-class _RankPriorities:
-    """Priorities in the order of their magnitudes, drawn by rank."""
-
-    def __init__(self, order: RankOrder, alpha: float) -> None:
-        self.order = order
-        self.reweigh(alpha)
-
-    @property
-    def alpha(self) -> float:
-        return self.law.alpha
-
-    @property
-    def refused(self) -> Tensor | int:
-        return self.order.refused
-
-    def assign(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        largest = self.order.update_(flat, td_error, rows, counts)
-        return REFUSED if largest is None else largest
-
-    def fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        self.order.fill_(start, count, magnitude)
-
-    def magnitude(self, flat: Tensor) -> Tensor:
-        return self.order.magnitude[flat].to(torch.float64)
-
-    def probability(self, flat: Tensor) -> Tensor:
-        ranks = self.order.ranks_of(flat)
-        weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)
-        return torch.where(ranks > 0, weight / mass(self.law, self.order.count().clamp(min=1)), 0.0)
-
-    def reweigh(self, alpha: float) -> None:
-        self.law = rank_law(alpha, self.order.magnitude.device)
-
-    def rebuild(self) -> None:
-        self.order.assign_(self.order.magnitude.clone())
-
-    def clear(self) -> None:
-        self.order.assign_(torch.full_like(self.order.magnitude, -1.0))
-
-    def share_memory_(self) -> None:
-        self.order.share_memory_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"magnitude": self.order.magnitude}
-
-    def restore(self, tensors: dict[str, Tensor], alpha: float) -> None:
-        self.order.assign_(tensors["magnitude"])
-        self.reweigh(alpha)
-
-    def prepare_graph(self, rows: int, beta: float) -> tuple[Tensor | None, Any]:
-        return self.order.prepare_capture(self.law, beta, rows), self.order
+        self.table.forget_order()

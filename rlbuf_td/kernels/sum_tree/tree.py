@@ -105,6 +105,11 @@ class SumTree:
         """How many NaN or infinite errors have been left out; the CPU refuses the whole batch instead."""
         return 0 if self._device_state is None else self._device_state.refused
 
+    def share_memory_(self) -> None:
+        """Move the state to shared memory. O(N)."""
+        self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
+        self._arrays = None
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by name."""
         return {name: getattr(self, name) for name in self.NAMES}
