@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Batches are gathered in blocks of about this size: small enough to stay in a cache, many enough to share the work.
 _BLOCK_BYTES = 1 << 20
 
-_MOMENTS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std"
+_STATISTICS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std", "explained_variance"
 
 Normalization = Literal["rollout", "minibatch"]
 
@@ -41,25 +41,27 @@ class RolloutBuffer(ReplayBuffer):
     ``state_value``.
 
     Args:
-        num_steps: T, steps a rollout.
+        num_steps: T, steps per rollout.
         num_envs: E, lanes; ``None``: rollouts ``[T]`` without a lane dim.
-        batch_size: rows a minibatch.
-        epochs: how often iteration gives each row.
-        gamma: discount, in [0, 1].
-        lmbda: decay of the trace, in [0, 1].
+        batch_size: rows per minibatch.
+        epochs: how often iteration gives each row, default 1.
+        gamma: discount, in [0, 1], default 0.99.
+        lmbda: decay of the trace, in [0, 1], default 0.95.
         value_network: gives values where none are stored, see :class:`RolloutWriter`.
         normalize_advantage: ``None``; ``"rollout"``: once, over all rows; ``"minibatch"``: over each batch. Value
             targets and :meth:`summary` are of the advantages before. TorchRL's losses have such a flag too: use one.
-        partial: may an incomplete rollout be read? It is then estimated as if it ended with the newest step.
-        shuffle: a new order in each epoch.
-        drop_last: leave out a short last batch.
+        partial: allow to read an incomplete rollout, estimated as if it ended with the newest step.
+        shuffle: a new order in each epoch, the default.
+        drop_last: leave out a short last batch, default ``False``.
         device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
         storing_device: where the rows live; batches then come as :class:`ReplayBuffer` says of its ``device``.
-        storage, sampler, writer: instead of those of the arguments above; ``writer`` is a :class:`RolloutWriter`.
+        storage: instead of a :class:`PackedStorage`.
+        sampler: instead of a :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
+        writer: instead of a :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
         **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or would be ignored: a setting of a part that is given, too.
 
     Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
 
@@ -85,15 +87,15 @@ class RolloutBuffer(ReplayBuffer):
         num_envs: int | None = None,
         *,
         batch_size: int | None = None,
-        epochs: int = 1,
-        gamma: float = 0.99,
-        lmbda: float = 0.95,
+        epochs: int | None = None,
+        gamma: float | None = None,
+        lmbda: float | None = None,
         value_network: TensorDictModuleBase | None = None,
         normalize_advantage: Normalization | None = None,
         partial: bool = False,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        device: torch.device | str = "cpu",
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        device: torch.device | str | None = None,
         storing_device: torch.device | str | None = None,
         storage: Any = None,
         sampler: Any = None,
@@ -104,35 +106,25 @@ class RolloutBuffer(ReplayBuffer):
         self.num_steps, self.num_envs = num_steps, num_envs
         self.normalize_advantage, self.partial = normalize_advantage, partial
         self._summary: tuple[int, dict[str, float]] | None = None
-        if storing_device is not None:
+        if storage is not None or storing_device is not None:
             device, kwargs["device"] = storing_device, device
-        if storage is None:
-            storage = PackedStorage(num_steps * (num_envs or 1), ndim=1 if num_envs is None else 2, device=device)
-        if sampler is None:
-            sampler = MinibatchSampler(epochs, shuffle=shuffle, drop_last=drop_last)
-        if writer is None:
-            by_rollout = normalize_advantage == "rollout"
-            writer = RolloutWriter(gamma, lmbda, value_network=value_network, normalize_advantage=by_rollout)
+        rows, ndim = num_steps * (num_envs or 1), 1 if num_envs is None else 2
+        storage = _part("storage", storage, lambda **on: PackedStorage(rows, ndim=ndim, **on), device=device)
+        sampler = _part("sampler", sampler, MinibatchSampler, epochs=epochs, shuffle=shuffle, drop_last=drop_last)
+        by_rollout = True if normalize_advantage == "rollout" else None
+        settings = {"gamma": gamma, "lmbda": lmbda, "value_network": value_network, "normalize_advantage": by_rollout}
+        writer = _part("writer", writer, RolloutWriter, **settings)
         super().__init__(storage=storage, sampler=sampler, writer=writer, batch_size=batch_size, **kwargs)
 
     @classmethod
-    def from_schema(
-        cls,
-        schema: TensorDictBase,
-        capacity: int,
-        *,
-        flat: bool = False,
-        device: torch.device | str = "cpu",
-        **kwargs: Any,
-    ) -> Self:
+    def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
         """Return a buffer whose rows are allocated for transitions like an example.
 
         Args:
             schema: a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
             capacity: T, in time steps of all lanes.
             flat: ``capacity`` counts transitions, of all lanes one after the other.
-            device: as for this class; also ``storing_device``, ``batch_size``, ``epochs``, ``value_network`` ...
-            **kwargs: see ``device``.
+            **kwargs: as for this class.
 
         Raises:
             SchemaError: the schema has several lane dims, or an entry that cannot be packed.
@@ -140,7 +132,7 @@ class RolloutBuffer(ReplayBuffer):
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
             raise SchemaError(f"rollouts are [T] or [T, E], got a schema of batch size {tuple(schema.batch_size)}")
-        rollout = cls(capacity, schema.shape[0] if schema.ndim else None, device=device, **kwargs)
+        rollout = cls(capacity, schema.shape[0] if schema.ndim else None, **kwargs)
         rollout.storage.reserve(schema)
         return rollout
 
@@ -179,11 +171,8 @@ class RolloutBuffer(ReplayBuffer):
         got = tuple(data.batch_size)
         if len(got) < len(expected) or any(want not in (None, have) for want, have in zip(expected, got, strict=False)):
             names = ", ".join("n" if size is None else str(size) for size in expected)
-            raise ValueError(
-                f"{how} takes batch size [{names}] in a rollout of {self.num_steps} steps"
-                + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
-                + f", got {list(got)}"
-            )
+            rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
+            raise ValueError(f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}")
 
     # -- reading
 
@@ -218,31 +207,30 @@ class RolloutBuffer(ReplayBuffer):
     def _in_blocks(self, size: int) -> Iterator[TensorDictBase]:
         """Iterate as ``sample`` would, gathering several batches at a time."""
         sampler, storage = self._sampler, self._storage
-        batches: list[Any] = []
-        order, revision, start, plain = None, -1, 0, True
+        order, expected = None, (-1, -1)
+        batches: Iterator[TensorDictBase] = iter(())
         while not sampler.ran_out:
             with self._replay_lock, self._write_lock:
-                ahead, position = sampler.order(storage), sampler.position
-                number, between = divmod(position - start, size)
-                stale = ahead is not order or storage._mutation_revision != revision
-                if stale or between or number >= len(batches):
+                ahead, now = sampler.order(storage), (sampler.position, storage._mutation_revision)
+                batch = next(batches, None) if ahead is order and now == expected else None
+                if batch is None:  # the end of the block, or somebody drew or wrote meanwhile
                     self._require_estimates()
-                    order, revision, start, number = ahead, storage._mutation_revision, position, 0
-                    rows = max(1, _BLOCK_BYTES // (size * storage.row_bytes)) * size
-                    batches = self._gather_block(order[start : start + rows], size)
-                    by_batch = self.normalize_advantage == "minibatch"
+                    order, batches = ahead, self._gather_block(ahead[now[0] :], size)
+                    batch, by_batch = next(batches), self.normalize_advantage == "minibatch"
                     plain = not (len(self._parts.transforms) or self._pin_memory or by_batch)
                 self._note_draw(*sampler.draw(storage, size))
-                batch, batches[number] = batches[number], None
+                expected = now[0] + size, storage._mutation_revision
             yield batch if plain else self._finished(batch)
 
-    def _gather_block(self, flat: torch.Tensor, size: int) -> list[Any]:
+    def _gather_block(self, flat: torch.Tensor, size: int) -> Iterator[TensorDictBase]:
+        """Return the first batches of the rows ``flat``, as many as fit into a block."""
+        flat = flat[: max(1, _BLOCK_BYTES // (size * self._storage.row_bytes)) * size]
         index = coordinates(flat, self._storage)
         stacked = torch.stack(index, -1) if isinstance(index, tuple) else index
         batches = self._storage.written_rows().batches_at_cells(flat, size)
         for batch, rows in zip(batches, stacked.split(size), strict=True):
             set_entries_(batch, {"index": rows})
-        return batches
+        return iter(batches)
 
     def _finished(self, batch: TensorDictBase) -> TensorDictBase:
         batch = self._transformed(batch, ["index"])
@@ -266,11 +254,9 @@ class RolloutBuffer(ReplayBuffer):
         if writer.is_estimated:
             return
         if not (self.partial and writer.steps):
-            hint = ", or pass partial=True to read what is there" if writer.steps and not self.partial else ""
-            raise RuntimeError(
-                f"the rollout is not complete: {writer.steps} of {self.num_steps} steps are written. "
-                f"Write the rest first{hint}"
-            )
+            hint = ", or pass partial=True to read what is there" if writer.steps else ""
+            written = f"{writer.steps} of {self.num_steps} steps are written"
+            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}")
         writer.estimate()
 
     # -- statistics
@@ -280,15 +266,13 @@ class RolloutBuffer(ReplayBuffer):
         """For how many rows of this rollout the value network was called."""
         return self._writer.value_rows
 
-    explained_variance = _statistic(
-        "explained_variance",
-        "Share of the targets' variance that the values predicted; NaN if the targets do not vary.",
-    )
     advantage_mean = _statistic("advantage_mean", "Mean of the advantages, before any normalisation.")
     advantage_std = _statistic("advantage_std", "Population deviation of the advantages, before any normalisation.")
     value_target_mean = _statistic("value_target_mean", "Mean of the value targets, the (lambda-) returns.")
-    value_target_std = _statistic(
-        "value_target_std", "Population deviation of the value targets, the (lambda-) returns."
+    value_target_std = _statistic("value_target_std", "Population deviation of the value targets.")
+    explained_variance = _statistic(
+        "explained_variance",
+        "Share of the targets' variance that the values predicted; NaN if the targets do not vary.",
     )
 
     def summary(self) -> dict[str, float]:
@@ -305,10 +289,19 @@ class RolloutBuffer(ReplayBuffer):
             advantage_std, advantage_mean = torch.std_mean(target - value, correction=0)
             target_std, target_mean = torch.std_mean(target, correction=0)
             explained = explained_variance(value, target)
-            *moments, share = torch.stack([advantage_mean, advantage_std, target_mean, target_std, explained]).tolist()
-            rest = {"explained_variance": share, "value_rows": float(writer.value_rows)}
-            self._summary = revision, dict(zip(_MOMENTS, moments, strict=True)) | rest
+            numbers = torch.stack([advantage_mean, advantage_std, target_mean, target_std, explained]).tolist()
+            found = dict(zip(_STATISTICS, numbers, strict=True))
+            self._summary = revision, found | {"value_rows": float(writer.value_rows)}
         return dict(self._summary[1])
+
+
+def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
+    """Return a part: ``given``, or a new one with the settings that are not ``None``."""
+    settings = {setting: value for setting, value in settings.items() if value is not None}
+    if given is not None and settings:
+        ignored = ", ".join(map("{}=".format, settings))
+        raise ValueError(f"{name}= has settings of its own: pass {ignored} to it instead, or leave out {name}=")
+    return make(**settings) if given is None else given
 
 
 def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: Any, storage: Any, writer: Any) -> None:
@@ -318,9 +311,7 @@ def _refuse_arguments(num_steps: int, num_envs: int | None, normalize: Any, stor
         raise ValueError(f"normalize_advantage must be None, 'rollout' or 'minibatch', got {normalize!r}")
     rows = num_steps * (num_envs or 1)
     if getattr(storage, "max_size", rows) != rows:
-        raise ValueError(
-            f"a rollout of {num_steps} steps and {num_envs or 1} lanes needs a storage of {rows} rows, "
-            f"got one of {storage.max_size}"
-        )
+        rollout = f"a rollout of {num_steps} steps and {num_envs or 1} lanes"
+        raise ValueError(f"{rollout} needs a storage of {rows} rows, got one of {storage.max_size}")
     if writer is not None and not isinstance(writer, RolloutWriter):
         raise TypeError(f"writer must be a RolloutWriter, got {type(writer).__name__}")

@@ -26,7 +26,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE over a TensorDict; the fields are the arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """GAE over a TensorDict; the fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
 
     gamma: float
     lmbda: float
@@ -44,11 +44,11 @@ class RolloutEstimator:
         ``has_values=False`` ignores the entry ``value_key``.
         """
         lead = rows.batch_size[:ndim]
-        reward = _entry(rows, self.reward_key)
+        reward = entry(rows, self.reward_key)
         value = rows.get(self.value_key, None) if has_values else None
         asked = 0
         if value is None:
-            value, asked = self._network_values(rows, lead), lead.numel()
+            value, asked = self._network_values(rows, lead).to(self.dtype(reward, has_values=False)), lead.numel()
         value = value.detach()
         if value.shape != reward.shape:
             raise ValueError(
@@ -60,11 +60,15 @@ class RolloutEstimator:
         advantage, target = self._scan(value, next_value, reward, ends, terminated, ndim)
         return Estimates(value, advantage, target, asked + more)
 
-    def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return which steps end a trajectory, and which of them end the episode, both in the shape of the values.
+    def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
+        """Return the dtype of estimates: of the values ``like``; without values, the network's, else of rewards."""
+        if not has_values and self.value_network is not None:
+            like = next(self.value_network.parameters(), like)
+        return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
-        ``done`` goes before ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
-        """
+    def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+        """Return which steps end a trajectory, and which of them end the episode, in the shape of the values."""
+        # ``done`` goes before ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
         done, terminated, truncated = (
             self._flags(rows, key, value, ndim) for key in (self.done_key, self.terminated_key, self.truncated_key)
         )
@@ -108,12 +112,13 @@ class RolloutEstimator:
         count = index[0].numel()
         if not count:
             return next_value, 0
-        following = _entry(rows, "next")
+        following = entry(rows, "next")
         stored = following.get(self.value_key, None)
-        if stored is not None:
-            next_value[index], count = stored[index], 0
+        if stored is None:
+            found = self._network_values(following, torch.Size([count]), index)
         else:
-            next_value[index] = self._network_values(following, torch.Size([count]), index).to(value.dtype)
+            found, count = stored[index], 0
+        next_value[index] = found.to(value.dtype)
         return next_value, count
 
     @torch.no_grad()
@@ -127,7 +132,7 @@ class RolloutEstimator:
             raise ValueError(
                 f"{shape.numel()} rows need a value: {why}. Pass value_network=, a TensorDict module that writes it"
             )
-        entries = {key: _entry(data, key) for key in network.in_keys}
+        entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict(batch_size=shape)
         for key, x in entries.items():
             inputs.set(key, x if index is None else x[index])
@@ -150,7 +155,8 @@ class RolloutEstimator:
         return advantage, target
 
 
-def _entry(data: TensorDictBase, key: NestedKey) -> Any:
+def entry(data: TensorDictBase, key: NestedKey) -> Any:
+    """Return an entry, or raise a SchemaError that names what there is."""
     value = data.get(key, None)
     if value is None:
         raise SchemaError(f"no {key!r} in the data; there are {_names(data)}")

@@ -15,9 +15,8 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
-from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import lanes_of
-from rlbuf_td.writers.estimator import Estimates, RolloutEstimator
+from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
 from rlbuf_td.writers.ring import RingWriter
 
 _FILE = "rollout.json"
@@ -35,7 +34,8 @@ class RolloutWriter(RingWriter):
     once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory breaks off
     (truncated, or at the end of the rollout), the network is called on the true next observation: at most
     E + (number of truncations) rows. A trajectory ends with a step that is ``done``, and where the collector's
-    ``("collector", "traj_ids")`` change. It may span rollouts.
+    ``("collector", "traj_ids")`` change. It may span rollouts. Estimates have the dtype of stored values, else that of
+    the network's parameters.
 
     Args:
         gamma: discount, in [0, 1].
@@ -45,14 +45,13 @@ class RolloutWriter(RingWriter):
         normalize_advantage: scale the stored advantages to mean 0 and deviation 1 over the rollout. Value targets use
             the advantages before.
         value_key: values ``[..., *F]``, floating point.
-        advantage_key: where to store advantages.
-        value_target_key: where to store value targets.
+        advantage_key, value_target_key: where to store the estimates.
         reward_key: rewards, of the values' shape.
-        done_key: the end of a trajectory, bool, of the values' shape or one per step. Default if the data has no such
-            entry: terminated or truncated.
-        terminated_key: the end of an episode. Default if the data has no such entry: done and not truncated.
+        done_key: the end of a trajectory, bool, of the values' shape or one per step. If missing: terminated or
+            truncated.
+        terminated_key: the end of an episode. If missing: done and not truncated.
         truncated_key: an end of a trajectory that does not end the episode; read if one of the other two is missing.
-        trajectory_key: trajectory numbers, one per step; optional in the data.
+        trajectory_key: trajectory numbers, one per step; may be missing.
 
     Attributes:
         value_rows: the number of rows on which the network was called for the last rollout.
@@ -114,9 +113,8 @@ class RolloutWriter(RingWriter):
     def register_storage(self, storage: Storage) -> None:
         """Write into ``storage`` from now on; it must hold tensors (TypeError)."""
         if not isinstance(storage, TensorStorage):
-            raise TypeError(
-                f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {type(storage).__name__}"
-            )
+            name = type(storage).__name__
+            raise TypeError(f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {name}")
         super().register_storage(storage)
 
     @property
@@ -137,6 +135,9 @@ class RolloutWriter(RingWriter):
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index. Raises as ``extend``."""
         steps = self._storage._max_size_along_dim0(single_data=data)
+        if steps == 1:  # a whole rollout, which is estimated before it is written
+            index = self.extend(data.unsqueeze(0))
+            return 0 if self._storage.ndim == 1 else index
         return self._write_part(super().add, data, 1, steps)
 
     def extend(self, data: Any) -> Tensor:
@@ -161,16 +162,13 @@ class RolloutWriter(RingWriter):
         if count < steps:
             return self._write_part(super().extend, data, count, steps)
         estimates = self.estimator.estimate(data, self._storage.ndim)
-        rows = data.copy()
-        for key, x in self._columns(estimates).items():
-            rows.set(key, x)
-        index = super().extend(rows)
+        index = super().extend(data.copy().update(self._columns(estimates)))
         self.value_rows, self._estimated_steps = estimates.rows_asked, count
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
         """Write some steps of a rollout without estimates; with the last ones, estimate all."""
-        storage, cursor, before = self._storage, self._cursor, len(self._storage)
+        storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
             raise ValueError(
@@ -189,18 +187,15 @@ class RolloutWriter(RingWriter):
             except BaseException:
                 self._cursor_value.value = cursor
                 self._write_count_value.value -= count
-                storage._len = cursor * lanes if cursor else before
+                storage._len = cursor * lanes
                 raise
         return index
 
     def _with_placeholders(self, data: TensorDictBase, has_values: bool) -> TensorDictBase:
-        """Return ``data`` with NaN in place of the estimates."""
-        like = data.get(self.value_key if has_values else self.estimator.reward_key, None)
-        if like is None:
-            raise SchemaError(f"no {self.estimator.reward_key!r} in the data")
-        dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
-        rows = data.copy()
+        like = entry(data, self.value_key if has_values else self.estimator.reward_key)
+        dtype = self.estimator.dtype(like, has_values=has_values)
         missing = (self.advantage_key, self.value_target_key, *(() if has_values else (self.value_key,)))
+        rows = data.copy()
         for key in missing:
             rows.set(key, torch.full_like(like, torch.nan, dtype=dtype))
         return rows
@@ -237,7 +232,8 @@ class RolloutWriter(RingWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """Return cursor and counters, and how far the current rollout has been estimated."""
-        return super().state_dict() | self._progress()
+        progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
+        return super().state_dict() | progress | {"value_rows": self.value_rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called."""
@@ -248,23 +244,13 @@ class RolloutWriter(RingWriter):
     def dumps(self, path: str | Path) -> None:
         """Write the state into the folder ``path``."""
         super().dumps(path)
-        (Path(path) / _FILE).write_text(json.dumps(self._progress()))
+        (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: str | Path) -> None:
         """Read the state from the folder ``path``."""
         super().loads(path)
-        progress = json.loads((Path(path) / _FILE).read_text())
-        self.load_state_dict(super().state_dict() | progress)
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "estimated_steps": self._estimated_steps,
-            "has_values": self._has_values,
-            "value_rows": self.value_rows,
-        }
+        self.load_state_dict(super().state_dict() | json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}, cursor={self._cursor}, "
-            f"write_count={self._write_count})"
-        )
+        settings = f"gamma={self.estimator.gamma}, lmbda={self.estimator.lmbda}"
+        return f"{type(self).__name__}({settings}, cursor={self._cursor}, write_count={self._write_count})"

@@ -138,22 +138,6 @@ def test_a_write_within_a_loop_is_noticed(make_world):
     assert {tuple(x) for x in rows.tolist()} == {tuple(x) for x in new["observation"].reshape(-1, 2).tolist()}
 
 
-def test_a_new_rollout_replaces_the_old_one(make_world):
-    world = make_world(3)
-    rollout, _ = filled(world)
-    for way in ("add", "parts", "extend"):
-        data = world.steps(8)
-        if way == "add":
-            for step in data.unbind(1):
-                rollout.add(step.clone())
-        else:
-            for part in data.split(5 if way == "parts" else 8, 1):
-                rollout.extend(part.clone())
-        torch.testing.assert_close(rollout.storage["advantage"].transpose(0, 1), world.estimates(data)[0])
-        assert sum(len(batch) for batch in rollout) == 24
-    assert rollout.write_count == 32
-
-
 def test_reading_before_the_rollout_is_complete_is_an_error_that_says_what_to_do(make_world):
     world = make_world(3)
     rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
@@ -173,22 +157,23 @@ def test_reading_before_the_rollout_is_complete_is_an_error_that_says_what_to_do
 
 def test_an_incomplete_rollout_can_be_read_on_request(make_world):
     world = make_world(3)
-    data = world.steps(8)
+    data = world.steps(8, values=False)
     rollout = RolloutBuffer(8, 3, batch_size=4, partial=True, gamma=0.9, lmbda=0.8, value_network=world.module())
     with pytest.raises(RuntimeError, match="0 of 8 steps are written"):
         rollout.sample()
-    rollout.extend(data[:, :4].clone())
-    advantage, _ = world.estimates(data[:, :4])
-    batches = torch.cat(list(rollout))
-    assert len(batches) == 12
-    t, e = batches["index"].unbind(-1)
-    torch.testing.assert_close(batches["advantage"], advantage[e, t])
-    assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
-    rollout.extend(data[:, 4:].clone())
-    advantage, _ = world.estimates(data)
-    assert rollout.is_complete
-    torch.testing.assert_close(rollout.storage["advantage"].transpose(0, 1), advantage)
-    assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
+    with pytest.raises(RuntimeError, match="no step has been written"):
+        rollout.writer.estimate()
+    for written in (4, 6, 8):
+        rollout.extend(data[:, rollout.writer.steps : written].clone())
+        assert rollout.writer.is_estimated == rollout.is_complete == (written == 8)
+        advantage, _ = world.estimates(data[:, :written])
+        for _ in range(2):
+            batches = torch.cat(list(rollout))
+            assert len(batches) == 3 * written
+            t, e = batches["index"].unbind(-1)
+            torch.testing.assert_close(batches["advantage"], advantage[e, t])
+        assert rollout.summary()["advantage_mean"] == pytest.approx(advantage.mean().item(), abs=1e-6)
+    assert len(world.network.asked) <= 2 * 3  # for each estimate: all steps, and the rows that break off
 
 
 def test_writes_of_the_wrong_shape_are_refused_and_change_nothing(make_world):
@@ -219,6 +204,14 @@ def test_wrong_settings_are_refused():
         RolloutBuffer(2, 3, storage=PackedStorage(8, ndim=2))
     with pytest.raises(TypeError, match="writer must be a RolloutWriter, got int"):
         RolloutBuffer(2, 3, writer=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="writer= has settings of its own: pass gamma=, normalize_advantage= to it"):
+        RolloutBuffer(2, 3, writer=RolloutWriter(), gamma=0.99, normalize_advantage="rollout")
+    with pytest.raises(ValueError, match="sampler= has settings of its own: pass epochs=, shuffle=, drop_last= to it"):
+        RolloutBuffer(2, 3, sampler=MinibatchSampler(), epochs=1, shuffle=True, drop_last=False)
+    with pytest.raises(
+        ValueError, match="storage= has settings of its own: pass device= to it instead"
+    ):
+        RolloutBuffer(2, 3, storage=PackedStorage(6, ndim=2), storing_device="cpu")
     rollout = RolloutBuffer(1)
     after = {"reward": torch.ones(1, 1), "done": torch.ones(1, 1).bool()}
     rollout.extend(TensorDict({"state_value": torch.zeros(1, 1), "next": after}, [1]))
@@ -280,24 +273,17 @@ def test_a_restored_buffer_continues_the_epoch_and_the_rollout(make_world, how, 
     rollout.set_rng(torch.Generator().manual_seed(0))
     for _ in range(3):
         rollout.sample()
-    empty = RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module())
-    other = restored(rollout, empty, how, tmp_path)
+    empty = [RolloutBuffer(8, 3, batch_size=5, gamma=0.9, lmbda=0.8, value_network=world.module()) for _ in range(2)]
+    other = restored(rollout, empty[0], how, tmp_path)
     assert other.is_complete
     assert other.summary() == rollout.summary()
     for _ in range(7):
         assert (rollout.sample() == other.sample()).all()
-    more = world.steps(8)
-    for rb in (rollout, other):
-        rb.extend(more.clone())
+    more = world.steps(8, values=False)
+    rollout.extend(more[:, :5].clone())
+    for rb in (rollout, restored(rollout, empty[1], how, tmp_path)):
+        rb.extend(more[:, 5:].clone())
         torch.testing.assert_close(rb.storage["advantage"].transpose(0, 1), world.estimates(more)[0])
-
-
-def test_prefetch_gives_the_same_rows(make_world):
-    world = make_world(3)
-    rollout, _ = filled(world, epochs=2, prefetch=2)
-    for _ in range(5):  # a race would not show every time
-        rows = torch.cat([batch["index"] for batch in rollout])
-        assert sorted(map(tuple, rows.tolist())) == sorted(2 * [(t, e) for t in range(8) for e in range(3)])
 
 
 def test_a_writer_of_ones_own_sets_the_keys(make_world):
@@ -305,7 +291,7 @@ def test_a_writer_of_ones_own_sets_the_keys(make_world):
     writer = RolloutWriter(
         0.9, 0.8, value_network=world.module(), advantage_key="adv", value_target_key=("targets", "v")
     )
-    rollout, data = filled(world, writer=writer)
+    rollout, data = filled(world, writer=writer, gamma=None, lmbda=None, value_network=None)
     for batch in rollout:
         t, e = batch["index"].unbind(-1)
         torch.testing.assert_close(batch["adv"], world.estimates(data)[0][e, t])

@@ -16,7 +16,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 from torchrl.trainers.algorithms.ppo import PPOTrainer
 
-from rlbuf_td import MinibatchSampler, RolloutBuffer
+from rlbuf_td import RolloutBuffer
 
 STEPS, LANES = 16, 3
 
@@ -120,19 +120,6 @@ def test_a_ppo_update_is_that_of_torchrls_recipe(agent):
     assert len(our_losses) == 4 * 7
     torch.testing.assert_close(our_losses, their_losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(our_weights, their_weights, rtol=1e-3, atol=1e-5)
-
-
-def test_the_sampler_takes_the_place_of_torchrls_in_its_recipe(agent):
-    actor, critic = agent
-    data = one_batch(actor)
-    with torch.no_grad():
-        GAE(gamma=0.99, lmbda=0.95, value_network=critic)(data)
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(STEPS * LANES), sampler=MinibatchSampler(epochs=2), batch_size=7
-    )
-    buffer.extend(data.reshape(-1))
-    rows = torch.cat([batch["index"] for batch in buffer])
-    assert rows.bincount().tolist() == [2] * STEPS * LANES
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -93,20 +93,6 @@ def test_only_rows_that_break_off_are_asked_and_by_their_true_next_observation(m
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
-def test_a_trajectory_may_span_rollouts(make_world):
-    """No end within two rollouts: the first bootstraps at its last step, the second starts from there."""
-    world = make_world(2)
-    none = torch.zeros(2, 8, dtype=torch.bool)
-    data = world.steps(8, terminated=none, truncated=none)
-    rb = rollouts(world, 4)
-    for part in (data[:, :4], data[:, 4:]):
-        rb.extend(part.clone())
-        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(part)[0])
-    after = data["next", "observation"]
-    asked = torch.cat(world.network.asked)
-    torch.testing.assert_close(asked, torch.stack([after[0, 3], after[1, 3], after[0, 7], after[1, 7]]))
-
-
 def test_a_change_of_trajectory_breaks_off_what_came_before(make_world):
     world = make_world(1)
     none = torch.zeros(1, 6, dtype=torch.bool)
@@ -186,18 +172,6 @@ def test_terminated_is_what_is_done_but_not_truncated_where_it_is_missing(make_w
         torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
-def test_advantages_can_be_normalized_and_targets_never_are(make_world):
-    world = make_world(3)
-    data = world.steps(20)
-    rb = rollouts(world, 20, normalize_advantage=True)
-    rb.extend(data.clone())
-    advantage, target = world.estimates(data)
-    rows = stored(rb)
-    expected = (advantage - advantage.mean()) / advantage.std(correction=0)
-    torch.testing.assert_close(rows["advantage"], expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(rows["value_target"], target)
-
-
 def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_old(make_world):
     world = make_world(2)
     rb = rollouts(world, 4)
@@ -217,48 +191,27 @@ def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_ol
     assert writer.steps == 0
 
 
-def test_an_incomplete_rollout_can_be_estimated_and_continued(make_world):
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_failing_network_leaves_the_rollout_as_it_was(make_world, steps):
     world = make_world(2)
-    data = world.steps(6, values=False)
-    rb = rollouts(world, 6)
+    rb = rollouts(world, steps)
     writer = rb.writer
-    with pytest.raises(RuntimeError, match="no step has been written"):
-        writer.estimate()
-    for step in data[:, :4].unbind(1):
-        rb.add(step)
-    assert not writer.is_estimated
-    writer.estimate()
-    assert writer.is_estimated
-    assert not writer.is_complete
-    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data[:, :4])[0])
-    asked = len(world.network.asked)
-    writer.estimate()
-    assert len(world.network.asked) == asked
-    rb.add(data[:, 4].clone())
-    assert not writer.is_estimated
-    rb.add(data[:, 5].clone())
-    torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
-
-
-def test_a_failing_network_leaves_the_rollout_as_it_was(make_world):
-    world = make_world(2)
-    rb = rollouts(world, 4)
-    writer = rb.writer
-    first, second = world.steps(4), world.steps(4)
+    first, second = world.steps(steps, p=0), world.steps(steps, p=0)
     rb.extend(first.clone())
     before = stored(rb)
     world.network.fails = True
     with pytest.raises(RuntimeError, match="the network failed"):
         rb.extend(second.clone())
-    assert (stored(rb) == before).all()
-    assert rb.write_count == 4
-    for step in second[:, :3].unbind(1):
+    for step in second[:, :-1].unbind(1):
         rb.add(step.clone())
     with pytest.raises(RuntimeError, match="the network failed"):
-        rb.add(second[:, 3].clone())
-    assert (writer.steps, rb.write_count, writer.is_complete) == (3, 7, False)
+        rb.add(second[:, -1].clone())
+    if steps == 1:
+        assert (stored(rb) == before).all()
+    assert (writer.steps, rb.write_count, writer.is_complete) == (steps - 1 or 1, 2 * steps - 1, steps == 1)
     world.network.fails = False
-    rb.add(second[:, 3].clone())
+    index = rb.add(second[:, -1].clone())
+    assert index.tolist() == [[steps - 1, 0], [steps - 1, 1]]
     torch.testing.assert_close(stored(rb)["advantage"], world.estimates(second)[0])
 
 
@@ -309,23 +262,6 @@ def test_what_is_missing_is_named(make_world):
         RolloutWriter(1.5)
 
 
-@pytest.mark.parametrize("how", ["state_dict", "dumps"])
-def test_state_survives_in_the_middle_of_a_rollout(make_world, how, tmp_path):
-    world = make_world(2)
-    data = world.steps(6, values=False)
-    buffers = [rollouts(world, 6) for _ in range(2)]
-    for step in data[:, :4].unbind(1):
-        buffers[0].add(step.clone())
-    if how == "state_dict":
-        buffers[1].load_state_dict(buffers[0].state_dict())
-    else:
-        buffers[0].dumps(tmp_path)
-        buffers[1].loads(tmp_path)
-    for rb in buffers:
-        rb.extend(data[:, 4:].clone())
-        torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
-
-
 def test_values_with_a_gradient_are_stored_without(make_world):
     world = make_world(2)
     data = world.steps(6)
@@ -338,16 +274,23 @@ def test_values_with_a_gradient_are_stored_without(make_world):
         torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_values_keep_their_dtype(make_world, dtype):
+@pytest.mark.parametrize("values", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("network", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rewards", [torch.float64, torch.float32, torch.bfloat16])
+def test_estimates_have_the_dtype_of_values_or_of_the_network_in_rollouts_written_in_any_way(
+    make_world, rewards, network, values
+):
     world = make_world(2)
-    data = world.steps(6)
-    data["next", "state_value"] = world.value(data["next", "observation"])
-    advantage, _ = world.estimates(data)
-    for key in ("state_value", ("next", "state_value"), ("next", "reward")):
-        data[key] = data[key].to(dtype)
-    for way in WAYS:
-        rb = rollouts(world, 6, value_network=None)
+    world.network.to(network)
+    rb = rollouts(world, 6)
+    for way in (*WAYS, "whole"):
+        data = world.steps(6, values=values is not None)
+        expected, _ = world.estimates(data)
+        data["next", "reward"] = data["next", "reward"].to(rewards)
+        data["next", "state_value"] = world.value(data["next", "observation"])
+        if values is not None:
+            data["state_value"] = data["state_value"].to(values)
         write(rb, data, way)
-        assert stored(rb)["advantage"].dtype == dtype
-        torch.testing.assert_close(stored(rb)["advantage"].float(), advantage, rtol=0.05, atol=0.1)
+        rows = stored(rb)
+        assert {rows[key].dtype for key in ("state_value", "advantage", "value_target")} == {values or network}
+        torch.testing.assert_close(rows["advantage"].float(), expected, rtol=0.05, atol=0.1)
