@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from rlbuf_td.cli import UsageError
 
 OPERATIONS = (
     *("uniform", "proportional", "update", "cycle", "rank", "rank_update"),
@@ -12,6 +15,21 @@ OPERATIONS = (
     *("leaves-12", "leaves-3", "record"),
     *("gae", "gae-vectorized", "ppo"),
 )
+
+
+def _number(low: int, high: int = 10**15) -> Callable[[str], int]:
+    """Return a converter of texts such as ``1000`` and ``1e3`` to whole numbers within bounds."""
+
+    def convert(text: str) -> int:
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if not (low <= number <= high and number == int(number)):
+            raise argparse.ArgumentTypeError(f"expected a whole number from {low} to {high:,}, got {text}")
+        return int(number)
+
+    return convert
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,8 +52,8 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument(
         "--sampler", default="proportional", choices=("uniform", "proportional", "rank"), help="of dqn's replay"
     )
-    demo.add_argument("--steps", type=int, default=None, help="environment steps at most")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=_number(1), default=None, help="environment steps at most")
+    demo.add_argument("--seed", type=_number(0, 2**31), default=0)
     demo.add_argument("--device", default="cpu", help="where network and buffer live")
     demo.add_argument("--out", type=Path, default=None, help="folder for the picture and the policy")
 
@@ -43,11 +61,11 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--device", default="cpu", help="cuda: check and time what runs on the GPU, nothing else")
     bench.add_argument(
-        "--rows", type=float, nargs="*", default=[1e4, 1e5, 1e6, 1e7], help="capacities, full; 1e7 takes 18 GB"
+        "--rows", type=_number(1), nargs="+", default=[10**4, 10**5, 10**6, 10**7], help="capacities; 1e7 takes 18 GB"
     )
-    bench.add_argument("--images", type=float, default=5e3, help="capacity of the image buffers; 0 for none")
-    bench.add_argument("--batch", type=int, default=256)
-    bench.add_argument("--rounds", type=int, default=15, help="interleaved blocks of 10 calls")
+    bench.add_argument("--images", type=_number(0), default=5_000, help="capacity of the image buffers; 0 for none")
+    bench.add_argument("--batch", type=_number(1), default=256)
+    bench.add_argument("--rounds", type=_number(1), default=15, help="interleaved blocks of 10 calls")
     bench.add_argument(
         "--only", nargs="*", default=None, choices=OPERATIONS, metavar="OPERATION", help=", ".join(OPERATIONS)
     )
@@ -59,14 +77,14 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 def _add_train(train: argparse.ArgumentParser) -> None:
     scripts = ("dqn", "sac", "ppo")
     train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help="dqn, sac, ppo")
-    train.add_argument("--steps", type=int, default=None, help="environment steps per run")
-    train.add_argument("--rounds", type=int, default=3, help="runs of each script with each buffer, in turns")
+    train.add_argument("--steps", type=_number(1), default=None, help="environment steps per run")
+    train.add_argument("--rounds", type=_number(1), default=3, help="runs of each script with each buffer, in turns")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
-    plan.add_argument("--capacity", type=float, required=True, help="transitions")
-    plan.add_argument("--num-envs", type=int, default=0, help="lanes, for rows [T, E]; 0: rows [T]")
+    plan.add_argument("--capacity", type=_number(1), required=True, help="transitions")
+    plan.add_argument("--num-envs", type=_number(1), default=None, help="lanes, for rows [T, E]; default: rows [T]")
     plan.add_argument("--sampler", default="uniform", choices=("uniform", "proportional", "rank"))
     plan.add_argument("--device", default="cpu", help="where the rows are to lie")
     plan.add_argument("--scratch-dir", type=Path, default=None, help="a folder, for rows in a memory-mapped file")
@@ -118,6 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return COMMANDS[options.command](options)
+    except UsageError as error:
+        print(f"python -m rlbuf_td {options.command}: {error}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise

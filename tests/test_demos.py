@@ -79,18 +79,6 @@ def test_the_ppo_demo_solves_cartpole(tmp_path):
     assert run.final >= 475
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--env", "Pendulum-v1"], "DQN needs an environment with discrete actions"),
-        (["--steps", "100"], "--steps must be at least 1024"),
-    ],
-)
-def test_a_demo_that_cannot_work_says_why(tmp_path, arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        main(["demo", "--out", str(tmp_path), *arguments])
-
-
 class Always(torch.nn.Module):
     """Take the same action in every step."""
 

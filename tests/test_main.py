@@ -26,7 +26,31 @@ def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch
     assert f"'{missing}' is missing: pip install 'rlbuf_td[{extra}]'" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["play"])
-    assert "invalid choice: 'play'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("play", "invalid choice: 'play'"),
+        ("plan --env CartPole-v1 --capacity 1e30", "expected a whole number from 1 to 1,000,000,000,000,000, got 1e30"),
+        ("plan --env CartPole-v1 --capacity 10 --num-envs 0", "--num-envs: expected a whole number from 1"),
+        ("plan --env CartPole-v1 --capacity 10 --device nothing", "cannot plan for CartPole-v1"),
+        ("bench --rows -1", "--rows: expected a whole number from 1"),
+        ("bench --rounds 0", "--rounds: expected a whole number from 1"),
+        ("bench --batch 2.5", "--batch: expected a whole number from 1"),
+        ("train --steps many", "--steps: expected a whole number from 1"),
+        ("demo --env Nope", "--env Nope: Environment `Nope` doesn't exist"),
+        ("demo --env nope:Nope-v1", "No module named 'nope'"),
+        ("demo --device nothing", "--device nothing: this machine or build of torch has no such device"),
+        ("demo --seed -1", "--seed: expected a whole number from 0"),
+        ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
+        ("demo --steps 100", "--steps must be at least 1024"),
+        ("doctor nowhere", "cannot examine nowhere"),
+    ],
+)
+def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status: object = main(arguments.split())
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert message in capsys.readouterr().err

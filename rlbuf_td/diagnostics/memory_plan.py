@@ -330,7 +330,7 @@ def main(options: argparse.Namespace) -> int:
     settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}
     try:
         env = gymnasium.make_vec(options.env, options.num_envs) if options.num_envs else gymnasium.make(options.env)
-        needed = plan(env, int(options.capacity), **settings)
+        needed = plan(env, options.capacity, **settings)
     except (gymnasium.error.Error, ImportError, ValueError, RuntimeError) as error:
         print(f"cannot plan for {options.env}: {error}", file=sys.stderr)
         return 2

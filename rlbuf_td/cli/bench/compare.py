@@ -126,9 +126,8 @@ def main(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 190)
     timings: list[Timing] = []
     with console.status("filling buffers") as status:
-        capacities = [int(n) for n in options.rows]
         for timing in chain(
-            run(capacities, int(options.images), options.batch, options.rounds, operations),
+            run(options.rows, options.images, options.batch, options.rounds, operations),
             run_others(options.batch, options.rounds, operations),
         ):
             timings.append(timing)

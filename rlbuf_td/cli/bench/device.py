@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td.cli import UsageError, refuse_missing_device
 from rlbuf_td.cli.bench.contenders import image_rows, small_rows
 from rlbuf_td.cli.bench.timing import on_device, wall
 from rlbuf_td.functional import generalized_advantage_estimate
@@ -136,14 +136,13 @@ TIMINGS = (samples, from_host, images, advantages, torchrl)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Check, time and print; return 1 if there is no such device or something is wrong."""
+    """Check, time and print; return 1 if something is wrong."""
+    refuse_missing_device(options.device)
     device = torch.device(options.device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        reason = "has no CUDA device" if device.type == "cuda" else f"can time cpu and cuda, not {device.type}"
-        print(f"bench --device {options.device}: this machine or build of torch {reason}", file=sys.stderr)
-        return 1
+    if device.type != "cuda":
+        raise UsageError(f"--device {options.device}: expected cpu or cuda")
     torch.cuda.set_device(device)
-    rows = 1_000_000 if 1e6 in options.rows else int(max(options.rows))
+    rows = 1_000_000 if 1_000_000 in options.rows else max(options.rows)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {rows:,} rows of 167 bytes, batch {BATCH}")
     failed = 0
     for name, sampler in CHECKS.items():

@@ -21,6 +21,7 @@ from torchrl.modules import MLP, EGreedyModule, QValueModule
 from torchrl.objectives import DQNLoss, HardUpdate
 
 from rlbuf_td import ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.report import Run, prepare, tell
 
 CAPACITY = 50_000
@@ -38,7 +39,7 @@ def make_policy(env: EnvBase, steps: int, device: torch.device) -> tuple[TensorD
     """Return a greedy policy, and the module that makes it explore less and less."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
-        raise SystemExit("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
+        raise UsageError("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
     network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[256, 256], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
     explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.04, annealing_num_steps=steps // 6, device=device)
@@ -108,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
     """Train as the command line says, and tell how it went (``python -m rlbuf_td demo``)."""
     steps = STEPS if options.steps is None else options.steps
     if steps < WARM_UP:
-        raise SystemExit(f"--steps must be at least {WARM_UP}: learning begins after so many")
+        raise UsageError(f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps")
     out = prepare(options, f"dqn-{options.env}-{options.sampler}")
     run = train(options.env, options.sampler, steps, options.seed, torch.device(options.device), out)
     tell(run, f"the same from uniform replay, python -m rlbuf_td demo --sampler uniform --env {options.env}")

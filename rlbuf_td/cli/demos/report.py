@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import gymnasium
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -17,6 +18,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from tqdm import tqdm
+
+from rlbuf_td.cli import UsageError, refuse_missing_device
 
 T = TypeVar("T")
 
@@ -105,7 +108,16 @@ def tell(run: Run, following: str) -> None:
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
-    """Make the folder of a run and return it; let torch use one thread, as more would wait for each other."""
+    """Make the folder of a run and return it; let torch use one thread, as more would wait for each other.
+
+    Raises:
+        UsageError: there is no such device or environment.
+    """
+    refuse_missing_device(options.device)
+    try:
+        gymnasium.make(options.env).close()
+    except (gymnasium.error.Error, ImportError) as error:
+        raise UsageError(f"--env {options.env}: {error}") from None
     out = options.out or Path("runs") / f"{name}-seed{options.seed}"
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
