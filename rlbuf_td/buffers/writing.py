@@ -65,7 +65,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
         with _set_dispatch_td_nn_modules(True):
             data = rb.transform.inv(data)
         if data is None:  # a transform may keep data back
-            return torch.zeros((0, parts.storage.ndim), dtype=torch.long)
+            return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
     rows, td_error = data, None
     if how == "extend" and (dim := rb.dim_extend) > 0:
         if data.ndim <= dim:

@@ -44,7 +44,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(value, float | np.floating):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, np.ndarray | np.bool_):
-        value = torch.as_tensor(value)
+        value = torch.as_tensor(value, device="cpu")
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.layout is not torch.strided or value.is_quantized:
             raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")

@@ -123,7 +123,7 @@ class DumpReader:
     def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
         """Return a tensor in RAM."""
         self._require_files(stored)
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         self.read_into(stored, 0, data, report)
         return data.view(stored.dtype).view(stored.shape)
 

@@ -34,8 +34,8 @@ class Fit:
 
     def rows(self, lanes: int) -> torch.Tensor:
         """Return the saved flat row of each row of the storage, ``[steps * lanes]`` int64."""
-        parts = [torch.arange(first * lanes, (first + count) * lanes) for first, count in self.ranges]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in self.ranges]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:

@@ -111,7 +111,7 @@ def _path(key: NestedKey) -> Key:
 def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
     """Start copying tensors from a GPU to the host; return the copies, and the event after which they are complete."""
     copies = [
-        None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
         for x in columns
     ]
     event = torch.cuda.Event()

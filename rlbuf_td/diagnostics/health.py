@@ -51,7 +51,7 @@ class ReplayCount:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._counts = torch.zeros(0, dtype=torch.int32)
+        self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     @classmethod
     def attached_to(cls, storage: Storage) -> ReplayCount | None:
@@ -168,10 +168,10 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     if isinstance(sampler, Prioritized):
         return sampler.probability(index)
     if type(sampler) is PrioritizedSampler:
-        weight = torch.as_tensor(sampler._sum_tree[index.cpu()]).double()
+        weight = torch.as_tensor(sampler._sum_tree[index.cpu()], device="cpu").double()
         return weight / weight.sum()
     if isinstance(sampler, UniformSampler | MinibatchSampler | RandomSampler | SamplerWithoutReplacement):
-        return torch.full((rows,), 1 / rows, dtype=torch.float64)
+        return torch.full((rows,), 1 / rows, dtype=torch.float64, device="cpu")
     return None
 
 

@@ -15,7 +15,7 @@ from tensordict import NestedKey
 from torchrl.data.replay_buffers import PrioritizedSampler, ReplayBuffer, SamplerWithoutReplacement, Storage
 
 from rlbuf_td.envs.specs import schema_of
-from rlbuf_td.kernels.episodes import make_boundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
@@ -292,9 +292,9 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
     """Return the bytes of a trajectory index; 0 if the rows do not say where trajectories end."""
     if not any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves):
         return 0
-    with torch.device("meta"):  # shapes without memory
-        boundaries = make_boundaries(steps, lanes, torch.device("cpu" if device.type == "cpu" else "meta"))
-        return sum(tensor.nbytes for tensor in boundaries.tensors().values())
+    kind = BitBoundaries if device.type == "cpu" else FlagBoundaries
+    tensors = kind(steps, lanes, torch.device("meta")).tensors()  # shapes without memory
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _places(device: torch.device, scratch_dir: Path | None, shared: bool) -> Iterator[Room]:

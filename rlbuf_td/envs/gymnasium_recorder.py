@@ -254,7 +254,7 @@ class GymnasiumRecorder:
 
     def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
         """Return the rows to fill: those of the schema, and of the first step's extras and infos."""
-        more = {key: torch.as_tensor(to_array(value)) for key, value in leaves_of(extras)}
+        more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in leaves_of(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
         more |= {

@@ -128,7 +128,7 @@ def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, s
         value = _stacked(found)[0] if len(found) else None
     if value is None:
         raise missing_info(path)
-    value = torch.as_tensor(to_array(value))
+    value = torch.as_tensor(to_array(value), device="cpu")
     return value.expand(lanes, *value.shape)
 
 

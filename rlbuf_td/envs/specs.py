@@ -164,7 +164,7 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, bool | int | float):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     array = np.asarray(value)
     if not array.flags.writeable or min(array.strides, default=0) < 0 or not array.dtype.isnative:
         array = np.array(array, dtype=array.dtype.newbyteorder("="))  # torch cannot share such memory

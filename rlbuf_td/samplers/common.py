@@ -128,7 +128,7 @@ def refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
 
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
     """Return TD errors, one or one per row, as ``[rows]`` float32 or float64, contiguous, on ``device``."""
-    td_error = priority if type(priority) is Tensor else torch.as_tensor(priority)
+    td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
     if td_error.requires_grad:

@@ -331,10 +331,10 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         if rows is None and saved >= capacity:
             return state
         refuse_state(state["priorities"], self._saved(self._make(saved, "meta")))
-        rows = torch.arange(saved) if rows is None else rows
+        rows = torch.arange(saved, device="cpu") if rows is None else rows
         tensors = {}
         for name, like in self._saved(self._make(capacity, "meta")).items():
-            tensors[name] = torch.full(like.shape, self._blank[name], dtype=like.dtype)
+            tensors[name] = torch.full(like.shape, self._blank[name], dtype=like.dtype, device="cpu")
             tensors[name][: len(rows)] = state["priorities"][name].cpu()[rows]
         return state | {"max_capacity": capacity, "priorities": tensors}
 

@@ -185,7 +185,7 @@ class RankSampler(Prioritized):
 
     def _make(self, capacity: int, device: torch.device | str) -> RankOrder:
         with outside_inference_mode():
-            return make_order(torch.full((capacity,), -1.0, device=device), self._stale_updates)
+            return make_order(torch.full((capacity,), -1.0, dtype=torch.float32, device=device), self._stale_updates)
 
     def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
         largest = self.table.update_(flat, td_error, rows, counts)

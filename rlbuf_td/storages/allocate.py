@@ -171,7 +171,7 @@ def allocate_bytes(
     try:
         if shared:
             storage = torch.UntypedStorage._new_shared(nbytes)
-            return torch.empty(0, dtype=torch.uint8).set_(storage)
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         if offload:
             return page_locked(nbytes, device)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -208,7 +208,7 @@ def allocate_sparse(
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
             memory = torch.frombuffer(mmap.mmap(-1, nbytes, kind), dtype=torch.uint8)
         else:
-            memory = torch.zeros(nbytes, dtype=torch.uint8)
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     except (OSError, RuntimeError) as error:
         room = room_for(cpu)
         raise MemoryError(f"{what} {show_bytes(likely)}, which cannot be had: {room.words()}. {remedy}") from error

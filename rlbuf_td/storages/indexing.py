@@ -65,7 +65,7 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
     Of pageable memory the driver has a copy when the call returns (CUDA Runtime API, "API synchronization behavior").
     Page-locked memory it would read later, when its owner may have changed it: that is waited for.
     """
-    value = torch.as_tensor(value)
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
         return value
     is_taken_over = device.type == "cuda" and value.device.type == "cpu" and not value.is_pinned()

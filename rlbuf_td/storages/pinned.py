@@ -113,4 +113,4 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 def _forget_error(index: int) -> None:
     """Launch a kernel: it reports the error of the call before it, which is then forgotten."""
     with suppress(RuntimeError):
-        torch.ones(1, device=torch.device("cuda", index))
+        torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

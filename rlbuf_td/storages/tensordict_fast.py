@@ -29,7 +29,7 @@ def _construct(entries: dict[str, Any], batch_size: torch.Size, device: torch.de
 
 def _knows_tensordict() -> bool:
     """Return whether a TensorDict put together by hand is, attribute by attribute, what the constructor makes."""
-    example = {"x": torch.zeros(2)}, torch.Size([2]), torch.device("cpu")
+    example = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
     try:
         return _assemble(*example).__dict__.keys() == _construct(*example).__dict__.keys()
     except (AttributeError, TypeError):

@@ -71,7 +71,7 @@ class TrajectoryIndex:
 
     def _unbind(self) -> None:
         self._columns: TensorDictBase | None = None  # the storage's own, when the views below were made
-        self._end = torch.empty(0)
+        self._end = torch.empty(0, dtype=torch.bool, device="cpu")
         self._name: torch.Tensor | None = None
         self._flags: list[torch.Tensor] = []  # what `_end` is a copy of, if it is not a column itself
 
@@ -165,7 +165,7 @@ class TrajectoryIndex:
 
         -1 is a row that the writer has left out: what comes next follows nothing.
         """
-        rows = torch.as_tensor(index).cpu().numpy()
+        rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None:
@@ -315,7 +315,7 @@ class TrajectoryIndex:
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
-        return state | {"size": torch.tensor(self._end.shape)}
+        return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
@@ -327,7 +327,7 @@ class TrajectoryIndex:
             self._boundaries = None
             return
         boundaries = self._bind()
-        size = torch.tensor(self._end.shape)
+        size = torch.tensor(self._end.shape, device="cpu")
         shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}
         if shapes != {name: tensor.shape for name, tensor in state_dict.items()} or (state_dict["size"] != size).any():
             raise ValueError("the saved trajectory index is of a storage of another size, or of another device")

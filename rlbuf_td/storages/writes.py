@@ -40,7 +40,7 @@ def as_index(index: Any) -> torch.Tensor:
     array = np.asarray(index)
     if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
         array = array.astype(np.int64, copy=False)
-    return torch.as_tensor(array)
+    return torch.as_tensor(array, device="cpu")
 
 
 def as_steps(cursor: Any, total: int) -> np.ndarray:

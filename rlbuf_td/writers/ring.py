@@ -85,8 +85,7 @@ class RingWriter(RoundRobinWriter):
         cursor = self._cursor_value.value
         kept = min(count, steps)
         start = (cursor + count - kept) % steps
-        device = getattr(data, "device", None)
-        index = torch.arange(cursor, cursor + count, device=device)
+        index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
         if cursor + count > steps:
             index %= steps
         if isinstance(storage, PackedStorage):
@@ -108,7 +107,7 @@ class RingWriter(RoundRobinWriter):
         """Return the index of all lanes of a time step, ``[lanes, ndim]``, as TorchRL does in twenty times as long."""
         lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
-            first = self._replicate_index(torch.zeros(1, dtype=torch.long))
+            first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
             along_time = torch.zeros_like(first)
             along_time[:, 0] = 1
             self._first_index = lanes, first, along_time
@@ -178,7 +177,7 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tenso
     if n is not None and not 1 <= n <= steps:
         raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
     end = _next_step(storage)
-    return torch.arange(end - (steps if n is None else n), end) % steps
+    return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
 
 
 def _without_index(data: Any) -> Any:

@@ -79,7 +79,7 @@ def pack(
         layout, leaves = rows.layout, []
     packet = Packet(layout, report_layout, flat.shape[0])
     if host is None or host.numel() < packet.nbytes:
-        host = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+        host = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
     packed, packed_report = packet._split(host[: packet.nbytes])
     if isinstance(rows, TensorDictBase):
         torch._foreach_copy_(layout.columns(packed), leaves)

@@ -82,7 +82,7 @@ class _PriorityReturn:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            hosts = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors)
+            hosts = tuple(torch.empty(each.shape, dtype=each.dtype, pin_memory=True, device="cpu") for each in tensors)
             for host, each in zip(hosts, tensors, strict=True):
                 host.copy_(each, non_blocking=True)
                 if each.is_cuda:

@@ -99,7 +99,7 @@ class Record:
         if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
             self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
             return
-        self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool)
+        self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
         self.paired[self.newest] = False
         self._find_cuts(storage, index)
 
@@ -110,10 +110,10 @@ class Record:
             return
         index = index or TrajectoryIndex(storage, done_key=(*(done_key or ("next",))[:-1], "done"))
         device = next(iter(self.columns.values())).device
-        cut = torch.empty(self.steps * self.lanes, dtype=torch.bool)
+        cut = torch.empty(self.steps * self.lanes, dtype=torch.bool, device="cpu")
         ended = torch.empty_like(cut)
         try:
-            for rows in torch.arange(len(cut)).split(1 << 16):
+            for rows in torch.arange(len(cut), device="cpu").split(1 << 16):
                 _, ahead, over = index.reach(rows.to(device))
                 cut[rows], ended[rows] = ahead.cpu() == 0, over.cpu()
         except TypeError as error:
@@ -179,7 +179,7 @@ class Record:
         """Return a flat row as the storage indexes it."""
         if len(self.shape) == 1:
             return flat
-        return tuple(int(part) for part in torch.unravel_index(torch.tensor(flat), self.shape))
+        return tuple(int(part) for part in torch.unravel_index(torch.tensor(flat, device="cpu"), self.shape))
 
     def finding(
         self, code: str, where: torch.Tensor, of: int, explanation: str, remedy: str, key: Key | None = None
@@ -213,14 +213,15 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
     """Return a hash of each row's values, ``[n]`` int64 on the CPU; ``rows``: flat rows ``[n]``, or all."""
     generator = torch.Generator().manual_seed(0)
-    result = torch.zeros(record.steps * record.lanes if rows is None else len(rows), dtype=torch.int64)
+    result = torch.zeros(record.steps * record.lanes if rows is None else len(rows), dtype=torch.int64, device="cpu")
     for key in keys:
         column = record.columns[key]
         width = column.shape[2:].numel()
         if not width:
             continue
-        places = torch.linspace(0, width - 1, min(width, _HASHED)).long()
-        weight = torch.randint(-(1 << 62), 1 << 62, (len(places) * (1 + column.dtype.is_complex),), generator=generator)
+        places = torch.linspace(0, width - 1, min(width, _HASHED), dtype=torch.float64, device="cpu").long()
+        numbers = len(places) * (1 + column.dtype.is_complex)
+        weight = torch.randint(-(1 << 62), 1 << 62, (numbers,), generator=generator, device="cpu")
         parts = (column[each].flatten(0, 1) for each in record.blocks()) if rows is None else [record.at(key, rows)]
         numbers = (_bits(part.flatten(1)[:, places.to(part.device)].contiguous()).flatten(1) for part in parts)
         result += torch.cat([(each.cpu().long() * weight).sum(1) for each in numbers])

@@ -41,7 +41,8 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
     if flow is None and record.paired is not None and record.cut is not None:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
     stored = [flag for flag in (done, *flags) if flag is not None]
-    ended = torch.stack(stored).any(0) if stored else torch.zeros(record.steps, record.lanes, dtype=torch.bool)
+    none = torch.zeros(record.steps, record.lanes, dtype=torch.bool, device="cpu")
+    ended = torch.stack(stored).any(0) if stored else none
     mixed = shifted = False
     if flow is not None:
         mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
@@ -117,7 +118,9 @@ def _flow(record: Record) -> Flow | None:
 def _spread(where: torch.Tensor) -> torch.Tensor:
     """Return up to 256 of the flagged rows, evenly spread, as flat rows."""
     rows = where.flatten().nonzero()[:, 0]
-    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED)).long()] if len(rows) else rows
+    if not len(rows):
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
 
 
 # -- next observations that are not the following row's
@@ -295,7 +298,7 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
     if not len(usual):
         return 0.0, 0.0
     groups = usual, rows, (rows + record.lanes) % (record.steps * record.lanes)
-    total = [torch.zeros(len(each), dtype=torch.float64) for each in groups]
+    total = [torch.zeros(len(each), dtype=torch.float64, device="cpu") for each in groups]
     for key in record.main:
         if record.columns[key].dtype is torch.bool or record.columns[key].dtype.is_complex:
             continue

@@ -49,7 +49,7 @@ def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[F
     columns, rows = record.columns, record.steps * record.lanes
     finite = {key: _Tally(record) for key in columns if _must_be_finite(record, key)}
     outside = {key: _Tally(record) for key in _bounded(record, bounds)}
-    varies = {key: torch.zeros(1, dtype=torch.bool) for key in columns if _may_be_constant(record, key)}
+    varies = {key: torch.zeros(1, dtype=torch.bool, device="cpu") for key in columns if _may_be_constant(record, key)}
     for block in record.blocks():
         for key, tally in finite.items():
             tally.add(block, ~columns[key][block].isfinite().flatten(2).all(2))
@@ -269,8 +269,9 @@ def _of_spec(spec: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
             yield key, (part.space.low.cpu(), part.space.high.cpu())
         elif isinstance(getattr(part.space, "n", None), int) and not part.dtype.is_floating_point:
             # An index below n; or n flags.
-            high = 1 if part.shape and part.shape[-1] == part.space.n else part.space.n - 1
-            yield key, (torch.zeros(part.shape, dtype=torch.int64), torch.full(part.shape, high))
+            most = 1 if part.shape and part.shape[-1] == part.space.n else part.space.n - 1
+            high = torch.full(part.shape, most, device="cpu")
+            yield key, (torch.zeros_like(high), high)
 
 
 def _of_space(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
@@ -279,12 +280,13 @@ def _of_space(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
         for name, part in (entries(space.spaces) or {}).items():
             yield from _of_space(part, (*path, name))
     elif isinstance(space, spaces.Box):
-        yield path, (torch.as_tensor(space.low), torch.as_tensor(space.high))
+        yield path, (torch.as_tensor(space.low, device="cpu"), torch.as_tensor(space.high, device="cpu"))
     elif isinstance(space, spaces.Discrete):
-        low = torch.tensor(int(space.start))
+        low = torch.tensor(int(space.start), device="cpu")
         yield path, (low, low + int(space.n) - 1)
     elif isinstance(space, spaces.MultiDiscrete):
-        start, n = torch.as_tensor(space.start), torch.as_tensor(space.nvec)
+        start, n = (torch.as_tensor(each, device="cpu") for each in (space.start, space.nvec))
         yield path, (start, start + n - 1)
     elif isinstance(space, spaces.MultiBinary):
-        yield path, (torch.zeros(space.shape), torch.ones(space.shape))
+        low = torch.zeros(space.shape, dtype=torch.float32, device="cpu")
+        yield path, (low, low + 1)

@@ -48,14 +48,15 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     """
     storage = rb.storage
     lanes = lanes_of(storage).numel()
-    index = tuple(torch.as_tensor([part]) for part in row) if isinstance(row, Sequence) else torch.as_tensor([row])
+    index = torch.as_tensor([row], device="cpu")
+    index = index.unbind(-1) if isinstance(row, Sequence) else index
     flat = int(flat_rows(index, storage, device_of(storage)))
     if not 0 <= flat < len(storage):
         raise IndexError(f"there is no row {row}: {len(storage)} rows are stored")
     at = torch.tensor([flat], device=device_of(storage))
     back, ahead, ended = (int(x) for x in TrajectoryIndex.of(storage).reach(at))
     steps, capacity = np.arange(-back, ahead + 1), storage.max_size // lanes
-    cells = (flat // lanes + torch.arange(-back, ahead + 1)) % capacity * lanes + flat % lanes
+    cells = (flat // lanes + torch.arange(-back, ahead + 1, device="cpu")) % capacity * lanes + flat % lanes
     data = rb.storage.get(coordinates(cells.to(at.device), storage))
     chosen = _default_keys(data) if keys is None else list(keys)
     figure, axes = panels(len(chosen), 1, 1.15, sharex=True)

@@ -42,7 +42,7 @@ class FlagBoundaries:
         with outside_inference_mode():
             self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
             self.over = torch.zeros_like(self.cut)
-            self.head = torch.full((1,), -1)
+            self.head = torch.full((1,), -1, device="cpu")
         self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
@@ -147,15 +147,15 @@ class BitBoundaries:
         head: as in :class:`FlagBoundaries`.
     """
 
-    def __init__(self, steps: int, lanes: int) -> None:
+    def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.steps, self.lanes = steps, lanes
         sizes = [-(-steps // WORD)]
         while sizes[-1] > 1:
             sizes.append(-(-sizes[-1] // WORD))
         self.starts = np.cumsum([0, *sizes])
         with outside_inference_mode():
-            self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64)
-            self.head = torch.full((1,), -1)
+            self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
+            self.head = torch.full((1,), -1, device="cpu")
 
     @property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
@@ -210,7 +210,7 @@ _NO_NAMES = np.empty((0, 0), np.int64)
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
     """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
-    is_on_cpu = backend_of(torch.empty(0, device=device)) == "numba"
+    is_on_cpu = backend_of(torch.empty(0, device=device, dtype=torch.float32)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 
 
@@ -218,8 +218,9 @@ def _compare(device: torch.device) -> None:
     """Raise unless Triton's kernel says what the reference says, on three lanes of 500 steps."""
     generator = torch.Generator().manual_seed(0)
     boundaries = FlagBoundaries(500, 3, device)
-    boundaries.write(0, 500, (torch.rand(500, 3, generator=generator) < 0.01).to(device), None)
-    cells = torch.randint(1_500, (64,), generator=generator).to(device)
+    end = torch.randint(100, (500, 3), generator=generator, device="cpu") == 0
+    boundaries.write(0, 500, end.to(device), None)
+    cells = torch.randint(1_500, (64,), generator=generator, device="cpu").to(device)
     for within in (None, 20):
         found, expected = _triton().reach(boundaries, cells, within), boundaries.scan(cells, within)
         torch.testing.assert_close(found, expected)

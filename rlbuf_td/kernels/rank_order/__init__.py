@@ -43,5 +43,4 @@ def order_bytes(capacity: int, device: torch.device) -> int:
     """Return the bytes of what :func:`make_order` makes for ``capacity`` rows."""
     if device.type == "cuda":
         return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
-    with torch.device("meta"):  # shapes without memory
-        return sum(tensor.nbytes for tensor in allocate(capacity).values())
+    return sum(tensor.nbytes for tensor in allocate(capacity, "meta").values())  # shapes without memory

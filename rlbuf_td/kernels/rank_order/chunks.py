@@ -59,23 +59,23 @@ def plan(capacity: int) -> tuple[int, int, int]:
     return chunks, groups, 1 << (groups - 1).bit_length()
 
 
-def allocate(capacity: int) -> dict[str, torch.Tensor]:
+def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Make the tensors of an empty order. Pages of ``keys`` that are never used cost no memory."""
     chunks, groups, top = plan(capacity)
     tensors = {
-        "head": torch.zeros(8, dtype=torch.int64),
-        "bits": torch.empty(capacity, dtype=torch.int32),
-        "keys": torch.empty((chunks, WIDTH), dtype=torch.int64),
-        "fill": torch.empty(chunks, dtype=torch.int32),
-        "spare": torch.empty(chunks, dtype=torch.int32),
-        "first": torch.empty((groups, WIDTH), dtype=torch.int64),
-        "child": torch.empty((groups, WIDTH), dtype=torch.int32),
-        "before": torch.empty((groups, WIDTH + 1), dtype=torch.int32),
-        "size": torch.empty(groups, dtype=torch.int32),
-        "spare_group": torch.empty(groups, dtype=torch.int32),
-        "top_first": torch.empty(top, dtype=torch.int64),
-        "top_group": torch.empty(top, dtype=torch.int32),
-        "top_tree": torch.empty(top + 1, dtype=torch.int64),
+        "head": torch.zeros(8, dtype=torch.int64, device=device),
+        "bits": torch.empty(capacity, dtype=torch.int32, device=device),
+        "keys": torch.empty((chunks, WIDTH), dtype=torch.int64, device=device),
+        "fill": torch.empty(chunks, dtype=torch.int32, device=device),
+        "spare": torch.empty(chunks, dtype=torch.int32, device=device),
+        "first": torch.empty((groups, WIDTH), dtype=torch.int64, device=device),
+        "child": torch.empty((groups, WIDTH), dtype=torch.int32, device=device),
+        "before": torch.empty((groups, WIDTH + 1), dtype=torch.int32, device=device),
+        "size": torch.empty(groups, dtype=torch.int32, device=device),
+        "spare_group": torch.empty(groups, dtype=torch.int32, device=device),
+        "top_first": torch.empty(top, dtype=torch.int64, device=device),
+        "top_group": torch.empty(top, dtype=torch.int32, device=device),
+        "top_tree": torch.empty(top + 1, dtype=torch.int64, device=device),
     }
     for tensor in tensors.values():
         advise_huge_pages(tensor)
@@ -88,8 +88,8 @@ def clear(tensors: dict[str, torch.Tensor]) -> None:
     chunks, groups = len(tensors["spare"]), len(tensors["spare_group"])
     tensors["bits"].fill_(ABSENT)
     # Stacks: the next chunk taken is the one given back last, else the lowest that was never used.
-    tensors["spare"].copy_(torch.arange(chunks - 1, -1, -1))
-    tensors["spare_group"].copy_(torch.arange(groups - 1, -1, -1))
+    tensors["spare"].copy_(torch.arange(chunks - 1, -1, -1, device="cpu"))
+    tensors["spare_group"].copy_(torch.arange(groups - 1, -1, -1, device="cpu"))
     tensors["fill"].zero_()
     tensors["size"].zero_()
     tensors["first"].fill_(NO_KEY)
@@ -102,7 +102,7 @@ def clear(tensors: dict[str, torch.Tensor]) -> None:
     tensors["size"][0] = 1
     tensors["top_first"][0] = 0
     tensors["top_group"][0] = 0
-    tensors["head"].copy_(torch.tensor([0, 1, chunks - 1, groups - 1, 0, 0, 0, 0]))
+    tensors["head"].copy_(torch.tensor([0, 1, chunks - 1, groups - 1, 0, 0, 0, 0], device="cpu"))
 
 
 def views(tensors: dict[str, torch.Tensor]) -> Chunks:

@@ -46,14 +46,14 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
         tensor([1.0000, 1.7071, 2.2845, 2.7845], dtype=torch.float64)
     """
     head = cumulative(alpha, HEAD)
-    x = torch.tensor(HEAD + 0.5, dtype=torch.float64)
+    x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # Nobody else has the table: a GPU need not be waited for, see rlbuf_td.storages.indexing.moved.
     return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 
 def cumulative(alpha: float, n: int) -> Tensor:
     """Return ``H_1 .. H_n``, ``[n]`` float64, by adding. O(n)."""
-    return torch.arange(1, n + 1, dtype=torch.float64).pow(-alpha).cumsum(0)
+    return torch.arange(1, n + 1, dtype=torch.float64, device="cpu").pow(-alpha).cumsum(0)
 
 
 def mass(law: RankLaw, ranks: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor 
 
 def assemble_(table: Table, rows: Tensor, target: int) -> None:
     """Put whole rows together from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
-    count, cells = len(rows), torch.arange(len(rows))
+    count, cells = len(rows), torch.arange(len(rows), device="cpu")
     given = rows.data_ptr(), rows.shape[1], count, cells.data_ptr(), 0, count, target, table.row_bytes
     _cpu().read(*table.arrays(), table.runs, *given)
 
@@ -204,7 +204,7 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
         named[0] = True
         free = (~named).nonzero()[:, 0].flip(0)
         stack[: len(free)] = free.to(torch.int32)
-        counters.copy_(torch.tensor([len(free), most]))
+        counters.copy_(torch.tensor([len(free), most], device="cpu"))
 
 
 # -- the reference

@@ -153,10 +153,10 @@ def _device_kernels(tree: SumTree) -> ModuleType:
 def _compare(device: torch.device) -> None:
     """Raise unless Triton's kernels do what the reference does, on a tree of five levels."""
     rows, generator = 5_000, torch.Generator().manual_seed(0)
-    weight = torch.rand(2, rows, dtype=torch.float64, generator=generator).to(device)
+    weight = torch.rand(2, rows, dtype=torch.float64, generator=generator, device="cpu").to(device)
     weight[:, 1_000:1_100] = 0.0
-    changed = torch.randint(rows, (64,), generator=generator).to(device)
-    uniform = torch.rand(64, dtype=torch.float64, generator=generator).to(device)
+    changed = torch.randint(rows, (64,), generator=generator, device="cpu").to(device)
+    uniform = torch.rand(64, dtype=torch.float64, generator=generator, device="cpu").to(device)
     number = torch.full((), 0.5, dtype=torch.float64, device=device)
     found: list[tuple[Tensor, ...]] = []
     for kernels in (reference, _triton()):

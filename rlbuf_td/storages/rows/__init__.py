@@ -118,10 +118,10 @@ class Rows(ABC):
 
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
         """Return the rows at coordinates, one int64 tensor per dim."""
-        flat: torch.Tensor | int = 0
+        flat: Any = 0
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + from_start(coordinate, size)
-        return self._at(torch.as_tensor(flat))
+        return self._at(flat)
 
     @abstractmethod
     def view(self) -> TensorDict:
@@ -209,11 +209,11 @@ class Rows(ABC):
 
     def cells_of(self, region: Any) -> torch.Tensor:
         """Return the flat positions of a region, an index of a tensor ``[T, *lanes]``, in the region's shape."""
-        cells: torch.Tensor | int = 0
+        cells: Any = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
             cells = cells * size + coordinate.expand(self.shape)[region]
-        return torch.as_tensor(cells)
+        return cells
 
     # -- state: saved rows are the first time steps of a matrix, and the entries that they name
 

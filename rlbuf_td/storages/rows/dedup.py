@@ -184,7 +184,7 @@ class DedupRows(Rows):
         return self.table.is_compiled
 
     def assemble(self, copy: Callable[[int, bool], T], out: int, count: int, is_blank: bool) -> T:
-        block = torch.empty((count, self.dedup.stored.row_bytes), dtype=torch.uint8)
+        block = torch.empty((count, self.dedup.stored.row_bytes), dtype=torch.uint8, device="cpu")
         result = copy(block.data_ptr(), True)
         assemble_(self.table, block, out)
         return result

@@ -44,7 +44,7 @@ class Journal:
     def __init__(self) -> None:
         self._words = SharedNumbers("q", [0] * (_COUNTERS + _MOST_COUNTERS))
         self._counters: list[Counter] = []
-        self._rows = self._aside = self._cells = torch.empty(0)
+        self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def watch(self, *counters: Counter) -> None:
         """Put these counters back, too, when a write is undone."""
@@ -102,7 +102,7 @@ class Journal:
     def cells(self) -> torch.Tensor:
         """The flat rows of the write in progress."""
         start, count = self.range
-        return self._cells[:count] if start < 0 else (start + torch.arange(count)) % len(self._rows)
+        return self._cells[:count] if start < 0 else (start + torch.arange(count, device="cpu")) % len(self._rows)
 
     def undo(self) -> None:
         """Put back the counters, and the rows that could be read; may be done again."""
@@ -114,7 +114,7 @@ class Journal:
         self._rows[self.cells] = self._aside[: self._words[_COUNT]]
 
     def __getstate__(self) -> dict[str, Any]:
-        nowhere = torch.empty(0)  # whoever is sent the storage finds its memory anew
+        nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # whoever is sent the storage finds its memory anew
         return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere}
 
 
