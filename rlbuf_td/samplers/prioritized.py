@@ -186,7 +186,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
         """Let rows that have just been written enter at :attr:`default_priority`."""
-        entry = torch.as_tensor(self.default_priority, dtype=torch.float64)
+        entry = torch.as_tensor(self.default_priority, dtype=torch.float64, device=self.device)
         self._assign(index, entry, self._max_capacity, storage, counts=False)
 
     def _assign(self, index: Any, priority: Any, rows: int, storage: Storage | None, *, counts: bool) -> float | Tensor:
