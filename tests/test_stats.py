@@ -361,9 +361,9 @@ def test_numbers_of_any_dtype_are_exact():
 
 def test_copies_from_a_gpu_are_ready_after_an_event_of_its_stream(monkeypatch):
     recorded: list[Any] = []
-    empty, gpu = torch.empty, torch.zeros(2, dtype=torch.float64)
+    empty_like, gpu = torch.empty_like, torch.zeros(2, dtype=torch.float64)
     event = SimpleNamespace(record=recorded.append)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **kwargs: empty(*size, **kwargs))
+    monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory, **kwargs: empty_like(x, **kwargs))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     copies, ready = steps._to_host([None, gpu + 1], gpu.device)
