@@ -20,7 +20,7 @@ from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.dedup.layout import DedupLayout
-from rlbuf_td.storages.dedup.options import DedupOptions, choose_groups
+from rlbuf_td.storages.dedup.options import DedupOptions
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes
 from rlbuf_td.storages.pinned import refuse_offload
@@ -220,8 +220,7 @@ def plan(
     schema = schema_of(source)
     layout = RowLayout(schema, schema.ndim)
     if dedup is None or share_next or frames:
-        chosen = choose_groups(DedupOptions.of(share_next, frames), layout)
-        dedup = DedupLayout(layout, chosen) if chosen else None
+        dedup = DedupLayout.chosen_for(layout, DedupOptions.of(share_next, frames))
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
         refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)

@@ -62,8 +62,8 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 def moved(value: Any, device: torch.device) -> torch.Tensor:
     """Return what is, or can be, a tensor on a device; a GPU is not waited for.
 
-    Of pageable memory the driver has a copy when the call returns (CUDA Runtime API, "API synchronization behavior").
-    Page-locked memory it would read later, when its owner may have changed it: that is waited for.
+    Of pageable memory the driver has a copy when the call returns (CUDA Runtime API, "API synchronization behavior");
+    page-locked memory it would read later, when its owner may have changed it.
     """
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
@@ -73,11 +73,9 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Return any form of an index as flat rows, contiguous ``[B]`` int64.
+    """Return an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]`` as flat rows.
 
-    The forms: an int, flat rows, a tuple of one tensor a dim, or their stack ``[B, ndim]``.
-
-    Rows named -1 ("skip") stay -1.
+    They are contiguous, ``[B]`` int64; rows named -1 ("skip") stay -1.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -139,17 +137,14 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error and one index a row of a batch with ``dims`` batch dims.
+    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, of a batch of ``dims`` dims.
 
     Args:
-        td_error: ``[*batch, ...]``; several errors a row are reduced, by magnitude.
+        td_error: ``[*batch, ...]``; several errors of a row are reduced, by magnitude.
         index: ``[*batch]``, or ``[*batch, ndim]`` when the storage has ``ndim > 1``.
         dims: number of batch dims.
         storage: where the rows lie.
         reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
-
-    Returns:
-        ``[B]`` errors, and ``[B]`` or ``[B, ndim]`` indices.
     """
     inner = inner_dims(storage) if dims > 1 else 0
     index = first_of_row(index, dims, inner)

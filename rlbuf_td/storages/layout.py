@@ -1,8 +1,7 @@
 """How a transition becomes one row of bytes: pure bookkeeping, no storage.
 
-A :class:`RowLayout` gives every leaf of a TensorDict a fixed byte range of a row. Leaves are ordered by descending item
-size, so that each is aligned, and leaves of one dtype are neighbours, so that a block of rows becomes a TensorDict with
-one ``view`` and one ``split`` per dtype, however many leaves there are.
+Leaves are ordered by descending item size, so that each is aligned, and leaves of one dtype are neighbours, so that a
+block of rows becomes a TensorDict with one ``view`` and one ``split`` per dtype, however many leaves there are.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
@@ -22,7 +21,6 @@ from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
 CACHE_LINE = 64
 _MAX_LINE_PADDING = 1 / 16
 _NO_VALUE: Any = object()
-_STRIDED = torch.strided
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,7 @@ class _Node:
 
 
 class RowLayout:
-    """The byte layout of one transition, and the two ways through it: rows to TensorDict, TensorDict to leaves.
-
-    Two layouts are equal, and their rows the same bytes, if they hold the same leaves, in whatever order the keys came.
+    """The fixed byte range of every leaf in a row. The order of the keys makes no difference.
 
     Args:
         data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
@@ -92,10 +88,6 @@ class RowLayout:
             after = self.row_bytes // dtype.itemsize - sum(sizes)
             yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
 
-    def has(self, key: NestedKey) -> bool:
-        """Return whether rows hold a leaf of this key."""
-        return ((key,) if isinstance(key, str) else key) in self.offsets
-
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return every leaf, in the order of :attr:`leaves`, as a view of ``rows``, ``[*lead, row_bytes]`` in bytes."""
         lead = rows.shape[:-1]
@@ -132,10 +124,7 @@ class RowLayout:
         ]
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data``, ``[*lead, ...]``, in the order of :attr:`leaves`, checked and detached.
-
-        An ``"index"`` at the root, which TorchRL's buffers add, is left out unless the rows hold it.
-        """
+        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; an ``"index"`` may be left over."""
         leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         if lead != self._expected[0]:
@@ -146,7 +135,7 @@ class RowLayout:
                 if (
                     not isinstance(value, torch.Tensor)
                     or value.dtype is not leaf.dtype
-                    or value.layout is not _STRIDED
+                    or value.layout is not torch.strided
                     or value.shape != shape
                     or value.is_meta
                 ):
@@ -213,7 +202,7 @@ def _build(node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, devic
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Put the leaves of ``data`` into their slots; return whether it holds something else beside them."""
+    """Put the leaves of ``data`` into their slots; return whether it holds anything else but the ``reserved`` key."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True
@@ -228,15 +217,12 @@ def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str |
 
 
 def _node_state(node: _Node, leaves: Sequence[Leaf]) -> dict[str, Any]:
+    kinds = [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for leaf in leaves]
     return {
         "batch_size": list(node.batch_size),
-        "leaves": {name: [_dtype_name(leaves[slot].dtype), list(leaves[slot].shape)] for name, slot in node.leaves},
+        "leaves": {name: kinds[slot] for name, slot in node.leaves},
         "nodes": {name: _node_state(child, leaves) for name, child in node.nodes},
     }
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _example(state: dict[str, Any]) -> TensorDict:

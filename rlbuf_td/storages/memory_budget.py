@@ -1,8 +1,7 @@
 """How much room there is in RAM, shared memory, on a disk or a CUDA device, and what to say when there is too little.
 
-Nothing is measured in advance: whoever is about to allocate asks, at a cost of well under a millisecond. Limits of
-control groups (containers, job schedulers) count as much as the machine's own. Where a system does not tell,
-a number is ``None``, and nothing is warned about or refused.
+Whoever is about to allocate asks, at a cost of well under a millisecond. Limits of control groups (containers, job
+schedulers) count as the machine's own. Where a system does not tell, a number is ``None``, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _WORTH_A_LOOK = 1 << 20  # bytes; a look takes some hundred microseconds
 _SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class MemoryWarning(UserWarning):
@@ -55,9 +55,8 @@ class Room:
         """Return both numbers as an error message shows them."""
         if self.free is None:
             return f"{self.place} of unknown size"
-        return f"{show_bytes(self.free)} of {self.place} are free" + (
-            "" if self.total is None else f" ({show_bytes(self.total)} in all)"
-        )
+        in_all = "" if self.total is None else f" ({show_bytes(self.total)} in all)"
+        return f"{show_bytes(self.free)} of {self.place} are free{in_all}"
 
 
 def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False) -> Room:
@@ -72,11 +71,10 @@ def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: b
 def ram() -> Room:
     """Return the memory of the machine, or of the tightest control group; swap counts in the total, not as free."""
     kib = _numbers(_PROC / "meminfo")
-    free, total = kib.get("MemAvailable"), kib.get("MemTotal")
-    if total is None:
+    if "MemTotal" not in kib:
         return Room("RAM", None, _physical())
-    total = (total + kib.get("SwapTotal", 0)) << 10
-    free = total if free is None else free << 10
+    total = (kib["MemTotal"] + kib.get("SwapTotal", 0)) << 10
+    free = kib["MemAvailable"] << 10 if "MemAvailable" in kib else total
     for limit, unused in _control_groups():
         free, total = min(free, unused), min(total, limit)
     return Room("RAM", max(free, 0), total)
@@ -84,25 +82,27 @@ def ram() -> Room:
 
 def shared_memory() -> Room:
     """Return the room for shared memory, which is RAM within a file system of limited size."""
-    memory = ram()
-    try:
-        usage = shutil.disk_usage(_SHARED)
-    except OSError:
+    memory, files = ram(), _file_system(_SHARED, "shared memory")
+    if files.free is None or files.total is None:
         return Room("shared memory", memory.free, memory.total)
     if memory.free is None or memory.total is None:
-        return Room("shared memory", usage.free, usage.total)
-    return Room("shared memory", min(usage.free, memory.free), min(usage.total, memory.total))
+        return files
+    return Room("shared memory", min(files.free, memory.free), min(files.total, memory.total))
 
 
 def disk(folder: Path) -> Room:
     """Return the room on the disk where ``folder`` lies, or would lie."""
     folder = folder.absolute()
-    there = next((each for each in (folder, *folder.parents) if each.exists()), None)
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    return _file_system(there, f"disk ({folder})")
+
+
+def _file_system(folder: Path, place: str) -> Room:
     try:
-        usage = shutil.disk_usage(there or folder)
+        usage = shutil.disk_usage(folder)
     except OSError:
-        return Room(f"disk ({folder})", None, None)
-    return Room(f"disk ({folder})", usage.free, usage.total)
+        return Room(place, None, None)
+    return Room(place, usage.free, usage.total)
 
 
 def cuda(device: torch.device) -> Room:
@@ -131,11 +131,8 @@ def require_room(
 ) -> None:
     """Check before an allocation whether the memory can be had; not on CUDA, where allocating too much is an error.
 
-    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a warning unless ``quiet``. The
-    messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
-
-    Warns:
-        MemoryWarning: with ``lazily``: less is free now.
+    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a MemoryWarning unless
+    ``quiet``. Messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
@@ -158,8 +155,6 @@ def show_bytes(nbytes: float) -> str:
     exponent = min(int(math.log2(nbytes)) // 10, len(_UNITS))
     return f"{nbytes / (1 << 10 * exponent):,.1f} {_UNITS[exponent - 1]}"
 
-
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 # -- where the numbers are
 
@@ -194,18 +189,10 @@ def _control_groups() -> Iterator[tuple[int, int]]:
             limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        for folder in _up(root, path):
+        inner = root / path.lstrip("/")  # in a container it, and some of those above it, do not exist
+        for folder in (inner, *(each for each in inner.parents if each == root or root in each.parents)):
             limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
             if limit.isdigit() and used.isdigit():
                 stat = _numbers(folder / "memory.stat")
                 cached = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
                 yield int(limit), int(limit) - int(used) + cached
-
-
-def _up(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a control group and those above it; in a container some of them do not exist."""
-    folder = root / path.lstrip("/")
-    while folder != root:
-        yield folder
-        folder = folder.parent
-    yield root

@@ -41,14 +41,10 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros that lie in RAM, as a tensor of a CUDA device.
+    """Return ``[nbytes]`` uint8 zeros that lie in RAM, as a tensor of a CUDA device (without an index the current one).
 
-    Kernels and copies of the device work on it as on its own memory, in a graph, too, through a bus that is slower.
-    Its pages are taken and locked at once; they are unlocked and given back when the last tensor over them is gone.
-
-    Args:
-        nbytes: bytes, at least 1.
-        device: which one; without an index the current one.
+    Kernels and copies of the device work on it as on its own memory, in a graph, too. Its pages are taken and locked at
+    once; they are unlocked and given back when the last tensor over them is gone.
 
     Source: unified virtual addressing, CUDA C++ Programming Guide: memory that is registered on 64-bit Linux has the
     same address on the device. Graph neural networks are fed from RAM so (PyTorch-Direct, Min et al. 2021).

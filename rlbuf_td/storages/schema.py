@@ -119,16 +119,6 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
                 )
 
 
-def fits(value: Any, leaf: Leaf, lead: torch.Size) -> bool:
-    """Return whether ``value`` is ``lead`` rows of ``leaf``."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype is leaf.dtype
-        and value.shape == lead + leaf.shape
-        and not value.is_meta
-    )
-
-
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
     """Say what is wrong with data that does not fit the rows."""
     refuse_unfit(data, leaves, lead, more=False)
@@ -141,19 +131,17 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
     given = dict(walk(data))
     for key, value in given.items():
         refuse_unpackable(key, value)
-        if key == ("index",) and key not in known:
+        leaf = known.get(key)
+        if leaf is None and (more or key == ("index",)):
             continue
-        if key not in known and more:
-            continue
-        if key not in known:
+        if leaf is None:
             raise SchemaError(
                 f"unknown key {show_key(key)}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
                 "Leave it out with data.exclude(...), or store it from the first write on."
             )
         if value.is_meta:
             raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
-        if not fits(value, known[key], lead):
-            leaf = known[key]
+        if value.dtype is not leaf.dtype or value.shape != lead + leaf.shape:
             remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
             raise SchemaError(
                 f"key {show_key(key)} came as {_kind(value.dtype, value.shape)}, "

@@ -94,12 +94,13 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def copied(storage: Any) -> dict[str, Any]:
-    """Return the state with a copy of the rows."""
-    state = snapshot(storage)
+    """Return the state with a copy of the rows: in RAM if they are page-locked, as the device may lack the room."""
+    state, rows = snapshot(storage), storage.rows
+    if rows is not None:
+        device = torch.device("cpu") if storage.offload else rows.matrix.device
+        state["rows"] = state["rows"].to(device, copy=True)
     if "entries" in state:
         state["entries"] = [entries.clone() for entries in state["entries"]]
-    if "rows" in state:
-        state["rows"] = state["rows"].to("cpu" if storage.offload else state["rows"].device, copy=True)
     return state
 
 
@@ -147,8 +148,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
     """Return how new rows for saved ones are deduplicated: as these are, if the storage's are to be at all."""
-    options = storage.dedup_options
-    return None if not options else saved or DedupLayout.chosen_for(layout, options)
+    return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
@@ -187,9 +187,9 @@ def describe(storage: Any) -> str:
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"
-    places = {"shared memory": storage.shared, "mapped file": storage.scratch_dir}
-    places |= {f"page-locked RAM, read by {rows.matrix.device}": storage.offload, str(rows.matrix.device): True}
-    place = next(name for name, holds in places.items() if holds)
+    place = "page-locked RAM, read by " * storage.offload + str(rows.matrix.device)
+    if storage.shared or storage.scratch_dir is not None:
+        place = "shared memory" if storage.shared else "mapped file"
     saved = sum(storage.saved_bytes.values())
     place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
     lines = (

@@ -27,24 +27,24 @@ class TrajectoryIndex:
     trajectory ends there: by a done flag, by another trajectory id, at the write head, or where a writer has put a row
     somewhere else than after its last one. The ring wraps; rows of different lanes are never neighbours.
 
-    The index is attached to a storage, which tells it of every write, whichever writer made it. Data that comes by
-    another way (``storage.set``, a loaded checkpoint) is noticed at the next question, and read once.
+    Writers tell the index of every write. Data that comes by another way (``storage.set``, a loaded checkpoint) is
+    noticed at the next question, and read once.
 
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, or TorchRL's tensor or memory-mapped ones.
-        done_key: bool, one or more a row: the trajectory ends with this row. Where it is not stored, terminated and
+        done_key: bool, one or more per row: the trajectory ends with this row. Where it is not stored, terminated and
             truncated flags beside it are taken together.
         traj_key: integers that name trajectories. Used where stored; flattened ``[E * T]`` batches need it.
 
-    Rows are named as everywhere: flat rows ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``. Answers are about
-    rows that are stored; the index does not check that a row has been written.
+    Questions take written rows: flat ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``.
 
     Raises:
         KeyError: (on the first question) neither flags nor ids are stored.
         TypeError: (on the first question) the storage holds no TensorDicts, flags are not bool, or ids no integers.
+        RuntimeError: (on a question) nothing is stored.
 
-    Cost: O(1) a row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes a
-    row. On CUDA 2 bytes a row, and a scan of all rows at the first question after a write. TorchRL has no such index.
+    Cost: O(1) per row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes
+    per row. On CUDA 2 bytes, and a scan of all rows at the first question after a write. TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -91,15 +91,7 @@ class TrajectoryIndex:
     # -- questions
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool.
-
-        Args:
-            index: rows, in any form.
-
-        Raises:
-            RuntimeError: nothing is stored.
-            KeyError: neither flags nor ids are stored.
-        """
+        """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool."""
         boundaries = self.boundaries()
         return boundaries.reach(flat_rows(index, self.storage, device_of(self.storage)))
 
@@ -121,12 +113,7 @@ class TrajectoryIndex:
         return back + ahead + 1
 
     def boundaries(self) -> Boundaries:
-        """Return the boundaries, up to date: what the kernels take.
-
-        Raises:
-            RuntimeError: nothing is stored.
-            KeyError: neither flags nor ids are stored.
-        """
+        """Return the boundaries, up to date: what the kernels take."""
         storage = self.storage
         if not len(storage):
             raise RuntimeError("cannot ask for trajectories of an empty storage: extend the buffer first")
@@ -161,10 +148,7 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Take in rows that a writer has written in this order: an int, ``[n]``, or ``[n * E, ndim]``.
-
-        -1 is a row that the writer has left out: what comes next follows nothing.
-        """
+        """Take in rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; nothing follows a row of -1."""
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
@@ -195,7 +179,7 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the step that a full ring wrote last: its writer's word, as TorchRL's checkpoints forget it."""
+        """Return the step that a full ring wrote last; its writer knows, TorchRL's checkpoints forget it."""
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
             if isinstance(writer, RoundRobinWriter) and writer._write_count:
@@ -235,16 +219,14 @@ class TrajectoryIndex:
     def _take_in(self, boundaries: Boundaries, start: int, count: int) -> None:
         if self._flags:
             part = slice(start, start + count)
-            self._end[part] = torch.stack([_any(flag[part]) for flag in self._flags]).any(0)
+            self._end[part] = torch.cat([flag[part] for flag in self._flags], 2).any(2)
         boundaries.write(start, count, self._end, self._name)
 
     def _bind(self) -> Boundaries:
         storage = self.storage
         columns = getattr(storage, "_storage", None)
         if columns is None:
-            raise RuntimeError(
-                "cannot find trajectories in a storage without rows: write to it, or load the storage first"
-            )
+            raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
             raise TypeError(
                 "trajectories are found in a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
@@ -253,11 +235,12 @@ class TrajectoryIndex:
         flags, self._name = self._find(columns, storage.ndim)
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
-        plain = len(flags) == 1 and flags[0].shape[2:].numel() == 1
-        with outside_inference_mode():
-            ends = None if plain else torch.zeros(steps, lanes, dtype=torch.bool, device=device)
-        self._end = flags[0].view(steps, lanes) if ends is None else ends
-        self._flags = [] if plain else flags
+        if len(flags) == 1 and flags[0].shape[2:].numel() == 1:
+            self._flags, self._end = [], flags[0].view(steps, lanes)
+        else:
+            self._flags = [flag.view(steps, lanes, flag.shape[2:].numel()) for flag in flags]
+            with outside_inference_mode():
+                self._end = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
         self._columns = columns
         if self._boundaries is None or self._size != (steps, lanes, device):
             self._size = steps, lanes, device
@@ -267,7 +250,6 @@ class TrajectoryIndex:
 
     def _find(self, columns: TensorDictBase, ndim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the flags that end a trajectory, ``[T, E, ...]`` each, and the ids, ``[T, E]``."""
-
         deduplicated = getattr(self.storage, "deduplicated", {})
         for key in (self.done_key, self.traj_key):
             if key in deduplicated:
@@ -286,14 +268,14 @@ class TrajectoryIndex:
         for flag in flags:
             if flag.dtype is not torch.bool:
                 raise TypeError(f"done flags {self.done_key} must be bool, got {_kind(flag)}")
-        if not flags and name is None:
+        if flags:
+            return flags, name
+        if name is None:
             raise KeyError(
                 f"no row says where a trajectory ends: store {self.done_key} (or 'terminated' and 'truncated' there), "
                 f"or trajectory ids {self.traj_key}"
             )
-        if not flags and name is not None:
-            flags = [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)]
-        return flags, name
+        return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
     # -- processes
 
@@ -344,10 +326,6 @@ class TrajectoryIndex:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
-
-
-def _any(flags: torch.Tensor) -> torch.Tensor:
-    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
 
 
 def _as_tuple(key: NestedKey) -> tuple[str, ...]:

@@ -22,16 +22,18 @@ NOW, LAST, BY_ROW = range(3)
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the rows of a batch, -1 for each that no longer holds what was sampled, and the number of these.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, one a row or window; ``stamp`` the :data:`SAMPLED_AT` of ``dims`` dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` the :data:`SAMPLED_AT` of ``dims`` dims.
     """
     clock, device = storage.clock, storage.device
     since = clock.steps_since(stamp)
     if since == 0:
         return index, 0
     flat = flat_rows(index, storage, device)
-    if since is not None and flat.shape == stamp.shape:
+    if since is not None and flat.shape == stamp.shape:  # all were sampled at one time
         rows = storage.rows
-        return clock.skip_recent(flat, since, rows.steps, rows.cells // rows.steps)
+        return row_kernels.skip_recent(
+            flat, min(since, rows.steps), clock.values[LAST], rows.steps, rows.cells // rows.steps
+        )
     if dims != 1:
         stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)
     rows = flat.shape[0]
@@ -50,10 +52,9 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 class WriteClock:
     """Counts the time steps written to a storage, and knows of any row whether it has been rewritten since.
 
-    A ring writes in order, so that the count alone tells how long ago each row was written: no memory a row, and
-    nothing to do where nothing was written in between. With the first write out of order (at given rows, by a writer
-    that keeps the best ones, ...) the clock begins to note the time of each row, 8 bytes a row. The count never goes
-    back; it has 64 bits, and differences stay right where it wraps.
+    A ring writes in order, so that the count alone tells how long ago each row was written. From the first write out of
+    order (at given rows, by a writer that keeps the best ones, ...) the clock notes the time of each row, 8 bytes per
+    row. The count never goes back; it has 64 bits, and differences stay right where it wraps.
 
     Example:
         >>> clock, rows = WriteClock(), torch.arange(4)
@@ -102,10 +103,6 @@ class WriteClock:
         since = self.since(then)
         return None if since and self._numbers[BY_ROW] else since
 
-    def skip_recent(self, flat: torch.Tensor, since: int, steps: int, lanes: int) -> tuple[torch.Tensor, Any]:
-        """Do what :meth:`skip_rewritten` does for rows that were all stamped ``since`` steps ago."""
-        return row_kernels.skip_recent(flat, min(since, steps), self._numbers[LAST], steps, lanes)
-
     # -- what writes tell
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
@@ -121,13 +118,13 @@ class WriteClock:
         numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Take note of a write of ``count`` time steps or rows at flat rows in any order."""
+        """Note a write of ``count`` time steps or rows at flat rows in any order."""
         written = self._by_row(shape, cells.device)
         self._numbers[NOW] += count
         written[cells] = self._numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Take note that no row is what it was, and that a ring goes on after ``last``; ``steps`` is the capacity."""
+        """Count all rows as rewritten; a ring of ``steps`` time steps goes on after ``last``."""
         self._numbers[NOW] += steps
         self._numbers[LAST] = last
         self._numbers[BY_ROW] = 0
@@ -157,8 +154,7 @@ class WriteClock:
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return ``[B]`` flat rows, -1 where rewritten since the stamp, and how many; never waits for CUDA."""
-        numbers = self._numbers
-        now, last, by_row = numbers[NOW], numbers[LAST], numbers[BY_ROW]
+        now, last, by_row = self._numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
@@ -166,7 +162,7 @@ class WriteClock:
     # -- state
 
     def counters(self) -> list[NumberOf]:
-        """Return what a write changes."""
+        """Return what a write changes, for a journal."""
         return self._numbers.counters()
 
     def state_dict(self) -> dict[str, Any]:

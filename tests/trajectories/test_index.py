@@ -302,7 +302,7 @@ def test_a_state_of_another_size_is_refused_and_changes_nothing():
             index.load_state_dict(state)
         assert reach(index, 4) == expected
     fresh = TrajectoryIndex.of(PackedStorage(4))
-    with pytest.raises(RuntimeError, match="load the storage first"):
+    with pytest.raises(RuntimeError, match="load it first"):
         fresh.load_state_dict(index.state_dict())
 
 

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.kernels.rows.pool import Group, Part
 from rlbuf_td.storages.dedup.options import DedupGroup, DedupOptions, Key, choose_groups, frames_group, refuse_key
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.schema import Leaf, SchemaError
 
 ENTRY_IDS = "_entries"  # the key of the entry ids in a stored row
 _PAGE = 4096
@@ -32,11 +32,14 @@ class DedupLayout:
         stored: the layout of stored rows.
         deduplicated: the leaves that are stored once.
         places: of each deduplicated key: its group, its place in that group, and 1 below ``"next"``, else 0.
+        kept: which leaves of a whole row are kept in the stored row, in the order of its leaves.
+        given: which leaves of a whole row each part of the groups comes from: the observation's, and the next one's.
+        ids_slot: which leaf of a stored row holds the entry ids.
     """
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen
-        leaves = {leaf.key: leaf for leaf in layout.leaves}
+        leaves = _by_key(layout)
         self.places: dict[Key, tuple[int, int, int]] = {}
         for g, group in enumerate(chosen):
             for p, key in enumerate(group.keys):
@@ -48,31 +51,18 @@ class DedupLayout:
         state = _without(layout.state(), (), self.places)
         state["leaves"][ENTRY_IDS] = ["int32", [*state["batch_size"], ids]]
         self.stored = RowLayout.from_state(state)
+        slots = {key: slot for slot, key in enumerate(layout.offsets)}
+        self.kept = [slots[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
+        self.given = [tuple(slots[path] for path in _sides(group, key)) for group in chosen for key in group.keys]
+        self.ids_slot = list(self.stored.offsets).index((ENTRY_IDS,))
 
     @classmethod
     def chosen_for(
         cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
     ) -> DedupLayout | None:
         """Return what the options choose for rows of a layout, ``data`` being the first write; None for nothing."""
-        chosen = choose_groups(options, layout, data) if options else ()
+        chosen = choose_groups(options, _by_key(layout), data)
         return cls(layout, chosen) if chosen else None
-
-    @cached_property
-    def ids_slot(self) -> int:
-        """Which leaf of a stored row holds the entry ids."""
-        return [leaf.key for leaf in self.stored.leaves].index((ENTRY_IDS,))
-
-    @cached_property
-    def kept(self) -> list[int]:
-        """Which leaves of a whole row are kept in the stored row, in the order of its leaves."""
-        slots = {leaf.key: slot for slot, leaf in enumerate(self.layout.leaves)}
-        return [slots[leaf.key] for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,)]
-
-    @cached_property
-    def given(self) -> list[tuple[int, ...]]:
-        """Which leaves of a whole row each part of the groups comes from: the observation's, and the next one's."""
-        slots = {leaf.key: slot for slot, leaf in enumerate(self.layout.leaves)}
-        return [tuple(slots[path] for path in _sides(group, key)) for group in self.chosen for key in group.keys]
 
     @cached_property
     def runs(self) -> np.ndarray:
@@ -108,13 +98,9 @@ class DedupLayout:
         return tuple(groups)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
-        """Return by key how many bytes are saved, of both observations of ``cells`` rows.
+        """Return the bytes saved by key, of both observations of ``cells`` rows, with ``used`` entries of each group.
 
         Entry ids are counted against the keys, in proportion to their bytes.
-
-        Args:
-            cells: number of rows.
-            used: number of entries of each group.
         """
         saved = {}
         for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
@@ -131,9 +117,8 @@ class DedupLayout:
     @classmethod
     def from_state(cls, layout: RowLayout, state: Sequence[Any]) -> DedupLayout:
         """Return what :meth:`state` described."""
-        leaves = {leaf.key: leaf for leaf in layout.leaves}
-        groups = []
-        for keys, pieces, dim, has_next in state:
+        leaves, groups = _by_key(layout), []
+        for keys, pieces, dim, _ in state:
             names = tuple(tuple(str(part) for part in key) for key in keys)
             if int(pieces) > 1:
                 groups.append(frames_group(leaves, names[0], int(pieces), int(dim)))
@@ -141,8 +126,6 @@ class DedupLayout:
                 for name in names:
                     refuse_key(leaves, name)
                 groups.append(DedupGroup(names))
-            if groups[-1].has_next != bool(has_next):
-                raise SchemaError("the saved rows share a next observation that their layout does not hold")
         return cls(layout, tuple(groups))
 
     def __eq__(self, other: object) -> bool:
@@ -150,6 +133,10 @@ class DedupLayout:
 
     def __hash__(self) -> int:
         return hash((self.layout, self.chosen))
+
+
+def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
+    return {leaf.key: leaf for leaf in layout.leaves}
 
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 
-from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
@@ -52,20 +51,19 @@ class DedupOptions:
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
         """Check the arguments."""
-        is_keys = isinstance(share_next, Sequence | Set) and not isinstance(share_next, str)
-        if not isinstance(share_next, bool) and share_next != "auto" and not is_keys:
-            raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
-        if is_keys:
+        if isinstance(share_next, Sequence | Set) and not isinstance(share_next, str):
             share_next = tuple(_key(key, "share_next") for key in share_next)
+        elif not isinstance(share_next, bool) and share_next != "auto":
+            raise ValueError(f"share_next must be 'auto', True, False or a list of keys, got {share_next!r}")
         if frames is not None and not isinstance(frames, Mapping):
             raise ValueError(f"frames must be a dict of a number of frames by key, got {frames!r}")
-        stacks: list[tuple[Key, int, int]] = []
+        stacks = {}
         for name, how in (frames or {}).items():
-            key, count, dim = _key(name, "frames"), *_count_and_dim(name, how)
-            if any(key == other for other, _, _ in stacks):
+            key = _key(name, "frames")
+            if key in stacks:
                 raise ValueError(f"frames names {show_key(key)} twice")
-            stacks.append((key, count, dim))
-        return cls(share_next, tuple(stacks))
+            stacks[key] = (key, *_count_and_dim(name, how))
+        return cls(share_next, tuple(stacks.values()))
 
     def __bool__(self) -> bool:
         return self.share_next is not False or bool(self.frames)
@@ -91,18 +89,14 @@ def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
 
 
 def choose_groups(
-    options: DedupOptions, layout: RowLayout, data: TensorDictBase | None = None
+    options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None = None
 ) -> tuple[DedupGroup, ...]:
-    """Choose which keys are stored once.
+    """Choose which keys of whole rows are stored once.
 
-    Args:
-        options: what was asked for.
-        layout: of whole rows.
-        data: the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is one time step. One time
-            step cannot show what repeats: ``"auto"`` then takes all keys of 16 bytes or more, a group each, so that a
-            key which does not repeat costs the others nothing.
+    ``data`` is the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is one time step, which
+    cannot show what repeats: ``"auto"`` then takes all keys of 16 bytes or more, a group each, so that a key which does
+    not repeat costs the others nothing.
     """
-    leaves = {leaf.key: leaf for leaf in layout.leaves}
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
     asked = options.share_next
@@ -111,7 +105,7 @@ def choose_groups(
             refuse_key(leaves, key)
         keys = [key for key in dict.fromkeys(asked) if key not in taken]
     else:
-        keys = [] if asked is False else [key for key in _candidates(leaves) if key not in taken]
+        keys = [key for key in leaves if asked and _may_share(leaves, key) and key not in taken]
         if asked == "auto" and (data is None or len(data) < 2):
             return (*groups, *(DedupGroup((key,)) for key in keys if leaves[key].nbytes >= _MIN_BYTES))
         if asked == "auto" and data is not None:
@@ -122,12 +116,9 @@ def choose_groups(
     return tuple(groups)
 
 
-def _candidates(leaves: Mapping[Key, Leaf]) -> Iterator[Key]:
-    for key, leaf in leaves.items():
-        other = leaves.get(("next", *key))
-        is_large = leaf.nbytes >= _MIN_KEY_BYTES and key[-1] not in _COLUMNS
-        if other is not None and leaf.is_like(other) and is_large:
-            yield key
+def _may_share(leaves: Mapping[Key, Leaf], key: Key) -> bool:
+    leaf, other = leaves[key], leaves.get(("next", *key))
+    return other is not None and leaf.is_like(other) and leaf.nbytes >= _MIN_KEY_BYTES and key[-1] not in _COLUMNS
 
 
 def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
@@ -139,7 +130,7 @@ def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
         )
     if not leaf.is_like(other):
         raise SchemaError(f"share_next names {show_key(key)}, which has another dtype or shape in 'next'")
-    if key not in _candidates(leaves):
+    if not _may_share(leaves, key):
         raise SchemaError(
             f"share_next names {show_key(key)}, of {leaf.nbytes} bytes: only keys of {_MIN_KEY_BYTES} bytes or more "
             f"are stored once, and never {', '.join(map(repr, _COLUMNS))}"
@@ -163,11 +154,8 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
     """Return whether the next observation is that of the following row, in half of the rows or more."""
-    following, now = (leaf_of(data, path) for path in (("next", *leaf.key), leaf.key))
     count = min(len(data) - 1, _LOOK)
-    if following is None or now is None or count < 1:
-        return True
-    following, now = following[:count], now[1 : count + 1]
+    following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
     rows = same.flatten(same.ndim - len(leaf.shape)).all(-1) if leaf.shape else same
     return bool(rows.double().mean() >= 0.5)

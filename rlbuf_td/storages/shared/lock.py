@@ -30,10 +30,9 @@ class Guarded(Protocol):
 class ProcessLock:
     """Let one thread of one process in at a time; reentrant; free again when a process dies inside.
 
-    Between processes it is a POSIX record lock on a nameless file, which the system takes back from a process that
-    dies; before it stands an ``RLock`` (or the ``thread_lock`` given). Whoever dies inside leaves a mark, by which the
-    next one calls ``guarded.recover``. Works between a process and those that it forks, or spawns and sends the lock
-    to. Cost: two system calls, some 2 us.
+    An ``RLock`` (or the ``thread_lock`` given), and between a process and those that it forks, or spawns and sends the
+    lock to, a POSIX record lock on a nameless file, which the system takes back from a process that dies. Whoever dies
+    inside leaves a mark, by which the next one calls ``guarded.recover``. Cost: two system calls, some 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:

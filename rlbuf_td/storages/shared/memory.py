@@ -45,10 +45,9 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers that forked processes, and spawned ones to which they are sent, see as well.
+    """64-bit numbers that forked processes, and spawned ones to which they are sent, see as well; a copy has its own.
 
-    A copy has numbers of its own. Nothing is locked; integers wrap at 2**63. ``kind``: ``"q"`` for integers, ``"d"``
-    for floats. Hot paths use ``values``, the memory itself.
+    Nothing is locked; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths use ``values``, the memory.
     """
 
     __slots__ = ("_kind", "values")
