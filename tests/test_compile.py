@@ -19,7 +19,7 @@ from rlbuf_td.kernels.episodes.goals import Law, choose_goals
 from rlbuf_td.kernels.episodes.n_step import sums_ahead
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
-from rlbuf_td.kernels.rows import gather_rows, skip_ring
+from rlbuf_td.kernels.rows import skip_ring
 from rlbuf_td.kernels.sum_tree import SumTree
 from tests.kernels.invariants import check_tree
 
@@ -165,7 +165,7 @@ class Learner:
         drawn = sum_tree.draw(tree, uniform, True, rows, 0.4, "buffer")
         assert drawn is not None
         index, weight = drawn
-        leaves = layout.columns(gather_rows(matrix, index))
+        leaves = layout.columns(matrix.index_select(0, index))
         row = dict(zip([leaf.key for leaf in layout.leaves], leaves, strict=True))
         with torch.no_grad():
             best = self.network(row["next", "observation"]).amax(1, keepdim=True)

@@ -6,50 +6,13 @@ Columns are strided views of something larger. Nothing waits for the device wher
 from __future__ import annotations
 
 from functools import cache
-from math import inf
 from types import ModuleType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
-
-_LARGE = 1 << 20  # elements of a block, from where on its pages matter
-
-
-def gather_rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Return ``matrix[rows]`` as fresh memory, ``[B, W]``.
-
-    Args:
-        matrix: ``[N, W]``, each row contiguous, of a real dtype.
-        rows: ``[B]`` int64, ``0 <= row < N`` (refused on the CPU, not looked at elsewhere).
-
-    Raises:
-        IndexError: a row is out of range (on the CPU).
-    """
-    if rows.numel() < few_of(matrix):
-        return matrix.index_select(0, rows)
-    return torch.index_select(matrix, 0, rows, out=new_rows(matrix, rows.shape[0]))
-
-
-def few_of(matrix: Tensor) -> float:
-    """Return below how many rows a batch is so small that its pages do not matter; all are on a GPU."""
-    return inf if matrix.is_cuda else _LARGE / max(1, matrix.shape[1])
-
-
-def new_rows(matrix: Tensor, count: int) -> Tensor:
-    """Return memory for ``count`` rows like those of ``matrix``, not initialised.
-
-    Large blocks on the CPU come from NumPy, which asks for huge pages: those of 4 KiB that torch takes from the system
-    for every batch anew cost more time than copying images into them.
-    """
-    shape = count, matrix.shape[1]
-    if count * shape[1] < _LARGE or matrix.is_cuda:
-        return matrix.new_empty(shape)
-    block = np.empty(count * shape[1] * matrix.element_size(), np.uint8)
-    return torch.from_numpy(block).view(matrix.dtype).view(shape)
 
 
 def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> None:

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.rows import few_of, gather_rows, new_rows
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
@@ -270,8 +269,6 @@ class PlainRows(Rows):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
-        # Batches of fewer rows need no more than torch's gather; asking at each of them would take 0.5 us.
-        self._few = few_of(self.flat)
 
     def first(self, steps: int) -> PlainRows:
         rows = PlainRows(self.layout, self.matrix.narrow(0, 0, steps))
@@ -281,12 +278,12 @@ class PlainRows(Rows):
         return rows
 
     def blank(self, count: int) -> TensorDict:
-        return self.layout.unpack(new_rows(self.flat, count))
+        return self.layout.unpack(self.flat.new_empty(count, self.flat.shape[1]))
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         if self.is_mapped:
             self.read_ahead(flat)
-        return self.flat.index_select(0, flat) if flat.numel() < self._few else gather_rows(self.flat, flat)
+        return self.flat.index_select(0, flat)
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         self.read_ahead(flat)

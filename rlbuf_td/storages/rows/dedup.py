@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.kernels.rows import new_rows, refuse_rows
+from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.rows.pool import Table, assemble_, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
@@ -128,7 +128,7 @@ class DedupRows(Rows):
         return block.view(self.layout.carrier)
 
     def _whole(self, count: int) -> torch.Tensor:
-        return new_rows(torch.empty((0, self.layout.row_bytes), dtype=torch.uint8, device=self.matrix.device), count)
+        return torch.empty((count, self.layout.row_bytes), dtype=torch.uint8, device=self.matrix.device)
 
     def blank(self, count: int) -> TensorDict:
         return self.layout.unpack(self._whole(count).view(self.layout.carrier))
