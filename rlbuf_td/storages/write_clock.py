@@ -25,15 +25,9 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
     ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` the :data:`SAMPLED_AT` of ``dims`` dims.
     """
     clock, device = storage.clock, storage.device
-    since = clock.steps_since(stamp)
-    if since == 0:
+    if clock.stands_at(stamp):
         return index, 0
     flat = flat_rows(index, storage, device)
-    if since is not None and flat.shape == stamp.shape:  # all were sampled at one time
-        rows = storage.rows
-        return row_kernels.skip_recent(
-            flat, min(since, rows.steps), clock.values[LAST], rows.steps, rows.cells // rows.steps
-        )
     if dims != 1:
         stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)
     rows = flat.shape[0]
@@ -95,13 +89,10 @@ class WriteClock:
         self._newest = stamps, now
         return stamps
 
-    def steps_since(self, stamps: torch.Tensor) -> int | None:
-        """Return how many steps a ring has written since these stamps; None if they are not the last ones."""
+    def stands_at(self, stamps: torch.Tensor) -> bool:
+        """Whether these stamps are the last ones made, and nothing has been written since."""
         newest, then = self._newest
-        if stamps is not newest:
-            return None
-        since = self.since(then)
-        return None if since and self._numbers[BY_ROW] else since
+        return stamps is newest and self.now == then
 
     # -- what writes tell
 

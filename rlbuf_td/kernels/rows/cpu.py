@@ -85,24 +85,6 @@ def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: in
 
 
 @kernel
-def skip_recent(kept: int, index: int, rows: int, since: int, last: int, steps: int, lanes: int) -> int:
-    """See :func:`rlbuf_td.kernels.rows.skip_recent`."""
-    given, left = carray(pointer(index), rows, np.int64), carray(pointer(kept), rows if kept else 0, np.int64)
-    count = 0
-    for j in range(rows):
-        row = given[j]
-        age = last - (row // lanes if lanes > 1 else row)
-        if age < 0:
-            age += steps
-        if row >= 0 and age < since:
-            row = -1
-            count += 1
-        if kept:
-            left[j] = row
-    return count
-
-
-@kernel
 def skip_newer(kept: int, index: int, stamp: int, rows: int, clock: int, written: int, total: int) -> int:
     """See :func:`rlbuf_td.kernels.rows.skip_newer`; ``written`` is an address of ``total`` int64."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
