@@ -297,6 +297,9 @@ class _Stream:
 
     wait = wait_stream = wait_event = record
 
+    def record_event(self) -> _Stream:
+        return self
+
 
 class _Graph(RecordedGraph):
     """Listens to what is done on the device alone: what the host does meanwhile on the CPU is no part of a graph."""

@@ -51,8 +51,8 @@ NO_CHECKPOINTERS = (
 def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
     """Return a buffer whose rows are allocated for the transitions of an environment.
 
-    Every write is checked against them. The first write may add keys: a policy's outputs, a collector's
-    ``("collector", "traj_ids")``. RAM is taken from the system as rows are written.
+    Every write is checked against them. The first write may add keys, such as a policy's outputs. RAM is taken from the
+    system as rows are written.
 
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
@@ -142,13 +142,6 @@ def from_schema(
 
     Raises:
         SchemaError: the schema has an entry that cannot be packed.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> from rlbuf_td import ReplayBuffer
-        >>> transition = TensorDict({"observation": torch.zeros(3), "next": {"reward": torch.zeros(1)}})
-        >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
-        True
     """
     if flat and schema.ndim:
         schema = schema.flatten()[0]
@@ -176,25 +169,19 @@ def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
         RuntimeError: the buffer is empty.
         TypeError: the writer is not a ring, so that rows have no order of age.
     """
-    return _by_age(rb, None, flat)
+    return last(rb, None, flat=flat)
 
 
-def last(rb: Any, n: int, *, flat: bool = False) -> TensorDictBase:
+def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
     """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
 
     Args:
-        n: time steps.
-        flat: see :meth:`chronological`.
+        n: time steps; ``None``: all.
+        flat: see :meth:`chronological`, also for further errors.
 
     Raises:
-        RuntimeError: the buffer is empty.
         ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
-        TypeError: the writer is not a ring, so that rows have no order of age.
     """
-    return _by_age(rb, n, flat)
-
-
-def _by_age(rb: Any, n: int | None, flat: bool) -> TensorDictBase:
     storage, writer = rb.storage, rb.writer
     with rb._locked():
         data = storage.get(steps_by_age(writer, storage, n))
@@ -207,12 +194,7 @@ def _by_age(rb: Any, n: int | None, flat: bool) -> TensorDictBase:
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
-
-    Raises:
-        KeyError: no such key.
-        RuntimeError: ``value`` has another shape than the entry.
-    """
+    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer."""
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_at_(rb, key, value, index)
     rb.storage.edit(lambda data: setitem(data[key], ..., value), index)
@@ -220,12 +202,7 @@ def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
 
 
 def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
-    """Set one entry of all rows, and return the buffer.
-
-    Raises:
-        KeyError: no such key.
-        RuntimeError: ``value`` is not ``[T, *lanes, ...]``.
-    """
+    """Set one entry of all rows, ``[T, *lanes, ...]``, and return the buffer."""
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_(rb, key, value)
     rb.storage.edit(lambda data: data.set_(key, value))
@@ -254,10 +231,7 @@ def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_u
 def health(rb: Any) -> dict[str, float]:
     """Return how the buffer and its batches are doing, as a flat dict for loggers.
 
-    See :mod:`rlbuf_td.diagnostics.health` for the entries. ``stale_updates`` counts the TD errors that
-    :meth:`update_tensordict_priority` left out because their rows had been replaced.
-
-    Cost: O(N log N) with priorities: not for every step.
+    See :mod:`rlbuf_td.diagnostics.health` for the entries. Cost: O(N log N) with priorities: not for every step.
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
@@ -268,8 +242,7 @@ def health(rb: Any) -> dict[str, float]:
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
     """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
 
-    The new dump replaces the old one at once: a process killed at any moment leaves one of the two, whole. Unchanged
-    content is not written again.
+    A process killed at any moment leaves the old dump or the new one, whole. Unchanged content is not written again.
 
     Args:
         path: created if missing. A folder with a foreign manifest is never overwritten.
@@ -312,11 +285,7 @@ def loads(
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:
-    """Refuse a hook: :meth:`dumps` and :meth:`loads` would not call it.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Refuse a hook (NotImplementedError): :meth:`dumps` and :meth:`loads` would not call it."""
     raise NotImplementedError(NO_CHECKPOINTERS)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
 
 from rlbuf_td.samplers.prioritized import Prioritized
@@ -32,13 +33,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        storage: Storage,
-        sampler: Sampler,
-        writer: Writer,
-        transforms: Collection[Any],
-        has_units: bool,
-        collates: bool,
+        cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
         """Return the parts; ``collates``: the buffer has a collate function of the user's."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
@@ -47,27 +42,40 @@ class Parts(NamedTuple):
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
         draws = "" if not is_direct else "draw_batch" if wrapper is not None else _method_to_draw(type(sampler))
+        is_stamped = is_packed and not has_units and prioritized is not None
         is_theirs = isinstance(innermost, PrioritizedSampler) and prioritized is None
-        return cls(
-            storage,
-            sampler,
-            writer,
-            wrapper,
-            prioritized,
-            transforms,
-            is_packed,
-            has_units,
-            is_packed and not has_units and prioritized is not None,
-            draws,
-            is_theirs or isinstance(innermost, ConsumingSampler),
-        )
+        generally = is_theirs or isinstance(innermost, ConsumingSampler)
+        given = storage, sampler, writer, wrapper, prioritized, transforms
+        return cls(*given, is_packed, has_units, is_stamped, draws, generally)
 
-    def draw(self, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any], TensorDictBase]:
-        """Return flat rows of the short path, the sampler's report and the transitions; the caller holds the lock."""
+    def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
+        """Return flat rows of the short path, the sampler's report, and the transitions of a wrapper.
+
+        Without a wrapper, what ``gather`` returns of the flat rows. The caller holds the lock.
+        """
         if self.draws == "draw_batch":
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
-        return flat, info, self.storage.gather(flat)
+        return flat, info, gather(flat)
+
+
+class BufferOfParts(Protocol):
+    """What the code for a learner's device needs of a :class:`ReplayBuffer`."""
+
+    storage: Any
+    sampler: Any
+    writer: Any
+    priority_key: NestedKey
+    last_draw: Any
+    replay_count: Any
+    _parts: Parts
+
+    def _locked(self) -> AbstractContextManager[None]: ...
+    def _note_draw(self, index: Any, info: dict[str, Any]) -> None: ...
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase: ...
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Give the rows of a batch the TD errors that it holds."""
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
@@ -92,7 +100,9 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     if storage.shared_rows is not None:
         watched = (counters[name] for name in ("_cursor_value", "_write_count_value") if name in counters)
         storage.shared_rows.journal.watch(*watched)
-    samplers = list(_wrapped(sampler))
+    samplers = [sampler]
+    while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
+        samplers.append(inner)
     for each in samplers:
         if isinstance(each, SamplerWrapper):  # it needs trajectories: one index, made now, serves all processes
             TrajectoryIndex.of(storage, done_key=each.done_key, traj_key=each.traj_key)
@@ -100,10 +110,3 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()
-
-
-def _wrapped(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the one that it wraps, and so on."""
-    while isinstance(sampler, Sampler):
-        yield sampler
-        sampler = getattr(sampler, "sampler", None)

@@ -153,17 +153,17 @@ def test_outputs_hold_for_a_ring_of_calls_and_nothing_waits_for_the_device():
 @pytest.mark.parametrize(
     ("sampler", "kwargs", "error", "words"),
     [
-        (UniformSampler(), {"ring": 1}, ValueError, "ring must be at least 2"),
-        (UniformSampler(), {"ring": 2.5}, ValueError, "ring must be at least 2"),
-        (UniformSampler(), {"warmup": 0}, ValueError, "warmup must be at least 1"),
+        (UniformSampler(), {"ring": 1}, ValueError, "ring must be a whole number, at least 2, got 1"),
+        (UniformSampler(), {"ring": 2.5}, ValueError, "ring must be a whole number, at least 2, got 2.5"),
+        (UniformSampler(), {"warmup": 0}, ValueError, "warmup must be a whole number, at least 1, got 0"),
         (UniformSampler(), {"batch_size": 0}, ValueError, "batch_size must be a whole number, at least 1, got 0"),
         (UniformSampler(), {"step": 3}, TypeError, "step must be a function of a batch, or None, got int"),
         (UniformSampler(unique=True), {}, ValueError, "cannot draw 500 distinct rows of 20"),
         (SequenceSampler(UniformSampler(), 7), {}, ValueError, "must be a multiple of burn_in"),
-        (MinibatchSampler(), {}, TypeError, "cannot capture a MinibatchSampler: the host counts its epochs"),
-        (NStepSampler(MinibatchSampler(), 2, 0.9), {}, TypeError, "cannot capture a MinibatchSampler"),
+        (MinibatchSampler(), {}, TypeError, "PackedStorage and MinibatchSampler: it takes"),
+        (NStepSampler(MinibatchSampler(), 2, 0.9), {}, TypeError, "PackedStorage and NStepSampler: it takes"),
         (RandomSampler(), {}, TypeError, "PackedStorage and RandomSampler"),
-        (SequenceSampler(RandomSampler(), 5), {}, TypeError, "PackedStorage and RandomSampler"),
+        (SequenceSampler(RandomSampler(), 5), {}, TypeError, "PackedStorage and SequenceSampler"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_and_nothing_changes(device, sampler, kwargs, error, words):

@@ -208,9 +208,7 @@ def test_wrong_settings_are_refused():
         RolloutBuffer(2, 3, writer=RolloutWriter(), gamma=0.99, normalize_advantage="rollout")
     with pytest.raises(ValueError, match="sampler= has settings of its own: pass epochs=, shuffle=, drop_last= to it"):
         RolloutBuffer(2, 3, sampler=MinibatchSampler(), epochs=1, shuffle=True, drop_last=False)
-    with pytest.raises(
-        ValueError, match="storage= has settings of its own: pass device= to it instead"
-    ):
+    with pytest.raises(ValueError, match="storage= has settings of its own: pass device= to it instead"):
         RolloutBuffer(2, 3, storage=PackedStorage(6, ndim=2), storing_device="cpu")
     rollout = RolloutBuffer(1)
     after = {"reward": torch.ones(1, 1), "done": torch.ones(1, 1).bool()}

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.parts import BufferOfParts
 from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
-from rlbuf_td.samplers import MinibatchSampler
 from rlbuf_td.samplers.common import GraphCapturable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-
-class CapturableBuffer(Protocol):
-    """What a captured step needs of a buffer: :class:`ReplayBuffer`."""
-
-    storage: Any
-    sampler: Any
-    writer: Any
-    priority_key: NestedKey
-    last_draw: Any
-    replay_count: Any
-    _parts: Parts
-
-    def _locked(self) -> AbstractContextManager[None]:
-        """Hold the buffer's locks."""
-
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]: ...
-    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
-        """Return the transformed batch."""
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Give the rows of a batch the TD errors that it holds."""
+Step: TypeAlias = Callable[[TensorDictBase], Any]
 
 
 class _Graph(NamedTuple):
@@ -59,22 +37,12 @@ class CapturedStep:
     continue from replay to replay. :func:`capture` documents the arguments.
     """
 
-    def __init__(
-        self,
-        buffer: CapturableBuffer,
-        step: Callable[[TensorDictBase], Any] | None,
-        batch_size: int,
-        ring: int,
-        warmup: int,
-    ) -> None:
+    def __init__(self, buffer: BufferOfParts, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
         if step is not None and not callable(step):
             raise TypeError(f"step must be a function of a batch, or None, got {type(step).__name__}")
-        if batch_size < 1 or batch_size != int(batch_size):
-            raise ValueError(f"batch_size must be a whole number, at least 1, got {batch_size}")
-        if ring < 2 or ring != int(ring):
-            raise ValueError(f"ring must be at least 2, so that an output outlives the next call, got {ring}")
-        if warmup < 1 or warmup != int(warmup):
-            raise ValueError(f"warmup must be at least 1: kernels are compiled outside of a graph, got {warmup}")
+        for name, number, least in (("batch_size", batch_size, 1), ("ring", ring, 2), ("warmup", warmup, 1)):
+            if number < least or number != int(number):
+                raise ValueError(f"{name} must be a whole number, at least {least}, got {number}")
         self._buffer, self._step, self._batch_size = buffer, step, int(batch_size)
         self._ring, self._warmup = int(ring), int(warmup)
         self._graphs: list[_Graph] = []
@@ -101,17 +69,12 @@ class CapturedStep:
     def _capturable_storage(self) -> PackedStorage:
         """Return the storage, after checking that the buffer can be captured and is not empty."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
-        sampler = getattr(sampler, "innermost", sampler)
-        if isinstance(sampler, MinibatchSampler):
+        if not self._buffer._parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
             raise TypeError(
-                "cannot capture a MinibatchSampler: the host counts its epochs, and ends them with a shorter batch; "
-                "take UniformSampler(unique=True), or sample outside of a graph"
-            )
-        if not self._buffer._parts.draws or not isinstance(sampler, GraphCapturable):
-            raise TypeError(
-                f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: "
-                "it takes PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, "
-                "or HindsightSampler, NStepSampler or SequenceSampler over them"
+                f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: it takes "
+                "PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, or HindsightSampler, "
+                "NStepSampler or SequenceSampler over them (a MinibatchSampler's epochs are counted by the host: take "
+                "UniformSampler(unique=True), or sample outside of a graph)"
             )
         if not len(storage):
             raise RuntimeError("cannot sample from an empty buffer: extend it first")
@@ -177,7 +140,7 @@ class CapturedStep:
             sampler.forget_order()  # recorded operations have not run
 
     def _warm_up(self, storage: PackedStorage, stream: torch.cuda.Stream) -> None:
-        """Run steps on a side stream, which compile all kernels and allocate all lasting memory."""
+        """Run steps on another stream, which compile all kernels and allocate all lasting memory."""
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -198,13 +161,13 @@ class CapturedStep:
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
         """Run one step; return its output, and the rows and weights that were drawn."""
-        buffer, sampler = self._buffer, self._buffer._parts.prioritized
+        buffer, parts = self._buffer, self._buffer._parts
+        sampler: Any = parts.prioritized
 
         def update(batch: TensorDictBase) -> None:  # no row is stale: nothing was written since the draw
-            assert sampler is not None  # noqa: S101
-            sampler.update_priority(*errors_of(buffer._parts, batch, buffer.priority_key), storage=storage)
+            sampler.update_priority(*errors_of(parts, batch, buffer.priority_key), storage=storage)
 
-        flat, info, batch = buffer._parts.draw(self._batch_size)
+        flat, info, batch = parts.draw(self._batch_size, storage.gather)
         if sampler is not None:
             info[SAMPLED_AT] = self._write_clock.tensor.long().expand(flat.shape[0])
         batch = buffer._assemble(flat, info, batch)
@@ -214,7 +177,7 @@ class CapturedStep:
 
 def capture(
     rb: Any,
-    step: Callable[[TensorDictBase], Any] | None = None,
+    step: Step | None = None,
     batch_size: int | None = None,
     *,
     ring: int = 2,

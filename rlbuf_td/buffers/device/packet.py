@@ -17,34 +17,25 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Packet:
-    """The layout of a block: ``count`` packed rows, followed by ``count`` packed entries of the sampler's report.
-
-    Attributes:
-        rows: the layout of a transition.
-        report: the layout of the sampler's report for one row, with the flat row as ``"index"``.
-        count: number of rows.
-    """
+    """The layout of a block: ``count`` packed rows, followed by ``count`` packed entries of the sampler's report."""
 
     rows: RowLayout
-    report: RowLayout
+    report: RowLayout  # with the flat row as "index"
     count: int
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the block in bytes."""
-        return sum(self._sizes())
-
-    def _sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of the rows, of the gap that aligns the report, and of the report."""
         rows = self.count * self.rows.row_bytes
         return rows, -rows % _ALIGNMENT, self.count * self.report.row_bytes
 
-    def _split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, _, report = block.unsafe_split_with_sizes(self._sizes())  # unsafe: see RowLayout.columns
+    def split(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the packed rows and the packed report in a block."""
+        rows, _, report = block.unsafe_split_with_sizes(self.sizes())  # unsafe: see RowLayout.columns
         return _rows_of(rows, self.rows, self.count), _rows_of(report, self.report, self.count)
 
     def unpack(self, block: torch.Tensor) -> tuple[TensorDict, dict[Any, torch.Tensor]]:
         """Return the transitions, ``[count, ...]``, and the sampler's report, as views of a block."""
-        rows, report = self._split(block)
+        rows, report = self.split(block)
         keys = (leaf.key if len(leaf.key) > 1 else leaf.key[0] for leaf in self.report.leaves)
         return self.rows.unpack(rows), dict(zip(keys, self.report.columns(report), strict=True))
 
@@ -54,22 +45,17 @@ def pack(
     report: dict[Any, Any],
     rows: TensorDictBase | Rows,
     last: Packet | None,
-    host: torch.Tensor | None,
+    *,
     pin_memory: bool,
 ) -> tuple[Packet, torch.Tensor]:
-    """Pack a batch into ``host``, or into new memory if that is too small; return the layout and the block.
+    """Pack a batch in host memory; return the layout and the block, ``[n]`` uint8.
 
     Args:
         flat: drawn rows, ``[B]`` int64.
         report: what the sampler says of each of them.
         rows: the transitions, ``[B, ...]``, or the stored rows that they are gathered from.
         last: the layout of the batch before, which is used again if it fits.
-        host: memory that may be overwritten, ``[n]`` uint8.
-        pin_memory: whether new memory is page-locked.
-
-    Raises:
-        TypeError: the report has no entry for each row.
-        SchemaError: an entry of the transitions cannot be packed.
+        pin_memory: whether the memory is page-locked.
     """
     entries = _entries(flat, report)
     report_layout, report_leaves = _layout_of(entries, None if last is None else last.report)
@@ -78,9 +64,8 @@ def pack(
     else:
         layout, leaves = rows.layout, []
     packet = Packet(layout, report_layout, flat.shape[0])
-    if host is None or host.numel() < packet.nbytes:
-        host = torch.empty(packet.nbytes, dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
-    packed, packed_report = packet._split(host[: packet.nbytes])
+    host = torch.empty(sum(packet.sizes()), dtype=torch.uint8, pin_memory=pin_memory, device="cpu")
+    packed, packed_report = packet.split(host)
     if isinstance(rows, TensorDictBase):
         torch._foreach_copy_(layout.columns(packed), leaves)
     else:
