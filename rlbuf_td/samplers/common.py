@@ -139,10 +139,8 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
     if td_error.numel() == 1 != rows:
         return td_error.expand(rows).contiguous()
     if td_error.numel() != rows:
-        raise ValueError(
-            f"{td_error.numel()} priorities (shape {tuple(td_error.shape)}) for {rows} rows: "
-            "give one a row, or one for all"
-        )
+        given = f"{td_error.numel()} priorities (shape {tuple(td_error.shape)})"
+        raise ValueError(f"{given} for {rows} rows: give one per row, or one for all")
     return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
 
 

@@ -62,21 +62,8 @@ def gymnasium_terminated_fn(
 ) -> TransitionFn:
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
 
-    Args:
-        env: as for :func:`gymnasium_reward_fn`; also ``goal_key``, ``achieved_goal_key`` and ``info_keys``.
-        goal_key: see ``env``.
-        achieved_goal_key: see ``env``.
-        info_keys: see ``env``.
-        vectorized: whether it answers for many pairs of goals at once; most environments (gymnasium-robotics' too) do
-            not, and are called once per row.
-
-    Raises:
-        TypeError: the environment has no ``compute_terminated``.
-
-    Cost: a call of the environment, or one per row.
-
-    Returns:
-        A function of a batch ``[B]`` to flags, ``[B]`` bool.
+    Arguments and errors are those of :func:`gymnasium_reward_fn`, but most environments (gymnasium-robotics' too)
+    answer for one pair of goals, so that ``vectorized`` is False by default. The function returns flags, ``[B]`` bool.
 
     Example:
         >>> from tensordict import TensorDict
@@ -92,18 +79,13 @@ def gymnasium_terminated_fn(
 
 
 def _caller(
-    env: Any,
-    name: str,
-    goal_key: NestedKey,
-    achieved_goal_key: NestedKey,
-    info_keys: Mapping[str, NestedKey],
-    vectorized: bool,
+    env: Any, name: str, goal_key: NestedKey, achieved_goal_key: NestedKey, info_keys: Any, vectorized: bool
 ) -> TransitionFn:
     compute = _method(env, name)
-    outcome_key = unravel_key(("next", achieved_goal_key))
+    keys = unravel_key(("next", achieved_goal_key)), goal_key
 
     def call(batch: TensorDictBase) -> torch.Tensor:
-        achieved, desired = (batch.get(key).cpu().numpy() for key in (outcome_key, goal_key))
+        achieved, desired = (batch.get(key).cpu().numpy() for key in keys)
         info = {name: batch.get(key).cpu().numpy() for name, key in info_keys.items()}
         if vectorized:
             values = compute(achieved, desired, info)
@@ -126,6 +108,5 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
     raise TypeError(
-        f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info): write a function of the batch "
-        "yourself"
+        f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info): write a function of the batch"
     )

@@ -97,6 +97,7 @@ class HindsightSampler(SamplerWrapper):
         True
     """
 
+    _level = 1
     _setting_names = ("her_ratio", "only_finished")
 
     def __init__(
@@ -114,16 +115,9 @@ class HindsightSampler(SamplerWrapper):
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
-        if isinstance(sampler, SamplerWrapper):
-            raise TypeError(
-                f"HindsightSampler wraps a sampler that draws single rows, got a {type(sampler).__name__}: put it "
-                f"inside, {type(sampler).__name__}(HindsightSampler(...), ...)"
-            )
-        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
-        self.reward_fn = reward_fn
-        self.terminated_fn = terminated_fn
-        self.strategy = strategy
-        self._shares = _cumulative(strategy)
+        super().__init__(sampler, done_key, traj_key)
+        self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
+        self.strategy, self._shares = strategy, _cumulative(strategy)
         self._only_finished = bool(only_finished)
         self.her_ratio = her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
@@ -131,7 +125,7 @@ class HindsightSampler(SamplerWrapper):
 
     @property
     def her_ratio(self) -> float:
-        """The probability with which each row is relabelled."""
+        """See the class."""
         return self._her_ratio
 
     @her_ratio.setter
@@ -143,7 +137,7 @@ class HindsightSampler(SamplerWrapper):
 
     @property
     def only_finished(self) -> bool:
-        """Whether rows of unfinished trajectories are left alone."""
+        """See the class."""
         return self._only_finished
 
     @only_finished.setter
@@ -159,13 +153,11 @@ class HindsightSampler(SamplerWrapper):
         return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        uniform = uniform_numbers(drawn.shape[0], self._rng, device_of(storage))
-        return partial(self._relabel_, self._bound_to(storage), len(storage), drawn, uniform)
+        return partial(self._relabel_, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))
 
     def _relabel_(
         self,
-        bound: _Bound,
-        live: int,
+        storage: Storage,
         drawn: torch.Tensor,
         uniform: torch.Tensor,
         batch: TensorDictBase,
@@ -173,14 +165,15 @@ class HindsightSampler(SamplerWrapper):
         owner: torch.Tensor | None,
         is_blank: bool = False,
     ) -> None:
-        """Give rows of ``batch`` the goals that ``uniform`` has given the drawn rows, of ``live`` written ones."""
-        boundaries, law = bound.trajectories.boundaries(), self._law
-        if is_blank and isinstance(boundaries, BitBoundaries):  # read the rows and relabel them in one pass
+        """Give rows of ``batch`` the goals that ``uniform`` chooses for the drawn rows."""
+        bound = self._bound_to(storage)
+        boundaries: Any = bound.trajectories.boundaries()
+        if is_blank:  # read the rows and relabel them in one pass
             block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
-            given = boundaries, drawn, uniform, law, live, bound.outcomes
+            given = boundaries, drawn, uniform, self._law, len(storage), bound.outcomes
             mask = read_relabelled_(*given, bound.base, block, bound.offsets)
         else:
-            rows, mask = choose_goals(boundaries, drawn, uniform, law, live)
+            rows, mask = choose_goals(boundaries, drawn, uniform, self._law, len(storage))
             if owner is not None:
                 rows, mask = rows[owner], mask[owner]
             outcomes = bound.outcomes.column
@@ -209,9 +202,10 @@ class HindsightSampler(SamplerWrapper):
         if self.terminated_fn is not None:
             _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
         goals = {self.goal_key: _needed(storage, self.goal_key, "say where the desired goal is with goal_key")}
-        next_goal = column_of(storage, ("next", *self.goal_key))
+        next_key = "next", *self.goal_key
+        next_goal = column_of(storage, next_key)
         if next_goal is not None:
-            goals |= {("next", *self.goal_key): next_goal}
+            goals[next_key] = next_goal
         for key, goal in goals.items():
             if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
                 raise ValueError(
@@ -227,10 +221,8 @@ class HindsightSampler(SamplerWrapper):
         return _Bound(trajectories, outcome_column, deduplicated, list(goals), base, (offsets[0], offsets[-1]))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
-        terminated_key, truncated_key, done_key = (
-            (*self.reward_key[:-1], flag) for flag in ("terminated", "truncated", "done")
-        )
-        terminated, truncated, done = (leaf_of(batch, key) for key in (terminated_key, truncated_key, done_key))
+        beside = self.reward_key[:-1]
+        terminated, truncated, done = (leaf_of(batch, (*beside, key)) for key in ("terminated", "truncated", "done"))
         new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # type: ignore[misc]
         where = mask.view(-1, *[1] * (terminated.ndim - 1))
         if done is not None:

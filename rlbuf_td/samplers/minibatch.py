@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,9 +49,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         super().__init__(drop_last=drop_last, shuffle=shuffle)
         self.epochs = epochs
         self.len_storage: int = 0
-        self._epoch = 0
+        self._epoch = self._position = 0
         self._order: Tensor | None = None  # the rows in the order of this epoch; None between epochs
-        self._position = 0
         self._in_pass = False  # within a `for` over a buffer
         self._resumes = False  # a state was loaded that was saved within one
 
@@ -67,24 +67,14 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             raise ValueError(f"epochs must be at least 1, got {value}")
         self._epochs = value
 
-    @property
-    def epoch(self) -> int:
-        """The number of epochs that are over, ``0 <= epoch < epochs``."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """How many rows of this epoch have been drawn."""
-        return self._position
+    epoch = property(attrgetter("_epoch"), doc="The number of epochs that are over, ``0 <= epoch < epochs``.")
+    position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
     def restart(self) -> None:
         """Begin with the first epoch, in a new order."""
         self.begun = object()  # what was drawn ahead before is of no use
-        self._order = None
-        self._position = 0
-        self._epoch = 0
-        self._resumes = False
-        self.ran_out = False
+        self._order, self._position, self._epoch = None, 0, 0
+        self._resumes = self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -114,11 +104,10 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if rows != self.len_storage:
             self.restart()
             self.len_storage = rows
-        if self._order is not None and self._order.device != device:  # one that was loaded
-            self._order = self._order.to(device)
         if self._order is None:
             shuffle = self.shuffle
             self._order = permutation(rows, self._rng, device) if shuffle else torch.arange(rows, device=device)
+        self._order = self._order.to(device)  # one that was loaded is on another device
         return self._order
 
     def add(self, index: Any) -> None:
@@ -149,17 +138,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the settings and the place in the epoch, with the order itself rather than a copy."""
-        return {
-            "epochs": self._epochs,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            "epoch": self._epoch,
-            "order": self._order,
-            "position": self._position,
-            "len_storage": self.len_storage,
-            "ran_out": self.ran_out,
-            "in_pass": self._in_pass,
-        }
+        names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
+        return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called.

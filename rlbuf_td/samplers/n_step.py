@@ -11,9 +11,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
-from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import Rows
@@ -29,7 +28,7 @@ class _Bound:
     trajectories: TrajectoryIndex
     reward: torch.Tensor  # the column, [T * E, ...]
     ends: list[tuple[str, ...]]  # the flags, any of which ends a trajectory
-    compiled: tuple[Rows, Parts] | None  # rows of bytes on the CPU, and what of each the compiled loop takes
+    compiled: Any  # rows of bytes on the CPU and the Parts of each that the compiled loop takes; or None
 
 
 class NStepSampler(SamplerWrapper):
@@ -55,7 +54,7 @@ class NStepSampler(SamplerWrapper):
     Raises:
         ValueError: an argument is out of range.
         KeyError: (at the first draw) the reward, or what says where trajectories end, is not stored.
-        TypeError: the wrapped sampler draws sequences, or n-step transitions already.
+        TypeError: the wrapped sampler draws sequences or n-step transitions.
 
     Cost: O(B * n). Over hindsight the rows of all steps are read.
 
@@ -78,6 +77,7 @@ class NStepSampler(SamplerWrapper):
         (tensor([3, 4, 4, 4]), tensor([3, 3, 2, 1]))
     """
 
+    _level = 2
     _setting_names = ("n_steps", "gamma")
 
     def __init__(
@@ -90,12 +90,7 @@ class NStepSampler(SamplerWrapper):
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
-        if isinstance(sampler, SamplerWrapper) and not isinstance(sampler, HindsightSampler):
-            raise TypeError(
-                f"NStepSampler wraps a sampler that draws single transitions, got a {type(sampler).__name__}: "
-                "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
-            )
-        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
+        super().__init__(sampler, done_key, traj_key)
         self.n_steps, self.gamma = n_steps, gamma
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
@@ -103,7 +98,7 @@ class NStepSampler(SamplerWrapper):
 
     @property
     def n_steps(self) -> int:
-        """At most so many rewards are added up."""
+        """See the class."""
         return self._n_steps
 
     @n_steps.setter
@@ -114,7 +109,7 @@ class NStepSampler(SamplerWrapper):
 
     @property
     def gamma(self) -> float:
-        """The discount factor."""
+        """See the class."""
         return self._gamma
 
     @gamma.setter
@@ -131,61 +126,37 @@ class NStepSampler(SamplerWrapper):
         return super().prepare_graph(storage, batch_size), self._n_steps
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        return partial(self._look_ahead_, storage, self._bound_to(storage), super()._reviser(storage, drawn))
+        revise = super()._reviser(storage, drawn)
+        if revise is None and self._bound_to(storage).compiled is not None:
+            return partial(self._sum_rows_of_bytes_, storage)
+        return partial(self._sum_, storage, revise)
 
-    def _look_ahead_(
-        self,
-        storage: Storage,
-        bound: _Bound,
-        revise: Revise | None,
-        batch: TensorDictBase,
-        flat: torch.Tensor,
-        owner: torch.Tensor | None,
-        is_blank: bool = False,
+    def _sum_rows_of_bytes_(
+        self, storage: Storage, batch: TensorDictBase, flat: torch.Tensor, owner: Any, is_blank: bool = False
     ) -> None:
-        """Make n-step transitions of a batch that is not revised yet, or of blank memory.
-
-        A compiled loop over rows of bytes takes 1.7 times as long as a plain sample. Tensor operations do all else:
-        rows that a wrapper inside revises, other devices, TorchRL's storages.
-        """
-        boundaries, dims = bound.trajectories.boundaries(), leaf_of(batch, self.reward_key).ndim
-        if revise is None and bound.compiled is not None and isinstance(boundaries, BitBoundaries):
-            steps = self._compiled_(*bound.compiled, boundaries, batch, flat, len(storage), is_blank)
-        else:
-            steps = self._general_(storage, bound, boundaries, revise, batch, flat, owner)
-            steps = steps.view(-1, *[1] * (dims - 1))
-        set_entries_(batch, {"steps_to_next_obs": steps})
-
-    def _compiled_(
-        self,
-        rows: Rows,
-        parts: Parts,
-        boundaries: BitBoundaries,
-        batch: TensorDictBase,
-        flat: torch.Tensor,
-        live: int,
-        is_blank: bool,
-    ) -> torch.Tensor:
-        reward = leaf_of(batch, self.reward_key)
+        """Make n-step transitions of stored rows in a compiled loop; 1.7 times the time of a plain sample."""
+        bound = self._bound_to(storage)
+        rows, parts = bound.compiled
+        reward, boundaries = leaf_of(batch, self.reward_key), bound.trajectories.boundaries()
 
         def copy(target: int, is_blank: bool) -> torch.Tensor:
-            given = flat, self._n_steps, self._gamma, reward.ndim, live if is_blank else 0
+            given = flat, self._n_steps, self._gamma, reward.ndim, len(storage) if is_blank else 0
             return n_step_(boundaries, rows.matrix.data_ptr(), target, parts, *given)
 
         start = reward.data_ptr() - rows.layout.offsets[self.reward_key]
-        return rows.assemble(copy, start, len(flat), is_blank)
+        set_entries_(batch, {"steps_to_next_obs": rows.assemble(copy, start, len(flat), is_blank)})
 
-    def _general_(
+    def _sum_(
         self,
         storage: Storage,
-        bound: _Bound,
-        boundaries: Boundaries,
         revise: Revise | None,
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
-    ) -> torch.Tensor:
-        n = self._n_steps
+    ) -> None:
+        """Make n-step transitions in torch ops: of revised rows, on other devices, in TorchRL's storages."""
+        n, bound = self._n_steps, self._bound_to(storage)
+        boundaries = bound.trajectories.boundaries()
         if revise is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self._gamma)
             after = rows_at(storage, last)
@@ -202,7 +173,7 @@ class NStepSampler(SamplerWrapper):
             after = steps.select("next")[first * n + taken - 1]
         for key, leaf in walk(batch.get("next"), ("next",)):
             leaf.copy_(total if key == self.reward_key else leaf_of(after, key))
-        return taken
+        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
@@ -212,10 +183,10 @@ class NStepSampler(SamplerWrapper):
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
         if not reward.is_floating_point():
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
-        rows = storage.rows if isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries) else None
         compiled = None
-        if rows is not None and reward.dtype in (torch.float32, torch.float64) and rows.can_assemble:
-            compiled = rows, _parts_of(rows, storage.ndim, self.reward_key)
+        is_on_cpu = isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries)
+        if is_on_cpu and reward.dtype in (torch.float32, torch.float64) and storage.rows.can_assemble:
+            compiled = storage.rows, _parts_of(storage.rows, storage.ndim, self.reward_key)
         return _Bound(trajectories, reward, trajectories.end_keys(), compiled)
 
     def _reads(self, storage: Storage) -> bool:
@@ -249,8 +220,6 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return byte ranges in order, neighbours as one."""
     joined: list[tuple[int, int]] = []
     for start, width in sorted(ranges):
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + width
-        else:
-            joined.append((start, width))
+        before = joined.pop() if joined and sum(joined[-1]) == start else (start, 0)
+        joined.append((before[0], before[1] + width))
     return joined

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import EMPTY, exponent
+from rlbuf_td.samplers.common import EMPTY, exponent, uniform_numbers
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, WEIGHED, Prioritized, Reduction, WeightNorm
 
 
@@ -35,11 +35,11 @@ class ProportionalSampler(Prioritized):
             seen. Finding it is O(N) whenever the highest row has lost its place.
 
     New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
-    magnitude. A batch with NaN or infinite ones is refused, and nothing changes.
+    magnitude.
 
     Raises:
         ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
-            (with priorities) an error is NaN or infinite.
+            (with priorities) an error is NaN or infinite: nothing has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
         MemoryError: the priorities can never fit into memory.
 
@@ -84,17 +84,13 @@ class ProportionalSampler(Prioritized):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        rows = len(storage)  # the hot path: without helper functions
+        rows = len(storage)
         if rows == 0:
             raise RuntimeError(EMPTY)
         settings = self.settings.values
         if settings[ALPHA] != settings[WEIGHED]:
             self._weigh()
-        generator, device = self._rng, self.device
-        source = device if generator is None else generator.device
-        uniform = torch.rand(batch_size, dtype=torch.float64, generator=generator, device=source)
-        if source != device:
-            uniform = uniform.to(device)
+        uniform = uniform_numbers(batch_size, self._rng, self.device)
         drawn = sum_tree.draw(self.table, uniform, self.stratified, rows, settings[BETA], self.weight_norm)
         if drawn is None:
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
@@ -137,7 +133,7 @@ class ProportionalSampler(Prioritized):
         return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """See :meth:`Prioritized.probability <rlbuf_td.samplers.prioritized.Prioritized.probability>`."""
+        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         self._weigh()
         return self.table.weight[self._rows(index, storage)] / self.table.total
 

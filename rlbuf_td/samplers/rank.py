@@ -37,26 +37,15 @@ class RankSampler(Prioritized):
     Ranks are exact at every draw.
 
     Args:
-        max_capacity: number of rows, at least the storage's ``max_size``.
         alpha: how far ranks count, at least 0; 0 is uniform.
-        beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
-            TorchRL's ``ParameterScheduler`` too.
-        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts
-            ``B * P(i)``), rather than independently. Any part of the batch has rows from all segments.
-        weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
-            (``None``).
-        reduction: how TorchRL's buffers turn several TD errors of a row into one.
+        max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
         stale_updates: on devices other than the CPU, where the order comes from a sort, sort again only after more
             updates than this; 0 is exact. New rows are ranked at once. On the CPU the order is always exact.
 
     New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
-    magnitude, as float32. A batch with NaN or infinite ones is refused, and nothing changes.
+    magnitude, as float32.
 
-    Raises:
-        ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
-            (with priorities) an error is NaN or infinite.
-        RuntimeError: (when sampling) the buffer is empty, or no row has a priority.
-        MemoryError: the priorities can never fit into memory.
+    Raises: as :class:`ProportionalSampler`; a draw needs a row with a priority.
 
     Cost: O(B log N) to draw, O(B (128 + log N)) to update, O(1) to change alpha; 15 to 27 bytes per row, about 22 after
     random updates. On other devices a sort of all rows after each change, O(B) to draw, 20 bytes per row.
@@ -121,12 +110,7 @@ class RankSampler(Prioritized):
     def rank(self, index: Any, *, storage: Any | None = None) -> torch.Tensor:
         """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
 
-        Args:
-            index: in any form that :meth:`update_priority` takes.
-            storage: needed for coordinates.
-
-        Raises:
-            IndexError: a row is out of range (on the CPU).
+        The arguments are those of :meth:`priority`. Raises an IndexError (on the CPU) if a row is out of range.
         """
         return self.order.ranks_of(flat_rows(index, storage, self.device))
 
@@ -177,7 +161,7 @@ class RankSampler(Prioritized):
         return order_bytes(capacity, torch.device(device))
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """See :meth:`Prioritized.probability <rlbuf_td.samplers.prioritized.Prioritized.probability>`."""
+        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         self._weigh()
         ranks = self.table.ranks_of(self._rows(index, storage))
         weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)

@@ -79,6 +79,7 @@ class SequenceSampler(SamplerWrapper):
         ([[0, 0, 1], [0, 1, 2], [1, 2, 2]], [False, True, True])
     """
 
+    _level = 3
     _setting_names = ("eta",)
 
     def __init__(
@@ -94,8 +95,7 @@ class SequenceSampler(SamplerWrapper):
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
-        if isinstance(sampler, SequenceSampler):
-            raise TypeError("SequenceSampler wraps a sampler that draws single rows, got a SequenceSampler")
+        super().__init__(sampler, done_key, traj_key)
         if length < 1 or length != int(length):
             raise ValueError(f"length must be a whole number, at least 1, got {length}")
         if burn_in < 0 or burn_in != int(burn_in):
@@ -106,7 +106,6 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"priority must be 'max' or 'mix', got {priority!r}")
         if not 0.0 <= eta <= 1.0:
             raise ValueError(f"eta must be between 0 and 1, got {eta}")
-        super().__init__(sampler, done_key=done_key, traj_key=traj_key)
         self.length, self.burn_in, self.boundary = int(length), int(burn_in), boundary
         self.priority_rule, self.eta = priority, float(eta)
         self.init_key = as_tuple(init_key)

@@ -100,8 +100,7 @@ class UniformSampler(RowSampler, GraphCapturable):
     def dumps(self, path: str | Path) -> None:
         """Write nothing: the constructor takes the setting."""
 
-    def loads(self, path: str | Path) -> None:
-        """Read nothing: see :meth:`dumps`."""
+    loads = dumps
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(unique={self.unique})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,7 +17,7 @@ from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 Revise: TypeAlias = Callable[..., None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).
@@ -55,16 +55,21 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     sampler: Sampler
     innermost: Sampler
     """The sampler that draws the rows."""
-    _setting_names: tuple[str, ...] = ()
+    _level: ClassVar[int]
+    """A wrapper wraps those of lower levels."""
+    _setting_names: ClassVar[tuple[str, ...]] = ()
     """The attributes, all numbers, that a user may change between draws."""
 
-    def __init__(
-        self, sampler: Sampler, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
-    ) -> None:
+    def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
-        self.sampler = sampler
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
+        if self._inner is not None and self._inner._level >= self._level:
+            raise TypeError(
+                f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: "
+                "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
+            )
+        self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
         self.done_key, self.traj_key = as_tuple(done_key), traj_key
         self._bound: tuple[TensorDictBase, Any] | None = None
@@ -100,7 +105,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         return False
 
     def _bind(self, storage: Storage) -> Any:
-        """Look up what does not change while the storage keeps its columns."""
+        """Look up what does not change while the storage keeps its columns; :meth:`_bound_to` returns it."""
 
     def _bound_to(self, storage: Storage) -> Any:
         columns = columns_of(storage)
@@ -124,7 +129,7 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         return coordinates(flat, storage), info
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows whose priorities a batch's TD errors (one a row) stand for, and these priorities."""
+        """Return the rows whose priorities a batch's TD errors (one per row) stand for, and these priorities."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
     # -- CUDA graphs
@@ -132,10 +137,6 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         return id(self.sampler), self.sampler.prepare_graph(storage, batch_size)
-
-    def forget_order(self) -> None:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        self.innermost.forget_order()
 
     # -- what goes to the wrapped sampler
 
@@ -147,6 +148,11 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     ran_out = _of_inner("ran_out")
     _remaining_batches = _of_inner("_remaining_batches")
     _rng = _of_inner("_rng")
+    add = _of_inner("add")
+    extend = _of_inner("extend")
+    mark_update = _of_inner("mark_update")
+    forget_order = _of_inner("forget_order")
+    _empty = _of_inner("_empty")
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's.")
 
     def __getattr__(self, name: str) -> Any:
@@ -155,25 +161,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
 
-    def add(self, index: Any) -> None:
-        """Pass a write on."""
-        self.sampler.add(index)
-
-    def extend(self, index: Any) -> None:
-        """Pass a write on."""
-        self.sampler.extend(index)
-
-    def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Pass a write on."""
-        self.sampler.mark_update(index, storage=storage)
-
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
         """Pass priorities on to a prioritized sampler."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
-
-    def _empty(self) -> None:
-        self.sampler._empty()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped sampler, and the settings."""
@@ -195,12 +186,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         if settings.keys() != before.keys():
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
         try:
-            for name, value in settings.items():
-                setattr(self, name, value)
+            self._set(settings)
             self.sampler.load_state_dict(state_dict["sampler"])
         except Exception:
-            for name, value in before.items():
-                setattr(self, name, value)
+            self._set(before)
             raise
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
@@ -209,6 +198,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._setting_names}
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
 
     def dumps(self, path: str | Path) -> None:
         """Save the settings and the wrapped sampler in the folder ``path``."""
@@ -223,14 +216,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         """
         settings = load_state(Path(path) / "settings", type(self).__name__)
         self.sampler.loads(Path(path) / "sampler")
-        for name, value in settings.items():
-            setattr(self, name, value)
+        self._set(settings)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_bound": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.data import Categorical
@@ -24,7 +22,6 @@ from rlbuf_td import (
     ReplayBuffer,
     UniformSampler,
 )
-from tests.worlds import World
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:
@@ -75,39 +72,6 @@ def test_rewards_of_every_kind_are_added_up_in_float64(dtype, dims, storage):
     assert torch.equal(batch["x"], data["x"])
     wanted = (40, *[1] * len(dims))
     assert batch["steps_to_next_obs"].shape == wanted
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    steps=st.integers(1, 12),
-    lanes=st.integers(1, 3),
-    fill=st.floats(0.1, 3.0),
-    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.5, 0.0, 0.3), (1.0, 1.0, 1.0)]),
-    calls=st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.99, 1.0])), min_size=1, max_size=4),
-    seed=st.integers(0, 2**16),
-)
-def test_n_and_gamma_may_differ_from_call_to_call(steps, lanes, fill, often, calls, seed):
-    sampler = NStepSampler(UniformSampler(), 1, 1.0)
-    rb = buffer(sampler, None, storage=lambda size: PackedStorage(steps * lanes, ndim=2))
-    world = World(rb, steps, lanes, seed, often)
-    world.fill(max(2, round(fill * steps)))
-    torch.manual_seed(seed)
-    for n, gamma in calls:
-        sampler.n_steps, sampler.gamma = n, gamma
-        batch = rb.sample(30)
-        for place, reward, taken, following in zip(
-            batch["index"].tolist(),
-            batch["next", "reward"].tolist(),
-            batch["steps_to_next_obs"].tolist(),
-            batch["next", "observation"].tolist(),
-            strict=True,
-        ):
-            rows = list(world.later(world.cell(place)))[:n]
-            total = sum(gamma**k * world.fields(cell)["next", "reward"][0] for k, cell in enumerate(rows))
-            assert reward[0] == pytest.approx(total, rel=1e-6, abs=1e-6)
-            assert taken == [len(rows)]
-            assert following == world.fields(rows[-1])["next", "observation"]
-        world.write(2)
 
 
 def test_the_sum_of_a_thousand_small_rewards_is_that_of_float64():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -94,29 +90,6 @@ def test_the_law_holds_after_the_wrap_and_new_rows_enter_at_the_maximum(lanes):
     assert_follows(draws(rb, 1_000, 300), law(magnitude, 1.0, 0.0))
 
 
-def test_the_law_holds_after_a_hundred_thousand_random_updates_while_filling_and_wrapping():
-    rb = buffer(1_000, 0, alpha=0.6, stratified=False)
-    generator = torch.Generator().manual_seed(5)
-    naive = torch.zeros(1_000)
-    largest, cursor = 1.0, 0
-    for step in range(500):
-        count = int(torch.randint(1, 9, (), generator=generator))
-        rb.extend(TensorDict({"x": torch.zeros(count)}, [count]))
-        naive[(cursor + torch.arange(count)) % 1_000] = largest
-        cursor += count
-        rows = len(rb)
-        index = torch.randint(rows, (200,), generator=generator)
-        td_error = torch.randn(200, generator=generator) * 2
-        rb.update_priority(index, td_error)
-        for row, error in zip(index.tolist(), td_error.abs().tolist(), strict=True):
-            naive[row] = error
-        largest = max(largest if step else 0.0, float(td_error.abs().max()))
-        if step % 50 == 0:
-            check(rb)
-    torch.testing.assert_close(rb.sampler.priority(torch.arange(1_000)).float(), naive)
-    assert_follows(draws(rb, 10_000, 100), law(naive, 0.6, 1e-6))
-
-
 @both
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
 @pytest.mark.parametrize(("lanes", "stratified"), [(0, False), (2, True)])
@@ -133,17 +106,6 @@ def test_importance_weights_are_those_of_the_formula(lanes, stratified, norm, cl
     torch.testing.assert_close(info["priority_weight"].double(), every[flat] / scale, rtol=1e-6, atol=0.0)
 
 
-def test_weighted_averages_are_unbiased_when_beta_is_one():
-    rb = buffer(64, 64, alpha=0.8, beta=1.0, weight_norm=None, stratified=False)
-    generator = torch.Generator().manual_seed(0)
-    rb.update_priority(torch.arange(64), torch.rand(64, generator=generator) + 0.1)
-    values = torch.randn(64, generator=generator, dtype=torch.float64)
-    flat, info = rb.sampler.draw(rb.storage, 1_000_000)
-    estimate = (info["priority_weight"] * values[flat]).mean()
-    spread = (info["priority_weight"] * values[flat]).std() / 1_000
-    assert abs(estimate - values.mean()) < 4.5 * spread
-
-
 def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
     rb = buffer(10, 10, alpha=0.6)
     td_error = torch.linspace(0.1, 5.0, 10)
@@ -152,34 +114,6 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
         rb.sampler.alpha = alpha
         torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), 1e-6))
         check(rb)
-
-
-def test_alpha_may_be_set_while_other_threads_sample_and_update():
-    rb = buffer(20_000, 20_000, alpha=0.6)
-    stop = threading.Event()
-    failures: list[Exception] = []
-
-    def work(step: Callable[[], object]) -> None:
-        while not stop.is_set():
-            try:
-                step()
-            except RuntimeError as error:
-                failures.append(error)
-                return
-
-    steps = (rb.sample, lambda: rb.update_priority(torch.randint(20_000, (256,)), torch.rand(256)))
-    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for number in range(100):
-        rb.sampler.alpha = 0.1 + number / 100
-        time.sleep(0.001)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    rb.sampler.probability([0])
-    check(rb)
 
 
 def test_torchrls_schedulers_set_alpha_and_beta():
@@ -192,13 +126,11 @@ def test_torchrls_schedulers_set_alpha_and_beta():
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
-def test_a_bad_exponent_is_refused(name, bad):
-    with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
-        ProportionalSampler(10, **{name: bad})
+def test_a_bad_exponent_leaves_the_old_one(name):
     sampler = ProportionalSampler(10)
-    with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
-        setattr(sampler, name, bad)
+    for bad in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"{name} must be a finite number, at least 0"):
+            setattr(sampler, name, bad)
     assert (sampler.alpha, sampler.beta) == (0.6, 0.4)
 
 
@@ -206,6 +138,8 @@ def test_a_bad_exponent_is_refused(name, bad):
     ("cls", "settings", "message"),
     [
         (ProportionalSampler, {"eps": -1.0}, "eps must be"),
+        (ProportionalSampler, {"alpha": float("nan")}, "alpha must be a finite number, at least 0"),
+        (RankSampler, {"beta": -0.1}, "beta must be a finite number, at least 0"),
         (ProportionalSampler, {"weight_norm": "rows"}, "weight_norm must be"),
         (ProportionalSampler, {"reduction": "sum"}, "reduction must be"),
         (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
@@ -333,20 +267,14 @@ def test_a_sampler_too_small_for_the_storage_is_refused():
         rb.set_sampler(ProportionalSampler(5))
 
 
-def test_state_is_complete_through_state_dict_and_files(tmp_path):
+def test_a_loaded_sampler_goes_on_and_one_of_a_larger_capacity_is_refused():
     rb = buffer(10, 10, alpha=0.6)
     rb.update_priority(torch.arange(10), torch.linspace(1, 9, 10))
-    rb.sampler.beta = 0.9
-    rb.sampler.dumps(tmp_path / "sampler")
-    for load in (lambda s: s.load_state_dict(rb.sampler.state_dict()), lambda s: s.loads(tmp_path / "sampler")):
-        other = ProportionalSampler(10)
-        load(other)
-        assert other.beta == 0.9
-        assert other.default_priority == 9.0
-        torch.testing.assert_close(other.priority(torch.arange(10)), rb.sampler.priority(torch.arange(10)))
-        other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
-        check_tree(other.tree, 0.6, 1e-6)
-        assert other.eps == rb.sampler.eps
+    other = ProportionalSampler(10, eps=0.5)
+    other.load_state_dict(rb.sampler.state_dict())
+    assert (other.eps, other.default_priority) == (rb.sampler.eps, 9.0)
+    other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
+    check_tree(other.tree, 0.6, 1e-6)
     with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())
 

@@ -1,4 +1,4 @@
-"""RankSampler: its law, and its place in buffers; its statistics are in test_rank_statistics.py."""
+"""RankSampler: its law, and that its draws have it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, RankSampler, ReplayBuffer
-
-
-def buffer(n: int, batch_size: int = 32, rows: int | None = None, **settings: Any) -> ReplayBuffer:
-    """Return a buffer of capacity ``n`` with ``rows`` rows (default: full) whose field ``x`` is the row's number."""
-    rb = ReplayBuffer(storage=PackedStorage(n), sampler=RankSampler(n, **settings), batch_size=batch_size)
-    rb.extend(TensorDict({"x": torch.arange(rows or n)}, [rows or n]))
-    return rb
+from rlbuf_td import PackedStorage, RankSampler
+from tests.statistics import assert_follows, power
 
 
 def sampler_of(td_error: torch.Tensor, **settings: Any) -> RankSampler:
     sampler = RankSampler(len(td_error), **settings)
     sampler.update_priority(torch.arange(len(td_error)), td_error)
     return sampler
+
+
+def filled(n: int) -> PackedStorage:
+    storage = PackedStorage(n)
+    storage.set(torch.arange(n), TensorDict({"x": torch.arange(n)}, [n]))
+    return storage
 
 
 def law_of(alpha: float, n: int) -> np.ndarray:
@@ -88,50 +88,6 @@ def test_rows_without_a_priority_have_rank_and_probability_zero() -> None:
     assert sampler.priority(torch.arange(5)).tolist() == [-1.0, 2.0, -1.0, 1.0, -1.0]
 
 
-def test_alpha_zero_is_uniform_with_weights_of_one() -> None:
-    rb = buffer(50, alpha=0.0)
-    rb.update_priority(torch.arange(50), torch.arange(50.0))
-    torch.testing.assert_close(rb.sampler.probability(torch.arange(50)), torch.full((50,), 0.02, dtype=torch.float64))
-    assert (rb.sample()["priority_weight"] == 1.0).all()
-
-
-def test_scaling_all_td_errors_changes_nothing() -> None:
-    torch.manual_seed(0)
-    td_error = torch.randn(500)
-    batches = []
-    for scale in (1.0, -1.0, 2.0**-20, 2.0**40):
-        rb = buffer(500, batch_size=64)
-        rb.update_priority(torch.arange(500), scale * td_error)
-        torch.manual_seed(1)
-        batches.append(rb.sample())
-    for batch in batches[1:]:
-        assert (batch == batches[0]).all()
-
-
-def test_one_outlier_changes_nothing_but_its_own_rank() -> None:
-    torch.manual_seed(0)
-    sampler = sampler_of(torch.randn(500))
-    before = sampler.rank(torch.arange(500))
-    sampler.update_priority(123, 1e30)
-    after = sampler.rank(torch.arange(500))
-    assert after[123] == 1
-    others = torch.arange(500) != 123
-    assert torch.equal(after[others], before[others] + (before[others] < before[123]))
-
-
-def test_new_rows_enter_with_the_highest_magnitude_seen() -> None:
-    rb = buffer(6, rows=2)
-    assert rb.sampler.priority([0, 1]).tolist() == [1.0, 1.0]
-    rb.update_priority(torch.tensor([0, 1]), torch.tensor([-5.0, 2.0]))
-    rb.update_priority(torch.tensor([0]), torch.tensor([0.1]))
-    rb.add(TensorDict({"x": torch.tensor(2)}, []))
-    rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
-    assert rb.sampler.priority(torch.arange(6)).tolist() == pytest.approx([0.1, 2.0, 5.0, 5.0, 5.0, 5.0])
-    assert rb.sampler.rank(torch.arange(6)).tolist() == [6, 5, 1, 2, 3, 4]
-    rb.extend(TensorDict({"x": torch.arange(1)}, [1]))  # overwrites row 0
-    assert rb.sampler.rank(torch.arange(6)).tolist() == [1, 6, 2, 3, 4, 5]
-
-
 def test_setting_alpha_changes_the_law_at_once() -> None:
     sampler = sampler_of(torch.tensor([3.0, 2.0, 1.0]), alpha=1.0)
     sampler.alpha = np.float32(2.0)
@@ -140,7 +96,48 @@ def test_setting_alpha_changes_the_law_at_once() -> None:
 
 
 def test_rows_that_the_sampler_was_never_told_of_are_an_error() -> None:
-    storage = PackedStorage(4)
-    storage.set(torch.arange(4), TensorDict({"x": torch.arange(4)}, [4]))
     with pytest.raises(RuntimeError, match="no row has a priority"):
-        RankSampler(4).sample(storage, 2)
+        RankSampler(4).sample(filled(4), 2)
+
+
+# -- draws, by chi-square
+
+DRAWS = 600_000
+CELLS = 48
+
+
+def cells_of(alpha: float, n: int) -> np.ndarray:
+    """Return a cell for each rank, all of about equal mass."""
+    law = law_of(alpha, n)
+    return np.minimum(((law.cumsum() - law / 2) * CELLS).astype(int), CELLS - 1)
+
+
+def expected_in_segments(alpha: float, n: int, k: int) -> np.ndarray:
+    """``[k, CELLS]``: the probability that the draw from segment ``j`` falls into a cell."""
+    edges = np.append(0.0, law_of(alpha, n).cumsum())
+    expected = np.zeros((k, CELLS))
+    cells = cells_of(alpha, n)
+    for j in range(k):
+        inside = np.diff(edges.clip(j / k, (j + 1) / k)) * k
+        np.add.at(expected[j], cells, inside)
+    return expected
+
+
+#: Rows and exponents: one row, fewer rows than a batch, the table of the law and beyond it, and where alpha is special.
+@pytest.mark.parametrize(
+    ("n", "alpha"), [(1, 0.7), (13, 0.5), (1_000, 0.0), (1_025, 1.0), (100_000, 0.7), (100_000, 1.5)]
+)
+@pytest.mark.parametrize("k", [24, None], ids=["stratified", "independent"])
+def test_draws_have_the_law(n: int, alpha: float, k: int | None) -> None:
+    """Stratified draws have that of their segment."""
+    torch.manual_seed(0)
+    batch, storage = k or 20_000, filled(n)
+    sampler = sampler_of(torch.randn(n), alpha=alpha, stratified=k is not None)
+    rows = torch.stack([sampler.draw(storage, batch)[0] for _ in range(DRAWS // batch)])
+    ranks = sampler.rank(rows.flatten()).view(rows.shape).sort(1).values  # by segment, if each row is of another one
+    cells = cells_of(alpha, n)[ranks.numpy() - 1]
+    columns = cells.T if k else [cells.flatten()]
+    observed = np.concatenate([np.bincount(column, minlength=CELLS) for column in columns])
+    expected = expected_in_segments(alpha, n, k or 1).flatten() / len(columns)
+    assert n < 1_000 or power(expected[expected > 0], DRAWS, bias=0.02) > 0.99
+    assert_follows(observed, expected)

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
@@ -22,7 +20,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests.statistics import assert_follows
-from tests.worlds import Recipe, World, window
+from tests.worlds import World
 
 
 def world(
@@ -39,42 +37,6 @@ def world(
     made = World(cls(storage=storage, sampler=sampler), steps, lanes, seed, **kwargs)
     made.fill(max(2, round(fill * steps)))
     return made
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    steps=st.integers(1, 15),
-    lanes=st.integers(1, 3),
-    fill=st.floats(0.1, 3.0),
-    often=st.sampled_from([(0.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.5, 0.0, 0.3), (1.0, 1.0, 1.0)]),
-    length=st.integers(1, 20),
-    burn_in=st.integers(0, 6),
-    boundary=st.sampled_from(["pad", "shift"]),
-    seed=st.integers(0, 2**16),
-)
-def test_every_window_lies_within_the_trajectory_of_its_anchor(
-    steps, lanes, fill, often, length, burn_in, boundary, seed
-):
-    made = world(
-        SequenceSampler(UniformSampler(), length, burn_in=burn_in, boundary=boundary),
-        steps=steps,
-        lanes=lanes,
-        fill=fill,
-        seed=seed,
-        often=often,
-    )
-    recipe = Recipe(sequence=True, length=length, burn_in=burn_in, boundary=boundary)
-    torch.manual_seed(seed)
-    for _ in range(3):
-        batch = made.rb.sample(10 * recipe.window).view(10, recipe.window)
-        for row in batch:
-            anchor = made.cell(row["anchor_index"][0].tolist())
-            cells, real = window(made, anchor, recipe)
-            assert [made.cell(place) for place in row["index"].tolist()] == cells
-            assert row["mask"].tolist() == real
-            assert row["burn_in_mask"].tolist() == [j < burn_in for j in range(recipe.window)]
-            assert row["mask"].any()
-        made.write(2)
 
 
 @pytest.mark.usefixtures("boundaries")

@@ -10,7 +10,6 @@ from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, UniformSampler
 from rlbuf_td.kernels.dispatch import forced
-from rlbuf_td.samplers.uniform import without_repetitions
 from tests.statistics import assert_follows, power
 
 
@@ -66,23 +65,6 @@ def test_a_unique_batch_has_no_row_twice_and_only_written_ones(rows, batch, seed
     assert len(set(drawn.tolist())) == batch
     assert drawn.min() >= 0
     assert drawn.max() < rows
-
-
-@given(st.lists(st.integers(0, 9)))
-def test_without_repetitions_keeps_the_order(values):
-    assert without_repetitions(torch.tensor(values, dtype=torch.int64)).tolist() == list(dict.fromkeys(values))
-
-
-def test_with_two_dims_the_index_is_a_tuple_over_all_cells():
-    storage, sampler = filled(6, 10, lanes=3), UniformSampler()
-    sampler._rng = torch.Generator().manual_seed(0)
-    counts = torch.zeros(6, 3)
-    for _ in range(100):
-        index, info = sampler.sample(storage, 1_000)
-        assert isinstance(index, tuple)
-        counts.index_put_(index, torch.ones(1_000), accumulate=True)
-    assert info == {}
-    assert_follows(counts.flatten(), torch.full((18,), 1 / 18, dtype=torch.float64))
 
 
 def test_the_generator_of_the_buffer_decides_and_else_the_default_one():

@@ -1,4 +1,7 @@
-"""A training loop asks no device for a value: seen on the CPU, by refusing every operation that would wait for one."""
+"""Training loops ask no device for a value, and may begin in inference mode.
+
+Whether they wait is seen on the CPU, by refusing every operation that would wait for a device.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,34 @@ def test_what_goes_to_a_gpu_is_waited_for_only_where_its_owner_may_change_it_too
     assert asked == [(gpu, not pinned)]
     assert torch.equal(moved(given, torch.device("cpu")), torch.as_tensor(given))
     assert len(asked) == 1
+
+
+# -- memory that is made in inference mode cannot be written to outside of it
+
+
+def use(rb: ReplayBuffer, first: int) -> None:
+    loop(rb, [data(35, first + 35 * k) for k in range(2)], torch.rand(32))
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize("name", ["unique", "proportional", "rank", "hindsight, n steps", "windows"])
+def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, name: str) -> None:
+    with forced(path):
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=SAMPLERS[name](), batch_size=32, count_replays=True)
+        with torch.inference_mode():
+            use(rb, 0)
+            rb.load_state_dict(rb.state_dict())
+        use(rb, 70)
+        assert rb.health()["replays_max"] > 0
+
+
+def test_rows_that_were_written_out_of_order_in_inference_mode_are_known_outside_it() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=8)
+    with torch.inference_mode():
+        rb.extend(data(10))
+        rb.storage.set(torch.tensor([3]), data(1, 10), set_cursor=False)
+    batch = rb.sample()
+    rb.storage.set(torch.arange(10), data(10, 11), set_cursor=False)
+    batch["td_error"] = torch.full((8,), 5.0)
+    rb.update_tensordict_priority(batch)
+    assert rb.health()["stale_updates"] == 8
