@@ -6,9 +6,11 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -24,6 +26,16 @@ from rlbuf_td.storages.schema import SchemaError
 
 ROWS_FILE = "rows.bin"
 
+
+class Purpose(NamedTuple):
+    """What memory is for, in words for warnings and errors, as :func:`require_room` takes them."""
+
+    what: str = "The rows take"
+    remedy: str = ""
+    quiet: bool = False
+
+
+_ROWS = Purpose()
 
 # -- the rows of a PackedStorage ``storage``
 
@@ -69,24 +81,24 @@ def make_rows(
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
     nbytes = bytes_of(layout, shape, dedup)
-    about: Any = {
-        "scratch_dir": storage.scratch_dir,
-        "quiet": storage.is_reserved,
-        "what": f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take",
-        "remedy": _remedy(storage, layout),
-    }
+    what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
+    purpose = Purpose(what + (" with what they share" if dedup else ""), _remedy(storage, layout), storage.is_reserved)
+    scratch_dir = storage.scratch_dir
     with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
-        if storage.shared_rows is not None and storage.scratch_dir is None:
+        if storage.shared_rows is not None and scratch_dir is None:
             memory = storage.shared_rows.memory(nbytes)
-        elif dedup is not None:
+        elif dedup is None:
+            places = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
+            memory = allocate_bytes(nbytes, place, purpose, **places)
+            if layout.row_bytes <= mmap.PAGESIZE:  # longer rows cost more at their first write than reads save soon
+                advise_huge_pages(memory)
+        elif grows(place):
             sections = Sections.of(dedup, prod(shape))
-            about["what"] += " with what they share"
-            if grows(place):
-                memory = allocate_bytes(sections.fixed, place, **about).zero_()
-            else:
-                memory = allocate_sparse(nbytes, sections.likely(dedup, prod(shape)), sections.fixed, **about)
+            memory = allocate_bytes(sections.fixed, place, purpose, scratch_dir=scratch_dir).zero_()
         else:
-            memory = allocate_bytes(nbytes, place, shared=storage.shared, offload=storage.offload, **about)
+            sections = Sections.of(dedup, prod(shape))
+            likely = sections.likely(dedup, prod(shape))
+            memory = allocate_sparse(nbytes, likely, sections.fixed, purpose, scratch_dir=scratch_dir)
         return rows_in(storage, memory, layout, shape, dedup)
 
 
@@ -142,78 +154,63 @@ def _remedy(storage: Any, layout: RowLayout) -> str:
 def allocate_bytes(
     nbytes: int,
     device: torch.device,
+    purpose: Purpose = _ROWS,
     *,
     scratch_dir: Path | None = None,
     shared: bool = False,
     offload: bool = False,
-    quiet: bool = False,
-    what: str = "The rows take",
-    remedy: str = "",
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, not initialised: in RAM, in a file, in shared memory, or page-locked for a device.
+    """Return ``[nbytes]`` uint8, not initialized: in RAM, in a file, in shared memory, or page-locked for a device.
 
-    In RAM, pages are taken from the system when they are first written; elsewhere all is taken at once. ``quiet``,
-    ``what`` and ``remedy`` are those of :func:`require_room`.
+    In RAM, pages are taken from the system when they are first written; elsewhere all are taken at once.
     """
     place = torch.device("cpu") if offload else device
-    require_room(
-        nbytes,
-        place,
-        scratch_dir=scratch_dir,
-        shared=shared,
-        lazily=scratch_dir is None and not shared and not offload,
-        quiet=quiet,
-        what=what,
-        remedy=remedy,
-    )
+    lazily = scratch_dir is None and not shared and not offload
+    require_room(nbytes, place, scratch_dir=scratch_dir, shared=shared, lazily=lazily, **purpose._asdict())
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes)
-    try:
+    with _explained(nbytes, purpose, place, shared=shared, cause=offload):
         if shared:
             storage = torch.UntypedStorage._new_shared(nbytes)
             return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         if offload:
             return page_locked(nbytes, device)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except (OSError, RuntimeError) as error:
-        words = room_for(place, shared=shared).words() + (f", but {error}" if offload else "")
-        raise MemoryError(f"{what} {show_bytes(nbytes)}, which cannot be had: {words}. {remedy}") from error
-    if device.type == "cpu":
-        advise_huge_pages(memory)
-    return memory
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def allocate_sparse(
-    nbytes: int,
-    likely: int,
-    at_once: int,
-    *,
-    scratch_dir: Path | None = None,
-    quiet: bool = False,
-    what: str = "The rows take",
-    remedy: str = "",
+    nbytes: int, likely: int, at_once: int, purpose: Purpose = _ROWS, *, scratch_dir: Path | None = None
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8 zeros in RAM or in a file, of which ``likely`` bytes will be used.
 
-    RAM is taken from the system as it is written to. The file has holes behind the first ``at_once`` bytes; whoever
-    writes to a hole fills it before, see :class:`FileRoom`.
+    RAM is taken from the system as it is written to. The file has holes behind the first ``at_once`` bytes, which
+    :class:`FileRoom` fills before they are written to.
     """
-    cpu = torch.device("cpu")
-    given = {"scratch_dir": scratch_dir, "lazily": scratch_dir is None, "quiet": quiet, "what": what, "remedy": remedy}
-    require_room(likely, cpu, **given)  # type: ignore[arg-type]
+    cpu, lazily = torch.device("cpu"), scratch_dir is None
+    require_room(likely, cpu, scratch_dir=scratch_dir, lazily=lazily, **purpose._asdict())
     if scratch_dir is not None:
         return _make_file(scratch_dir, nbytes, at_once)
-    try:
+    with _explained(likely, purpose, cpu):
         if hasattr(mmap, "MAP_PRIVATE"):
             kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
             memory = torch.frombuffer(mmap.mmap(-1, nbytes, kind), dtype=torch.uint8)
         else:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    except (OSError, RuntimeError) as error:
-        room = room_for(cpu)
-        raise MemoryError(f"{what} {show_bytes(likely)}, which cannot be had: {room.words()}. {remedy}") from error
     advise_huge_pages(memory)
     return memory
+
+
+@contextmanager
+def _explained(
+    nbytes: int, purpose: Purpose, place: torch.device, *, shared: bool = False, cause: bool = False
+) -> Iterator[None]:
+    """Turn a failed allocation into a MemoryError in words, which with ``cause`` quote the system's."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        words = room_for(place, shared=shared).words() + (f", but {error}" if cause else "")
+        message = f"{purpose.what} {show_bytes(nbytes)}, which cannot be had: {words}. {purpose.remedy}"
+        raise MemoryError(message) from error
 
 
 class FileRoom:
@@ -228,20 +225,20 @@ class FileRoom:
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return
+        start, needed = section + filled, nbytes - filled
+        ahead = min(max(needed, min(_FILL, filled // 8)), self._nbytes - start)
         descriptor = os.open(self._file, os.O_RDWR)
         try:
-            for more in (max(nbytes - filled, min(_FILL, filled // 8)), nbytes - filled):  # ahead, if there is room
-                more = min(more, self._nbytes - section - filled)
-                try:
-                    os.posix_fallocate(descriptor, section + filled, more)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC or more == nbytes - filled:
-                        raise
-                else:
-                    self._filled[section] = filled + more
-                    return
+            try:
+                os.posix_fallocate(descriptor, start, ahead)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                ahead = needed
+                os.posix_fallocate(descriptor, start, needed)
         finally:
             os.close(descriptor)
+        self._filled[section] = filled + ahead
 
 
 _FILL = 256 << 20  # bytes that are taken ahead at most
