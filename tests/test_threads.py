@@ -211,7 +211,7 @@ def _big_update() -> Callable[[], object]:
 def _big_order() -> Callable[[], object]:
     order, law = ChunkedOrder(torch.rand(100_000)), rank_law(0.7)
     uniform = torch.rand(2_000_000, dtype=torch.float64)
-    return lambda: order.draw(law, uniform, stratified=True, beta=0.5, norm="buffer")
+    return lambda: order.draw(law, uniform.clone(), stratified=True, beta=0.5, norm="buffer")
 
 
 def _big_staleness() -> Callable[[], object]:

@@ -193,3 +193,12 @@ def masses(uniform, total, step, out):
         segment += step
         if segment >= batch:
             segment -= batch
+
+
+@kernel
+def acceptable(index, td_error, rows):
+    """Return whether every row lies in ``[-1, rows)`` and every error is finite."""
+    good = True
+    for j in range(index.shape[0]):
+        good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
+    return good

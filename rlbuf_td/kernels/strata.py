@@ -15,6 +15,8 @@ from torch import Tensor
 #: Where the segments begin: the first uniform number in this unit, modulo the batch. None has to be drawn for it: the
 #: number's leading digits, which are where in its segment the first draw falls, do not depend on its last ones.
 FIRST = 2.0**48
+#: What importance weights are divided by, as compiled loops take it: the buffer's largest, the batch's, or nothing.
+NORMS = {"buffer": 0, "batch": 1, None: 2}
 _GOLDEN = 0.6180339887498949
 
 

@@ -19,7 +19,6 @@ from rlbuf_td.kernels.rank_order import (
     rank_law,
     ranks_of_mass,
 )
-from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.indexing import flat_rows
@@ -156,7 +155,7 @@ class RankSampler(Prioritized):
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)
-            26845672
+            26495880
         """
         return order_bytes(capacity, torch.device(device))
 
@@ -172,8 +171,7 @@ class RankSampler(Prioritized):
             return make_order(torch.full((capacity,), -1.0, dtype=torch.float32, device=device), self._stale_updates)
 
     def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        largest = self.table.update_(flat, td_error, rows, counts)
-        return REFUSED if largest is None else largest
+        return self.table.update_(flat, td_error, rows, counts)
 
     def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
         self.table.fill_(start, count, magnitude)

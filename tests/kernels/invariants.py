@@ -8,17 +8,7 @@ import numpy as np
 import torch
 
 from rlbuf_td.kernels.episodes import WORD, BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.rank_order.chunks import (
-    FULL,
-    GROUPS,
-    MERGE,
-    NO_KEY,
-    ROWS,
-    SPARE_CHUNKS,
-    SPARE_GROUPS,
-    WIDTH,
-    Chunks,
-)
+from rlbuf_td.kernels.rank_order.chunks import CHUNKS, FULL, GROUPS, NO_KEY, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rows.pool import Table
 from rlbuf_td.kernels.sum_tree import SumTree, reference, weight_of
 
@@ -27,53 +17,41 @@ def check_order(order: Any) -> None:
     """Raise AssertionError unless a chunked order keeps the invariants of ``kernels.rank_order.chunks``."""
     st: Chunks = order.chunks
     groups = int(st.head[GROUPS])
-    _must(st.top_first[0] == 0, "the lowest bound is 0")
-    _must(bool((st.top_first[groups:] == NO_KEY).all()), "positions past the last group are never entered")
-    keys, chunks, totals = [], [], []
+    keys: list[np.ndarray] = []
     for p in range(groups):
-        found, used = _check_group(st, p, groups)
-        keys += found
-        chunks += used
-        totals.append(sum(map(len, found)))
-        small = p > 0 and st.size[st.top_group[p - 1]] + st.size[st.top_group[p]] <= MERGE
-        _must(not small, f"adjacent groups are not both small ({p})")
-    for node in range(1, groups + 1):
-        _must(st.top_tree[node] == sum(totals[node - (node & -node) : node]), f"Fenwick node {node} is its groups' sum")
-    _check_keys(st, np.concatenate(keys))
-    _check_spare(st.spare, st.head[SPARE_CHUNKS], chunks)
-    _check_spare(st.spare_group, st.head[SPARE_GROUPS], st.top_group[:groups].tolist())
+        before = sum(map(len, keys))
+        keys += _check_group(st, p, groups)
+        counts = [before, sum(map(len, keys)) - before]
+        _must([st.top_before[p], st.top_count[p]] == counts, f"the counts of group {p} are right")
+    rows = np.nonzero(st.bits >= 0)[0]
+    expected = np.sort(((0x7FFFFFFF - st.bits[rows].astype(np.int64)) << 32) | rows)
+    _must(len(rows) == st.head[ROWS], "the number of rows is right")
+    _must(np.array_equal(np.concatenate([expected[:0], *keys]), expected), "the keys are those of the rows, in order")
+    if groups:
+        _must(st.top_first[0] == 0, "the lowest bound is 0")
+        unused = bool((st.top_first[groups:] == NO_KEY).all() and (st.top_before[groups:] == NO_KEY).all())
+        _must(unused, "positions past the last group are never entered")
+        used = [st.child[g, s] for g in range(groups) for s in range(st.size[g])]
+        _must(sorted(used) == list(range(st.head[CHUNKS])), "each chunk is in one place")
+        _must(sorted(st.top_group[:groups]) == list(range(groups)), "each group is in one place")
 
 
-def _check_group(st: Chunks, p: int, groups: int) -> tuple[list[np.ndarray], list[int]]:
-    """Check the group at position ``p``; return its keys, chunk by chunk, and its chunks."""
+def _check_group(st: Chunks, p: int, groups: int) -> list[np.ndarray]:
+    """Check the group at position ``p``; return its keys, chunk by chunk."""
     g, size = st.top_group[p], int(st.size[st.top_group[p]])
-    chunks = st.child[g, :size].tolist()
-    fill = st.fill[chunks]
     after = st.top_first[p + 1] if p + 1 < groups else NO_KEY
-    bounds = np.append(st.first[g, :size], after)
+    bounds, fill = np.append(st.first[g, :size], after), np.diff(st.before[g, : size + 1])
     _must(1 <= size <= WIDTH, f"group {p} has 1 to {WIDTH} chunks")
     _must(bounds[0] == st.top_first[p], f"the top knows the bound of group {p}")
     _must(bool((np.diff(bounds) > 0).all()), f"lower bounds rise in group {p}")
     _must(bool((st.first[g, size:] == NO_KEY).all()), f"slots past the end of group {p} are never entered by key")
     _must(bool((st.before[g, size + 1 :] == FULL).all()), f"slots past the end of group {p} are never entered by rank")
-    _must(bool((st.before[g, : size + 1] == np.append(0, fill.cumsum())).all()), f"counts of group {p} are right")
-    _must(bool((fill[1:] + fill[:-1] > MERGE).all()), f"adjacent chunks of group {p} are not both small")
-    keys = [st.keys[c, :n] for c, n in zip(chunks, fill, strict=True)]
+    _must(st.before[g, 0] == 0 and bool(((fill >= 0) & (fill <= WIDTH)).all()), f"chunks of group {p} fit")
+    keys = [st.keys[c, :n] for c, n in zip(st.child[g, :size], fill, strict=True)]
     for s, held in enumerate(keys):
         inside = len(held) == 0 or bounds[s] <= held[0] <= held[-1] < bounds[s + 1]
         _must(bool(inside), f"keys of group {p}, slot {s} lie within its bounds")
-    return keys, chunks
-
-
-def _check_keys(st: Chunks, keys: np.ndarray) -> None:
-    rows = np.nonzero(st.bits >= 0)[0]
-    expected = np.sort(((0x7FFFFFFF - st.bits[rows].astype(np.int64)) << 32) | rows)
-    _must(len(keys) == st.head[ROWS], "the number of rows is right")
-    _must(bool(np.array_equal(keys, expected)), "the keys are those of the rows, in order")
-
-
-def _check_spare(spare: np.ndarray, count: int, used: list[int]) -> None:
-    _must(sorted(spare[:count].tolist() + used) == list(range(len(spare))), "memory is in use or spare, not both")
+    return keys
 
 
 def _must(holds: bool, invariant: str) -> None:

@@ -1,4 +1,4 @@
-"""The order on the CPU: always sorted, in chunks that split and merge."""
+"""The order on the CPU: always sorted, in chunks that split."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rank_order.chunks import ROWS, Chunks, allocate, clear, views
+from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, Chunks, addresses, allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
-from rlbuf_td.kernels.strata import step_of
-
-#: From this many rows on, ``fill_`` goes through the old keys in their order.
-_MANY = 256
+from rlbuf_td.kernels.strata import NORMS, step_of
 
 
 class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
-    Has the methods of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. The layout and its invariants are
-    told in :mod:`rlbuf_td.kernels.rank_order.chunks`. Which values are stored does not matter: equal, monotone and
-    adversarial ones cost the same.
+    Has the methods of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. Which values are stored does not
+    matter: equal, monotone and adversarial ones cost the same.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without; copied.
 
-    Cost: a draw is O(B log N), an update O(B (128 + log N)); a fill sorts and deletes what the rows had.
+    Attributes:
+        lock: to be held around the loops, which let go of the GIL.
+        chunks: the state, as NumPy arrays; see :mod:`rlbuf_td.kernels.rank_order.chunks`.
+        addresses: where it is; another array whenever it moves.
+
+    Cost: a draw is O(B log N), an update O(B (128 + log N)) and, once in N / 3 changes at most, O(N).
     15 to 27 bytes per row, about 22 after random updates.
 
     Example:
@@ -42,35 +43,36 @@ class ChunkedOrder:
         tensor([2, 1, 0, 3, 0])
     """
 
+    refused = 0
+
     def __init__(self, magnitude: Tensor) -> None:
         self._adopt(allocate(len(magnitude)))
         self._fill_with(magnitude)
 
     def _adopt(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
-        self._chunks = views(tensors)
+        self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        self.addresses = addresses(self.chunks)
         self._magnitude = tensors["bits"].view(torch.float32)
-        # The loops let go of the GIL, and a prefetching buffer draws while priorities are updated.
-        self._lock = Lock()
+        self.lock = Lock()
 
     def _fill_with(self, magnitude: Tensor) -> None:
-        if bool((magnitude >= 0).any()):
-            self._magnitude.copy_(magnitude)
-            keys = _cpu_update().keys_of(self._chunks.bits)
+        self._magnitude.copy_(magnitude)
+        rows = np.flatnonzero(self.chunks.bits >= 0)
+        self.chunks.head[GROUPS] = self.chunks.head[ROWS] = 0
+        if len(rows):
+            keys = (0x7FFFFFFF - self.chunks.bits[rows].astype(np.int64)) << 32 | rows  # as cpu.key_of
             keys.sort()
-            _cpu_update().append_sorted(self._chunks, keys)
+            _cpu_update().arrange(self.addresses, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
         """See :meth:`SortedOrder.assign_`. O(N log N)."""
-        with self._lock:
-            clear(self._tensors)
+        with self.lock:
             self._fill_with(magnitude)
 
     def share_memory_(self) -> None:
         """See :meth:`SortedOrder.share_memory_`. O(N)."""
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
-
-    refused = 0
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
         """Do nothing: the CPU captures no graphs."""
@@ -83,33 +85,17 @@ class ChunkedOrder:
         """See :class:`SortedOrder`."""
         return self._magnitude
 
-    @property
-    def chunks(self) -> Chunks:
-        """The state, as NumPy arrays."""
-        return self._chunks
-
-    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor | None:
+    def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
         """See :meth:`SortedOrder.update_`. O(B (128 + log N))."""
-        flat, error = index.numpy(), as_float32(td_error).numpy()
-        if not _cpu_update().acceptable(flat, error, rows):
-            return None
-        with self._lock:
-            return _cpu_update().update_rows(self._chunks, flat, error)
+        with self.lock:
+            return _cpu_update().update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """See :meth:`SortedOrder.fill_`. O(count), and the deletion of the old keys."""
-        if count < 1:
-            return
-        value = np.float32(min(float(magnitude), LARGEST))
-        with self._lock:
-            if count < _MANY:
-                index = np.arange(start, start + count)
-                _cpu_update().update_rows(self._chunks, index, np.full(count, value))
-                return
-            old = _cpu_update().take_range(self._chunks, start, start + count)
-            old.sort()
-            _cpu_update().delete_sorted(self._chunks, old)
-            _cpu_update().insert_range(self._chunks, start, start + count, value.view(np.int32))
+        if count > 0:
+            bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
+            with self.lock:
+                _cpu_update().fill(self.addresses, np.arange(start, start + count), bits)
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -117,21 +103,17 @@ class ChunkedOrder:
         """See :meth:`SortedOrder.draw`. O(B log N)."""
         batch = uniform.shape[0]
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
-        cpu = _cpu()
-        mode = cpu.BUFFER if norm == "buffer" else cpu.BATCH if norm == "batch" else 2
-        st, step = self._chunks, step_of(batch, stratified)
-        with self._lock:
-            drawn = cpu.draw(
-                *(st.head, st.top_tree, st.top_group, st.before, st.child, st.keys),
-                *(uniform.numpy(), law.head.numpy(), law.alpha, law.shift, beta, step, mode, index, weight),
-            )
+        numbers = law.head.numpy(), law.alpha, law.shift
+        step = step_of(batch, stratified)
+        with self.lock:
+            drawn = _cpu().draw(self.addresses, *numbers, uniform.numpy(), step, beta, NORMS[norm], index, weight)
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         """See :meth:`SortedOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
-        with self._lock:
-            inside = _cpu().ranks_of(self._chunks, index.numpy(), ranks)
+        with self.lock:
+            inside = _cpu().ranks_of(self.addresses, index.numpy(), ranks)
         if not inside:
             low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
@@ -144,7 +126,7 @@ class ChunkedOrder:
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None and self._magnitude.is_shared():
             return {"tensors": self._tensors}
-        with self._lock:
+        with self.lock:
             return {"magnitude": self._magnitude.clone()}  # all the rest follows from it
 
     def __setstate__(self, state: dict[str, Any]) -> None:

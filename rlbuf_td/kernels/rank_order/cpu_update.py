@@ -1,242 +1,258 @@
-"""Changing many rows of the chunked order at once."""
+"""Changing the chunked order on the CPU.
+
+Cost per row: a search, a move within one chunk, and a step in one group (at most ``WIDTH`` entries each).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import bare, compiled, move_items
-from rlbuf_td.kernels.rank_order.chunks import ABSENT, GROUPS, ROWS, WIDTH, Chunks
+from rlbuf_td.kernels.compiled import acceptable, bare, compiled, move_items
+from rlbuf_td.kernels.rank_order.chunks import ABSENT, CHUNKS, FULL, GROUPS, NO_KEY, ROOM, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.cpu import (
+    AHEAD,
     BLOCK,
+    chunk_at,
+    chunks_at,
     count_below,
     fetch_chunk,
-    find_in_chunks,
-    find_place,
     find_places,
     key_of,
-    next_bound,
 )
-from rlbuf_td.kernels.rank_order.cpu_edit import (
-    add_count,
-    add_total,
-    delete_key,
-    insert_key,
-    is_small,
-    new_chunk_after,
-    rebalance,
-    rebuild_totals,
-    split_chunk,
-)
+from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
-#: How many chunks ahead of the one that is being changed are fetched.
-AHEAD = 4
-#: In place of a slot: its chunk and a neighbour should now merge.
-SMALL = -1
-_LARGEST = np.float32(3.4028234663852886e38)
+_HALF = WIDTH // 2
+_TOP_BIT = 0x7FFFFFFF
 
 
 @compiled
-def acceptable(index: np.ndarray, td_error: np.ndarray, rows: int) -> bool:
-    """Whether every row lies in ``[-1, rows)`` and every error is finite."""
-    good = True
-    for i in range(len(index)):
-        good &= (index[i] >= -1) & (index[i] < rows) & (abs(td_error[i]) <= _LARGEST)
-    return good
+def update(order: np.ndarray, index: np.ndarray, td_error: np.ndarray, rows: int) -> float:
+    """Give rows the magnitudes of float32 errors; return the largest, or ``REFUSED``.
 
-
-@compiled
-def update_rows(st: Chunks, index: np.ndarray, td_error: np.ndarray) -> float:
-    """Give rows the magnitudes of float32 errors; return the largest. Skips -1; of equal rows the last one counts."""
-    magnitude = np.abs(td_error)
-    bits = magnitude.view(np.int32)
-    keys = np.empty(BLOCK, np.int64)
-    pos = np.empty(BLOCK, np.int64)
-    slot = np.empty(BLOCK, np.int64)
-    largest = np.float32(-1.0)
+    Skips -1; of equal rows the last one counts.
+    """
+    if not acceptable(index, td_error, rows):
+        return REFUSED
+    st = _started(order)
+    bits = td_error.view(np.int32)
+    keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    largest = -1.0
     for start in range(0, len(index), BLOCK):
         stop = min(start + BLOCK, len(index))
-        n = 0
-        for i in range(start, stop):
-            row = index[i]
-            if row >= 0:
-                largest = max(largest, magnitude[i])
-                if st.bits[row] >= 0:
-                    keys[n] = key_of(st.bits[row], row)
-                    st.bits[row] = ABSENT
-                    n += 1
-        _delete_block(st, keys, pos, slot, n)
+        _delete(st, index[start:stop], keys, pos, slot)
         n = 0
         for i in range(stop - 1, start - 1, -1):
             row = index[i]
-            if row >= 0 and st.bits[row] < 0:
-                st.bits[row] = bits[i]
-                keys[n] = key_of(bits[i], row)
-                n += 1
-        _insert_block(st, keys, pos, slot, n)
-    return np.float64(largest)
-
-
-@bare
-def _delete_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
-    find_places(st, keys, pos, slot, n)
-    for i in range(n):
-        if i + AHEAD < n:
-            fetch_chunk(st.keys, st.child[st.top_group[pos[i + AHEAD]], slot[i + AHEAD]])
-        # Nothing merges before all are deleted: the places stay right.
-        if delete_key(st, pos[i], slot[i], keys[i]):
-            slot[i] = SMALL
-    for i in range(n):
-        if slot[i] == SMALL:
-            rebalance(st, keys[i])
-
-
-@bare
-def _insert_block(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray, n: int) -> None:
-    find_places(st, keys, pos, slot, n)
-    moved = False
-    for i in range(n):
-        if i + AHEAD < n:
-            fetch_chunk(st.keys, st.child[st.top_group[pos[i + AHEAD]], slot[i + AHEAD]])
-        p, s = pos[i], slot[i]
-        if moved:
-            p, s = find_place(st, keys[i])
-        moved |= insert_key(st, p, s, keys[i])
+            if row >= 0:
+                largest = max(largest, np.float64(abs(td_error[i])))
+                if st.bits[row] < 0:
+                    st.bits[row] = bits[i] & _TOP_BIT
+                    keys[n] = key_of(st.bits[row], row)
+                    n += 1
+        done = _insert(st, keys[:n], pos[:n], slot[:n])
+        while done < n:
+            _arrange_afresh(st)
+            done += _insert(st, keys[done:n], pos[done:n], slot[done:n])
+    _count(st)
+    return largest
 
 
 @compiled
-def take_range(st: Chunks, start: int, stop: int) -> np.ndarray:
-    """Mark rows ``start .. stop - 1`` absent and return the keys that must now be deleted."""
-    keys = np.empty(stop - start, np.int64)
+def fill(order: np.ndarray, index: np.ndarray, bits: int) -> None:
+    """Give rows ``index``, which follow one another, one magnitude."""
+    st = _started(order)
+    keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    for start in range(0, len(index), BLOCK):
+        _delete(st, index[start : start + BLOCK], keys, pos, slot)
+    st.bits[index[0] : index[-1] + 1] = bits
+    # No other key lies between theirs, so whole chunks are filled at once. Lower bounds of chunks may.
+    keys[0], end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
+    while keys[0] < end:
+        if st.head[CHUNKS] == len(st.keys):
+            _arrange_afresh(st)
+        find_places(st, keys[:1], pos[:1], slot[:1])
+        g, s = st.top_group[pos[0]], slot[0]
+        bound = st.first[g, s + 1] if s + 1 < st.size[g] else st.top_first[pos[0] + 1]
+        keys[0] += _insert_run(st, pos[0], s, keys[0], min(end, bound) - keys[0])
+    _count(st)
+
+
+@compiled
+def arrange(order: np.ndarray, keys: np.ndarray) -> None:
+    """Make the order hold ascending keys, and only them."""
+    _arrange(chunks_at(order), keys)
+
+
+@compiled
+def _arrange(st: Chunks, keys: np.ndarray) -> None:
+    st.first[:] = NO_KEY
+    st.before[:] = FULL
+    st.top_first[:] = NO_KEY
+    st.top_before[:] = NO_KEY
+    chunks = max(1, -(-len(keys) // ROOM))
+    st.head[CHUNKS] = chunks
+    st.head[GROUPS] = -(-chunks // ROOM)
+    for c in range(chunks):
+        g, s = c // ROOM, c % ROOM
+        begin = c * ROOM
+        n = min(ROOM, len(keys) - begin)
+        for t in range(n):
+            st.keys[c, t] = keys[begin + t]
+        st.first[g, s] = keys[begin] if c else 0
+        if s == 0:
+            st.before[g, 0] = 0
+            st.top_first[g] = st.first[g, 0]
+            st.top_group[g] = g
+        st.child[g, s] = c
+        st.before[g, s + 1] = st.before[g, s] + n
+        st.top_count[g] = st.before[g, s + 1]
+        st.size[g] = s + 1
+    _count(st)
+
+
+@compiled
+def _started(order: np.ndarray) -> Chunks:
+    """Return the arrays of an order that has a group."""
+    st = chunks_at(order)
+    if st.head[GROUPS] == 0:
+        _arrange(st, np.empty(0, np.int64))
+    return st
+
+
+@compiled
+def _arrange_afresh(st: Chunks) -> None:
+    """Make room for more chunks. Keys are taken from the chunks: those of some rows may not be in the order now."""
+    keys = np.empty(st.top_count[: st.head[GROUPS]].sum(), np.int64)
     n = 0
-    for row in range(start, stop):
-        if st.bits[row] >= 0:
+    for p in range(st.head[GROUPS]):
+        for s in range(st.size[st.top_group[p]]):
+            c, count = chunk_at(st, p, s)
+            keys[n : n + count] = st.keys[c, :count]
+            n += count
+    _arrange(st, keys)
+
+
+@bare
+def _count(st: Chunks) -> None:
+    """Add up how many keys lie before each group."""
+    total = 0
+    for p in range(st.head[GROUPS]):
+        st.top_before[p] = total
+        total += st.top_count[p]
+    st.head[ROWS] = total
+
+
+@bare
+def _add_count(st: Chunks, p: int, s: int, delta: int) -> None:
+    """Count ``delta`` more keys in a slot."""
+    g, d = np.uint64(st.top_group[p]), np.int32(delta)
+    for t in range(np.uint64(s + 1), np.uint64(st.size[g] + 1)):
+        st.before[g, t] += d
+    st.top_count[p] += delta
+
+
+@bare
+def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> None:
+    """Take rows out of the order."""
+    n = 0
+    for i in range(len(index)):
+        row = index[i]
+        if row >= 0 and st.bits[row] >= 0:
             keys[n] = key_of(st.bits[row], row)
             st.bits[row] = ABSENT
             n += 1
-    return keys[:n]
-
-
-@compiled
-def delete_sorted(st: Chunks, keys: np.ndarray) -> None:
-    """Delete many keys, given in ascending order."""
-    pos = np.empty(BLOCK, np.int64)
-    slot = np.empty(BLOCK, np.int64)
-    chunk = np.empty(BLOCK, np.int64)
-    at = np.empty(BLOCK, np.int64)
-    for start in range(0, len(keys), BLOCK):
-        block = keys[start : start + BLOCK]
-        find_places(st, block, pos, slot, len(block))
-        find_in_chunks(st, block, pos, slot, chunk, at, len(block))
-        _delete_sorted_block(st, pos, slot, chunk, at, len(block))
-        for i in range(len(block)):
-            if slot[i] == SMALL:
-                rebalance(st, block[i])
+    find_places(st, keys[:n], pos[:n], slot[:n])
+    for i in range(n):
+        if i + AHEAD < n:
+            fetch_chunk(st, pos[i + AHEAD], slot[i + AHEAD])
+        c, count = chunk_at(st, pos[i], slot[i])
+        at = count_below(st.keys, c, count, keys[i])
+        move_items(st.keys, c, at, at + 1, count - at - 1)
+        _add_count(st, pos[i], slot[i], -1)
 
 
 @bare
-def _delete_sorted_block(
-    st: Chunks, pos: np.ndarray, slot: np.ndarray, chunk: np.ndarray, at: np.ndarray, n: int
-) -> None:
-    i = 0
-    while i < n:
-        c = chunk[i]
-        begin = i
-        # What lies between one deleted key and the next moves down by the number deleted so far.
-        while i < n and chunk[i] == c:
-            stop = at[i + 1] if i + 1 < n and chunk[i + 1] == c else np.int64(st.fill[c])
-            move_items(st.keys, c, at[i] - (i - begin), at[i] + 1, stop - at[i] - 1)
-            i += 1
-        gone = i - begin
-        p, s = pos[begin], slot[begin]
-        g = st.top_group[p]
-        st.fill[c] -= gone
-        add_count(st.before, g, s, st.size[g], -gone)
-        add_total(st, p, -gone)
-        st.head[ROWS] -= gone
-        if is_small(st, g, s):
-            slot[begin] = SMALL
+def _insert(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> int:
+    """Insert keys until no chunk is left; return how many."""
+    find_places(st, keys, pos, slot)
+    have_moved = False
+    for i in range(len(keys)):
+        if i + AHEAD < len(keys):
+            fetch_chunk(st, pos[i + AHEAD], slot[i + AHEAD])
+        if have_moved:
+            find_places(st, keys[i : i + 1], pos[i : i + 1], slot[i : i + 1])
+        while _insert_run(st, pos[i], slot[i], keys[i], 1) == 0:
+            if st.head[CHUNKS] == len(st.keys):
+                return i
+            have_moved = True
+            find_places(st, keys[i : i + 1], pos[i : i + 1], slot[i : i + 1])
+    return len(keys)
 
 
 @bare
-def insert_range(st: Chunks, start: int, stop: int, bits: int) -> None:
-    """Insert rows ``start .. stop - 1``, all absent, at one magnitude.
+def _insert_run(st: Chunks, p: int, s: int, key: int, count: int) -> int:
+    """Insert ``key, key + 1, ...`` into their chunk, as many as it has room for; return how many.
 
-    No other key lies between theirs, so whole chunks are filled at once. Lower bounds of chunks may lie between them.
+    If there is no room, make some and return 0: places found before no longer hold.
     """
-    for row in range(start, stop):
-        st.bits[row] = bits
-    st.head[ROWS] += stop - start
-    key = key_of(bits, start)
-    last = key_of(bits, stop - 1)
-    while key <= last:
-        p, s = find_place(st, key)
-        end = min(last, next_bound(st, p, s) - 1)
-        c = st.child[st.top_group[p], s]
-        n = st.fill[c]
-        at = count_below(st.keys, c, n, key)
-        above = end
-        if at < n and n + end - key >= WIDTH:
-            above = st.keys[c, at]
-            split_chunk(st, p, s, at, above)
-            n = at
-        elif n == WIDTH:
-            new_chunk_after(st, p, s, key, 0, 0)
-            n = 0
-            at = 0
-        p, s = find_place(st, key)
-        key = _insert_run(st, p, s, at, key, min(end, key + WIDTH - n - 1))
-        if key > end:
-            rebalance(st, end)
-        rebalance(st, above)
-
-
-@bare
-def _insert_run(st: Chunks, p: int, s: int, at: int, key: int, end: int) -> int:
-    """Put the keys ``key .. end`` into one chunk that has room, at ``at``; return the key after them."""
-    g = st.top_group[p]
-    c = st.child[g, s]
-    n = st.fill[c]
-    count = end - key + 1
+    c, n = chunk_at(st, p, s)
+    if n == WIDTH:
+        if st.size[st.top_group[p]] == WIDTH:
+            _split_group(st, p)
+        elif st.head[CHUNKS] < len(st.keys):
+            _split_chunk(st, p, s, key, count)
+        return 0
+    at = count_below(st.keys, c, n, key)
+    count = min(count, WIDTH - n)
     move_items(st.keys, c, at + count, at, n - at)
     for t in range(count):
         st.keys[c, at + t] = key + t
-    st.fill[c] = n + count
-    add_count(st.before, g, s, st.size[g], count)
-    add_total(st, p, count)
-    return end + 1
-
-
-@compiled
-def keys_of(bits: np.ndarray) -> np.ndarray:
-    """Keys of all rows that have a magnitude, by row."""
-    keys = np.empty(len(bits), np.int64)
-    n = 0
-    for row in range(len(bits)):
-        if bits[row] >= 0:
-            keys[n] = key_of(bits[row], row)
-            n += 1
-    return keys[:n]
+    _add_count(st, p, s, count)
+    return count
 
 
 @bare
-def append_sorted(st: Chunks, keys: np.ndarray) -> None:
-    """Append ascending keys, all above those present, leaving each chunk some room."""
-    room = 3 * WIDTH // 4
-    p = st.head[GROUPS] - 1
-    s = st.size[st.top_group[p]] - 1
-    for begin in range(0, len(keys), room):
-        count = min(room, len(keys) - begin)
-        if begin > 0:
-            p, s = new_chunk_after(st, p, s, keys[begin], 0, count)
-        else:
-            g = st.top_group[p]
-            st.before[g, s + 1] += count
-            add_total(st, p, count)
-        c = st.child[st.top_group[p], s]
-        for t in range(count):
-            st.keys[c, t] = keys[begin + t]
-        st.fill[c] = count
-    st.head[ROWS] += len(keys)
-    if len(keys):
-        rebalance(st, keys[-1])
-    rebuild_totals(st)
+def _split_chunk(st: Chunks, p: int, s: int, key: int, count: int) -> None:
+    """Move the upper keys of a full chunk to a new one after it, to make room for ``count`` keys from ``key`` on."""
+    g = st.top_group[p]
+    c, d = st.child[g, s], st.head[CHUNKS]
+    st.head[CHUNKS] += 1
+    # At an end, cut there: monotone insertions leave full chunks behind, not half full ones. So do long runs.
+    cut = count_below(st.keys, c, WIDTH, key)
+    if 0 < cut < WIDTH and count < _HALF:
+        cut = _HALF
+    for t in range(cut, WIDTH):
+        st.keys[d, t - cut] = st.keys[c, t]
+    for t in range(st.size[g], s + 1, -1):
+        st.first[g, t] = st.first[g, t - 1]
+        st.child[g, t] = st.child[g, t - 1]
+    for t in range(st.size[g] + 1, s + 1, -1):
+        st.before[g, t] = st.before[g, t - 1]
+    st.first[g, s + 1] = st.keys[c, cut] if cut < WIDTH else st.keys[c, WIDTH - 1] + 1
+    st.child[g, s + 1] = d
+    st.before[g, s + 1] = st.before[g, s] + cut
+    st.size[g] += 1
+
+
+@bare
+def _split_group(st: Chunks, p: int) -> None:
+    """Move the upper half of a full group to a new one after it."""
+    g, h = st.top_group[p], st.head[GROUPS]
+    st.head[GROUPS] += 1
+    base = st.before[g, _HALF]
+    for t in range(_HALF):
+        st.first[h, t] = st.first[g, _HALF + t]
+        st.child[h, t] = st.child[g, _HALF + t]
+        st.first[g, _HALF + t] = NO_KEY
+        st.before[h, t + 1] = st.before[g, _HALF + t + 1] - base
+        st.before[g, _HALF + t + 1] = FULL
+    st.before[h, 0] = 0
+    st.size[g] = st.size[h] = _HALF
+    for t in range(h, p + 1, -1):
+        st.top_first[t] = st.top_first[t - 1]
+        st.top_group[t] = st.top_group[t - 1]
+        st.top_count[t] = st.top_count[t - 1]
+    st.top_first[p + 1] = st.first[h, 0]
+    st.top_group[p + 1] = h
+    st.top_count[p + 1] = st.top_count[p] - base
+    st.top_count[p] = base

@@ -133,7 +133,7 @@ class SortedOrder:
 
         Args:
             law: probabilities of ranks.
-            uniform: ``[B]`` float64 in ``[0, 1)``.
+            uniform: ``[B]`` float64 in ``[0, 1)``; the CPU's order overwrites it.
             stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
             beta: exponent of the importance weight ``(N P)^-beta``, not negative.
             norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
-from rlbuf_td.kernels.strata import step_of
+from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, Number, SumTree, padded
@@ -123,8 +123,7 @@ def draw(
         return kernels.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
-    mode = 0 if norm == "buffer" else 1 if norm == "batch" else 2
-    law = step_of(batch, stratified), int(rows), float(beta), mode
+    law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
     if not _cpu().draw(*tree.arrays(), uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uint64
 
-from rlbuf_td.kernels.compiled import kernel, masses
+from rlbuf_td.kernels.compiled import acceptable, kernel, masses
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
@@ -76,17 +76,9 @@ def _raise_minimum(starts, minima, node):
 
 
 @kernel
-def _acceptable(index, td_error, rows):
-    good = True
-    for j in range(index.shape[0]):
-        good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
-    return good
-
-
-@kernel
 def update(starts, magnitude, weight, sums, before, minima, index, td_error, rows, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
-    if not _acceptable(index, td_error, rows):
+    if not acceptable(index, td_error, rows):
         return REFUSED
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
@@ -189,10 +181,7 @@ def _draw_in_blocks(weight, mass, node):
 
 @kernel
 def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, beta, mode, index, importance):
-    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``mode``: 0 the buffer's norm, 1 the batch's, 2 none.
-
-    ``step``: see :func:`rlbuf_td.kernels.strata.step_of`.
-    """
+    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``step`` and ``mode``: see :mod:`rlbuf_td.kernels.strata`."""
     root = starts[starts.shape[0] - 1]
     total = sums[root]
     if not total > 0.0:
