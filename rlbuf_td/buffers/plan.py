@@ -9,7 +9,7 @@ gives nothing: the buffer takes the general path, and makes another plan.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlbuf_td.kernels.batch import Gather, loops, tree_addresses
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.kernels.strata import step_of
+from rlbuf_td.kernels.rank_order import ChunkedOrder
+from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST, WEIGHED
@@ -27,7 +28,6 @@ from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 
 _CPU = torch.device("cpu")
-_NORMS = {"buffer": 0, "batch": 1, None: 2}
 
 
 class Plan(ABC):
@@ -164,7 +164,7 @@ class ProportionalPlan(PrioritizedPlan):
         sampler = self.sampler
         self.uniform.uniform_(generator=self.generator)
         step = self.step if sampler.stratified else 0
-        law = step, written, self.settings[BETA], _NORMS[sampler.weight_norm], self.clock[NOW]
+        law = step, written, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
         return loops().sample_proportional(*self.fixed, self.gather.targets, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
@@ -175,39 +175,42 @@ class ProportionalPlan(PrioritizedPlan):
 
 
 class RankPlan(PrioritizedPlan):
-    """Draws rows by rank; the order of the rows has kernels of its own, so that each operation takes two calls."""
+    """Draws rows by rank."""
 
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.order, self.law = sampler.order, sampler.law
-        self.fixed = self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves, self.gather.targets
+        self.order, self.law = cast(ChunkedOrder, sampler.order), sampler.law
+        self.addresses, self.lock, self.step = self.order.addresses, self.order.lock, step_of(size, True)
+        numbers = self.law.head.numpy(), self.law.alpha, self.law.shift
+        gather = self.gather
+        self.fixed = self.addresses, gather.rows, gather.row_bytes, self.lanes, gather.leaves, *numbers, gather.targets
+        self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; loading replaces the order, and alpha the law."""
-        sampler = self.sampler
-        return super().holds() and sampler.order is self.order and self.settings[ALPHA] == self.law.alpha
+        """See :meth:`Plan.holds`; loading replaces the order, sharing its memory, and alpha the law."""
+        return (
+            self.storage.rows is self.rows
+            and self.sampler._rng is self.generator
+            and self.sampler.order is self.order
+            and self.order.addresses is self.addresses
+            and self.settings[ALPHA] == self.law.alpha
+        )
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
         """See :meth:`Plan.draw`."""
         sampler = self.sampler
         self.uniform.uniform_(generator=self.generator)
-        law = {"stratified": sampler.stratified, "beta": self.settings[BETA], "norm": sampler.weight_norm}
-        drawn = self.order.draw(self.law, self.uniform, **law)
-        if drawn is None:
-            return False
-        flat, tensors[-2] = drawn  # the last three are the index, the weights and the stamps
-        if not self.lanes:
-            tensors[-3] = flat
-        tensors[-1].fill_(self.clock[NOW])
-        loops().sample_uniform(*self.fixed, flat.data_ptr(), self.size)
-        return True
+        step = self.step if sampler.stratified else 0
+        with self.lock:
+            law = step, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
+            return loops().sample_rank(*self.fixed, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
         """See :meth:`PrioritizedPlan.assign`."""
-        where = index.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
-        stale = loops().fresh_rows(*where, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes)
-        largest = self.order.update_(self.flat, error.detach().view(-1), written) if stale >= 0 else None
-        return REFUSED if largest is None else largest, stale
+        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
+        with self.lock:
+            law = written, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes
+            return loops().update_rank(self.addresses, *where, *law)
 
 
 def _nothing() -> None:

@@ -161,7 +161,8 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
             monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.update", lambda *state: spoil(state[1]))
             monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.fill", lambda *state: spoil(state[1]))
         else:
-            monkeypatch.setattr("rlbuf_td.kernels.rank_order.cpu_update.update_rows", lambda st, *_: lose(st))
+            for name in ("rank_order.cpu_update.update", "rank_order.cpu_update.fill", "batch.cpu.update_rank"):
+                monkeypatch.setattr(f"rlbuf_td.kernels.{name}", lambda *_: lose(rb.sampler.order.chunks))
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil(magnitude) -> None:
@@ -170,7 +171,7 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
 
     def lose(st) -> None:
         st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
-        st.fill[st.child[st.top_group[0], 0]] -= 3
+        st.before[st.top_group[0], 1] -= 3
         die()
 
     killed(work)

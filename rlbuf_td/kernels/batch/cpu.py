@@ -1,9 +1,9 @@
 """Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
 
 Tensors come as addresses: unboxing an array takes numba longer than reading an integer. ``tree`` is what
-:func:`rlbuf_td.kernels.batch.tree_addresses` returns; ``lanes`` is 0 where the index is flat, else E of ``[T, E]``;
-``leaves`` and ``targets`` are those of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and
-holds the buffer's lock.
+:func:`rlbuf_td.kernels.batch.tree_addresses` returns, ``order`` the addresses of a chunked order; ``lanes`` is 0 where
+the index is flat, else E of ``[T, E]``; ``leaves`` and ``targets`` are those of
+:class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and holds the buffer's lock.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rlbuf_td.kernels.compiled import (
     store_int64,
     store_uint8,
 )
+from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
+from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rows.cpu import skip_ring
 from rlbuf_td.kernels.sum_tree.cpu import draw, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
@@ -87,19 +89,43 @@ def sample_proportional(
     The targets behind the leaves are the index, the importance weights and the stamps. See
     :func:`rlbuf_td.kernels.sum_tree.draw` for the law.
     """
-    last = leaves.shape[0]
-    index = carray(pointer(flat if lanes else targets[last]), count, np.int64)
-    importance = carray(pointer(targets[last + 1]), count, np.float32)
-    stamp = carray(pointer(targets[last + 2]), count, np.int64)
-    mass = carray(pointer(uniform), count, np.float64)
+    index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
     starts, magnitude, weight, sums, before, minima = _tree(tree)
     if not draw(starts, magnitude, weight, sums, before, minima, mass, step, written, beta, mode, index, importance):
         return False
+    _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now)
+    return True
+
+
+@kernel
+def sample_rank(
+    order, rows, row_bytes, lanes, leaves, law, alpha, shift, targets, flat, uniform, count, step, beta, mode, now
+):
+    """Do as :func:`sample_proportional`, by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
+    index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
+    if not draw_by_rank(order, law, alpha, shift, mass, step, beta, mode, index, importance):
+        return False
+    _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now)
+    return True
+
+
+@inlined
+def _drawn(leaves, targets, lanes, flat, uniform, count):
+    """Return where the flat rows and their importance weights go, and the uniform numbers."""
+    last = leaves.shape[0]
+    index = carray(pointer(flat if lanes else targets[last]), count, np.int64)
+    return index, carray(pointer(targets[last + 1]), count, np.float32), carray(pointer(uniform), count, np.float64)
+
+
+@inlined
+def _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now):
+    """Gather and stamp the rows that have been drawn."""
+    last = leaves.shape[0]
+    stamp = carray(pointer(targets[last + 2]), len(index), np.int64)
     stamp[:] = now
     gather(rows, row_bytes, index, leaves, targets)
     if lanes:
         _coordinates(index, lanes, targets[last])
-    return True
 
 
 @kernel
@@ -132,6 +158,16 @@ def update_proportional(tree, index, td_error, stamp, kept, count, written, alph
     starts, magnitude, weight, sums, before, minima = _tree(tree)
     error = carray(pointer(td_error), count, np.float32)
     return update(starts, magnitude, weight, sums, before, minima, row, error, written, alpha, eps), stale
+
+
+@kernel
+def update_rank(order, index, td_error, stamp, kept, count, written, now, newest, steps, lanes):
+    """Do as :func:`update_proportional`, for an order of ranks."""
+    stale = fresh_rows(index, stamp, kept, count, now, newest, steps, lanes)
+    if stale < 0:
+        return REFUSED, 0
+    row, error = carray(pointer(kept), count, np.int64), carray(pointer(td_error), count, np.float32)
+    return update_order(order, row, error, written), stale
 
 
 @inlined
