@@ -29,6 +29,8 @@ _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
 #: Called with the number of bytes that have been processed since the last call.
 Report = Callable[[int], Any]
+#: A chunk to read from an offset on into a tensor, or only to compare with its checksum.
+Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
@@ -39,6 +41,7 @@ class DumpWriter:
         self.about = about | {"synced": sync}
         previous = _previous(path)
         self._is_known_synced = previous is not None and previous.about.get("synced") is True
+        self.nbytes = 0  # of all tensors
         self.generation = previous.generation + 1 if previous else 0
         self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
         self._numbers = count()
@@ -49,6 +52,7 @@ class DumpWriter:
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
         """Write tensors of any device, except the chunks that the previous dump holds."""
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
         wait_for_gpus(tensors)
         chunks = []
@@ -74,7 +78,7 @@ class DumpWriter:
         _write_file(self.path / DATA / name, data, sync=self.sync)
         return Chunk(name, len(data), digest)
 
-    def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> Manifest:
+    def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
         """Make the new dump the valid one. From here on, the previous one is gone."""
         manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
@@ -87,12 +91,11 @@ class DumpWriter:
             temporary.unlink(missing_ok=True)
         if self.sync:
             _sync(self.path)
-        return manifest
 
     def clean(self) -> None:
         """Remove all files of dumps that the manifest does not name; after a failure, those of this one."""
         manifest = _previous(self.path)
-        named = manifest.files if manifest else set()
+        named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
             if CHUNK_NAME.fullmatch(file.name) and file.name not in named:
                 file.unlink(missing_ok=True)
@@ -101,10 +104,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads the tensors that a manifest names, and compares each file with its length and checksum there.
-
-    The caller holds the folder's lock.
-    """
+    """Reads tensors, and compares each file with the manifest. The caller holds the folder's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,21 +122,15 @@ class DumpReader:
 
     def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
         """Return a tensor in RAM."""
-        self._require_files(stored)
+        for chunk in stored.chunks:  # before memory of these lengths is allocated
+            self._require(chunk)
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         self.read_into(stored, 0, data, report)
         return data.view(stored.dtype).view(stored.shape)
 
     def verify(self, tensors: Sequence[Stored], report: Report) -> None:
         """Compare all files with their checksums."""
-        for stored in tensors:
-            self._require_files(stored)
-        with ThreadPoolExecutor(_READERS) as pool:
-            for nbytes in pool.map(
-                lambda chunk: self._read(chunk, 0, np.empty(chunk.nbytes, np.uint8)),
-                [chunk for stored in tensors for chunk in stored.chunks],
-            ):
-                report(nbytes)
+        self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
         """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
@@ -144,41 +138,37 @@ class DumpReader:
         Only chunks that are read as a whole are compared with their checksums. ``target`` may change before an error.
         """
         wait_for_gpus([target])
-        jobs, at = [], 0
+        jobs: list[Job] = []
+        at = 0
         for chunk in stored.chunks:
             first, last = max(start, at), min(start + len(target), at + chunk.nbytes)
             if first < last:
                 jobs.append((chunk, first - at, target[first - start : last - start]))
             at += chunk.nbytes
+        self._read(jobs, report)
+
+    def _read(self, jobs: list[Job], report: Report) -> None:
         with ThreadPoolExecutor(_READERS) as pool:
             for nbytes in pool.map(self._read_part, jobs):
                 report(nbytes)
 
-    def _read_part(self, job: tuple[Chunk, int, torch.Tensor]) -> int:
+    def _read_part(self, job: Job) -> int:
         chunk, offset, target = job
-        if target.device.type == "cpu":
-            return self._read(chunk, offset, target.numpy())
-        data = np.empty(len(target), np.uint8)
-        self._read(chunk, offset, data)
-        target.copy_(torch.from_numpy(data))
-        return len(target)
-
-    def _read(self, chunk: Chunk, offset: int, data: np.ndarray) -> int:
         file = self._require(chunk)
+        nbytes = chunk.nbytes if target is None else len(target)
+        data = target if target is not None and target.is_cpu else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         with open(file, "rb") as opened:
             opened.seek(offset)
-            if opened.readinto(data) != len(data):  # type: ignore[arg-type]
+            if opened.readinto(data.numpy()) != nbytes:
                 raise CheckpointError(f"{file} became shorter while it was read")
-        if len(data) == chunk.nbytes and checksum(data) != chunk.checksum:
+        if nbytes == chunk.nbytes and checksum(data.numpy()) != chunk.checksum:
             raise CheckpointError(f"{file} is damaged: its checksum does not match the manifest's")
-        return len(data)
-
-    def _require_files(self, stored: Stored) -> None:
-        """Refuse files of other lengths than the manifest says before memory of these lengths is allocated."""
-        for chunk in stored.chunks:
-            self._require(chunk)
+        if target is not None and data is not target:
+            target.copy_(data)
+        return nbytes
 
     def _require(self, chunk: Chunk) -> Path:
+        """Return the file of a chunk; refuse one of another length than the manifest says."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()

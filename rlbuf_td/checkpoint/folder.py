@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import torch
@@ -20,16 +22,13 @@ _LARGE = 1 << 30  # bytes from which on a progress bar is shown by default
 
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
-    """Save plain values and tensors in the folder ``path``, in place of what was saved there before.
-
-    :func:`load_state` must give the same ``kind``, the name of what the state belongs to.
-    """
+    """Save a state in the folder ``path``, as that of a ``kind``, which :func:`load_state` must name, too."""
     with writing(path, kind) as writer:
         write_state(writer, state, [], None)
 
 
 def load_state(path: str | Path, kind: str) -> dict[str, Any]:
-    """Return the state that :func:`save_state` saved; refuse one of another kind."""
+    """Return the state that :func:`save_state` saved."""
     with reading(path, kind) as reader, explained(reader):
         return decode(reader.manifest.state, reader.read)
 
@@ -51,6 +50,12 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
         writer = DumpWriter(folder, about, sync=sync)
         try:
             yield writer
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            writer.clean()
+            room = f"{writer.nbytes:,} bytes are wanted beside the previous dump, {disk_usage(folder).free:,} are free"
+            raise OSError(error.errno, f"{error.strerror}: {room}", str(folder)) from error
         finally:
             writer.clean()
 
@@ -95,18 +100,16 @@ def explained(reader: DumpReader) -> Iterator[None]:
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
     """Return a function to call with the bytes processed. A bar shows them; ``None``: on a terminal, from 1 GiB on."""
-    if progress or (progress is None and nbytes >= _LARGE):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            if progress:
-                raise ImportError("progress=True needs tqdm: pip install tqdm") from None
-        else:
-            disable = None if progress is None else False  # None: off where the output is not a terminal
-            with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
-                yield shown.update
-            return
-    yield lambda done: None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if progress:
+            raise ImportError("progress=True needs tqdm: pip install tqdm") from None
+        yield lambda done: None
+        return
+    disable = (nbytes < _LARGE or None) if progress is None else not progress  # None: off where there is no terminal
+    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
+        yield shown.update
 
 
 @contextmanager

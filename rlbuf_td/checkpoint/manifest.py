@@ -29,10 +29,9 @@ _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 
 
 def checksum(data: np.ndarray | bytes) -> str:
-    """Return the CRC-32 of some bytes and the 64-bit sum of their words, as 24 hexadecimal digits.
+    """Return the CRC-32 of some bytes and the 64-bit sum of their words, as 24 hexadecimal digits; about 2 GB/s.
 
-    The CRC detects damage. The sum is for repeated dumps, which take a chunk with the checksum of an old one for
-    unchanged: 32 bits alone would mistake one changed chunk in 4e9. About 2 GB/s; other threads run meanwhile.
+    Repeated dumps take a chunk with a known checksum for unchanged: a CRC alone would be wrong once in 4e9 changes.
     """
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // 8 * 8
@@ -94,11 +93,6 @@ class Manifest:
     tensors: tuple[Stored, ...]
     about: dict[str, Any]  # the kind of dump, when it was written, and by which versions
 
-    @property
-    def files(self) -> set[str]:
-        """The names of all files."""
-        return {chunk.file for stored in self.tensors for chunk in stored.chunks}
-
     def to_bytes(self) -> bytes:
         """Return the text of the manifest, checksum included."""
         document = {
@@ -156,5 +150,6 @@ def _instead(path: Path) -> str:
     if not path.is_dir():
         return "it is a file; a dump is a folder"
     if (path / "buffer_metadata.json").exists():
-        return "it was written by TorchRL's buffer; load it with a buffer of TorchRL's"
+        convert = "load it into such a buffer, `theirs`, and rb.extend(theirs[:]), with lanes theirs[:].transpose(0, 1)"
+        return f"a buffer of TorchRL's wrote it: {convert}. If it was full, its oldest row is at theirs.writer._cursor"
     return f"it has no {MANIFEST}"

@@ -18,9 +18,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import CheckpointError, MinibatchSampler, PackedStorage, RingWriter, RolloutBuffer
+from rlbuf_td import CheckpointError, MinibatchSampler, RolloutBuffer
 from rlbuf_td.checkpoint import load_state, open_checkpoint, save_state
 from rlbuf_td.checkpoint.manifest import checksum
 from tests.catalogue import assert_same
@@ -89,20 +89,23 @@ def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
     make().loads(tmp_path)
 
 
-def test_a_failing_dump_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["bin", "manifest"])
+def test_a_full_disk_is_named_and_leaves_the_previous_dump_and_nothing_else(when, tmp_path, monkeypatch):
     rb = dumped(tmp_path)
     before, files = rb.storage[:].clone(), sorted(tmp_path.rglob("*"))
     step(rb, 4)
     real = os.fsync
 
     def full(descriptor):
-        if "manifest" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if when in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    match = r"No space left on device: [1-9][\d,]+ bytes are wanted beside the previous dump, [\d,]+ are free: "
+    with pytest.raises(OSError, match=match + repr(str(tmp_path))) as error:
         rb.dumps(tmp_path)
+    assert error.value.errno == 28
     assert sorted(tmp_path.rglob("*")) == files
     again = make()
     again.loads(tmp_path)
@@ -117,7 +120,7 @@ def test_a_failing_dump_leaves_the_previous_one_and_nothing_else(tmp_path, monke
         (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
         (lambda path: save_state(path, "RankSampler", {"x": 1}), "a dump of a RankSampler, expected one of a buf"),
-        (lambda path: theirs().dumps(path), "it was written by TorchRL's buffer"),
+        (lambda path: theirs().dumps(path), "a buffer of TorchRL's wrote it: load it into such"),
     ],
 )
 def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_path):
@@ -127,10 +130,22 @@ def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_pat
             read(tmp_path / "it")
 
 
-def theirs():
-    rb = TensorDictReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
-    rb.extend(transitions(3))
+def theirs(lanes=0):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10, ndim=1 + bool(lanes)), batch_size=2)
+    rb.extend(transitions(3, lanes))
     return rb
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_a_dump_of_torchrls_is_converted_as_its_error_says(lanes, tmp_path):
+    written = theirs(lanes)
+    written.dumps(tmp_path)
+    rb, loaded = make("uniform", 5, lanes), theirs(lanes)
+    with pytest.raises(CheckpointError, match=r"extend\(theirs\[:\]\), with lanes theirs\[:\].transpose\(0, 1\)\. If"):
+        rb.loads(tmp_path)
+    loaded.loads(tmp_path)
+    rb.extend(loaded[:].transpose(0, 1) if lanes else loaded[:])
+    assert_same(rb.storage[:].exclude("index"), written[:].exclude("index"))
 
 
 def test_other_versions_are_named_and_only_an_older_one_is_overwritten(tmp_path):
