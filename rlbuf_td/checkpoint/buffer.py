@@ -18,10 +18,10 @@ from rlbuf_td.checkpoint.files import DumpReader, Report
 from rlbuf_td.checkpoint.folder import explained, progress_bar, reading, write_state, writing
 from rlbuf_td.checkpoint.rows import SavedRows, split_rows
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.state import admit_state
 from rlbuf_td.writers import RolloutWriter
 
 KIND = "buffer"
+_COUNTERS = "_cursor", "_write_count"
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
@@ -64,7 +64,7 @@ class _Load:
 
     def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
-        self.saved: dict[str, Any] = {name: decode(part, reader.read) for name, part in reader.manifest.state.items()}
+        self.saved: dict[str, Any] = decode(reader.manifest.state, reader.read)
         self.rows: SavedRows | None = None
         storage, saved = rb.storage, self.saved["storage"]
         self._refuse_other_parts()
@@ -76,7 +76,6 @@ class _Load:
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)
             self._resize(self.rows)
-            admit_state(storage, saved["state"], self.rows.lanes)
         parts.refuse_malformed(rb, self.saved)
 
     def _refuse_other_parts(self) -> None:
@@ -141,16 +140,13 @@ class _Load:
                 storage.restore_counters(saved["storage"]["state"])
             elif isinstance(storage, PackedStorage):
                 storage._empty()
-        self._finish(connect)
-
-    def _finish(self, connect: Callable[[], object]) -> None:
-        """Restore everything that cannot fail anymore."""
-        rb, saved = self.rb, self.saved
+        # Nothing below can fail.
         if self.rows_only:
-            parts.start_anew(rb, saved["writer"]["state"])
+            rb.sampler._empty()
+            rb.writer._cursor, rb.writer._write_count = (saved["writer"]["state"].get(name, 0) for name in _COUNTERS)
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
-        parts.load_trajectories(rb.storage, saved["trajectories"])
+        parts.load_trajectories(storage, saved["trajectories"])
         connect()
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
@@ -164,20 +160,13 @@ class _Load:
 class Checkpoint:
     """The content of a dump."""
 
-    about: dict[str, Any]
-    """When it was written, and by which versions."""
-    classes: dict[str, str]
-    """The class names of buffer, storage, sampler and writer."""
-    shape: tuple[int, ...]
-    """The capacity, ``[T, *lanes]``."""
-    rows: TensorDictBase | None
-    """The written rows, ``[n]`` or ``[steps, E]``; ``None`` if there are none."""
-    storage: PackedStorage | None
-    """The rows as a storage of that capacity in RAM; ``None`` if the dump is of a TorchRL storage."""
-    sampler: dict[str, Any]
-    """The sampler's state."""
-    writer: dict[str, Any]
-    """The writer's state: ``_cursor`` is the time step that a ring writes next, ``_write_count`` counts steps."""
+    about: dict[str, Any]  # when it was written, and by which versions
+    classes: dict[str, str]  # the class names of buffer, storage, sampler and writer
+    shape: tuple[int, ...]  # the capacity, [T, *lanes]
+    rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
+    storage: PackedStorage | None  # the rows as a storage of that capacity in RAM; None if it was TorchRL's
+    sampler: dict[str, Any]  # the sampler's state
+    writer: dict[str, Any]  # the writer's state: a ring writes next at `_cursor`, `_write_count` counts time steps
 
 
 def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkpoint:
@@ -210,7 +199,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
         >>> folder.cleanup()
     """
     with reading(path, KIND) as reader, explained(reader):
-        state = {name: decode(part, reader.read) for name, part in reader.manifest.state.items()}
+        state = decode(reader.manifest.state, reader.read)
         saved = state["storage"]
         storage = _storage(reader, saved, progress) if "layout" in saved["state"] else None
         return Checkpoint(
@@ -230,7 +219,6 @@ def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -
     rows = SavedRows(reader, saved, storage, None)
     if rows.lanes != tuple(shape[1:]):
         raise CheckpointError("the layout of the rows does not fit their size")
-    admit_state(storage, saved["state"], rows.lanes)
     with progress_bar("open", rows.nbytes, progress) as report:
         rows.put(rows.allocated(report, keep_shared=True), report)
     storage.restore_counters(saved["state"])

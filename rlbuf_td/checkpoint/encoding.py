@@ -82,10 +82,9 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
-    if len(value) == 1:
-        (tag, content), *_ = value.items()
-        if tag.startswith("$"):
-            return _KINDS[tag](content, tensor)
+    tag, *others = value or ("",)
+    if tag.startswith("$") and not others:
+        return _KINDS[tag](value[tag], tensor)
     return {key: decode(item, tensor) for key, item in value.items()}
 
 

@@ -73,12 +73,6 @@ def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | N
     rb._restore_prefetch_queue_locked(_prefetch_state(rb, saved), clone_queue=False)
 
 
-def start_anew(rb: Any, writer: dict[str, Any]) -> None:
-    """Let the sampler forget all rows, and the ring continue after the newest; for ``rows_only``."""
-    rb.sampler._empty()
-    rb.writer._cursor, rb.writer._write_count = writer.get("_cursor", 0), writer.get("_write_count", 0)
-
-
 def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "capacity": rb._prefetch_cap, "queue": saved["prefetched"]}
 
@@ -119,24 +113,20 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
     """Refuse values that only a forged dump holds, where the part that loads them would not."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
-    counts = [buffer["batch_size"], buffer["consume_after_n_samples"]]
-    counts += [writer.get(name) for name in ("_cursor", "_write_count")]
+    counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
         raise ValueError(f"batch size, cursor and write count must be whole numbers of 63 bits, got {counts}")
     rb._validate_prefetch_state(_prefetch_state(rb, buffer))
-    for batch, info in buffer["prefetched"]:
-        if not isinstance(batch, TensorDictBase) or not isinstance(info, dict):
-            raise TypeError("a prefetched batch must be a TensorDict and a dict")
+    if not all(isinstance(batch, TensorDictBase) and isinstance(info, dict) for batch, info in buffer["prefetched"]):
+        raise TypeError("a prefetched batch must be a TensorDict and a dict")
     for each in saved["trajectories"]:
         keys = [each["done_key"], each["traj_key"] or []]
-        if not each["done_key"] or not all(type(key) is list and all(type(k) is str for k in key) for key in keys):
-            raise TypeError("the keys of a trajectory index must be lists of strings")
-        if not all(isinstance(tensor, torch.Tensor) for tensor in dict(each["state"]).values()):
-            raise TypeError("the state of a trajectory index must be tensors")
-    states = dict(saved["default_generator"])
-    if saved["generator"] is not None:
-        states |= {saved["generator"]["device"]: saved["generator"]["state"]}
-    for device, state in states.items():
+        are_keys = each["done_key"] and all(type(key) is list and all(type(k) is str for k in key) for key in keys)
+        if not are_keys or not all(isinstance(tensor, torch.Tensor) for tensor in dict(each["state"]).values()):
+            raise TypeError("a trajectory index must have lists of strings as keys, and tensors as its state")
+    generator = saved["generator"]
+    own = {} if generator is None else {generator["device"]: generator["state"]}
+    for device, state in [*saved["default_generator"].items(), *own.items()]:
         if _is_here(torch.device(device)):
             torch.Generator(device).set_state(state)
 
@@ -147,12 +137,8 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
     """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method of this name.
 
-    Args:
-        sampler: the sampler that will load the state.
-        state: the saved state.
-        rows: ``[n]`` int64, the saved row of each of the ``n`` new rows; ``None`` if the capacity is the same.
-        capacity: see above.
-        moved: whether a row has another number now, or is gone.
+    ``rows`` is the saved row of each new one, ``[n]`` int64, or ``None`` if the capacity is the same; ``moved`` says
+    whether a row has another number now, or is gone.
     """
     if hasattr(sampler, "resized_state"):
         return sampler.resized_state(state, rows, capacity, moved)
@@ -199,7 +185,6 @@ def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
 
 
 def _default_generators(storage: Storage) -> dict[str, Any]:
-    """Return the state of torch's default generators: the CPU's, and that of the storage's CUDA device."""
     states = {"cpu": torch.get_rng_state()}
     device = getattr(storage, "device", None)
     if isinstance(device, torch.device) and device.type == "cuda":
@@ -210,10 +195,8 @@ def _default_generators(storage: Storage) -> dict[str, Any]:
 def restore_default_generators(states: dict[str, Any]) -> None:
     """Set torch's default generators to saved states."""
     for device, state in states.items():
-        if device == "cpu":
-            torch.set_rng_state(state)
-        elif _is_here(torch.device(device)):
-            torch.cuda.set_rng_state(state, device)
+        if _is_here(torch.device(device)):
+            torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
 
 
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
@@ -254,9 +237,8 @@ class Rollback:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for undo in reversed(self._undo):
-                undo()
+        for undo in reversed(self._undo if kind else ()):
+            undo()
 
     def load(self, part: Any, state: Any) -> None:
         """Load a state, which the part may refuse."""
@@ -270,15 +252,10 @@ class Rollback:
 
     def load_storage(self, storage: Storage, saved: dict[str, Any]) -> None:
         """Load the content of a TorchRL storage, which replaces its tensors or copies into them."""
-        before = dict(storage.__dict__)
-        content = copy.deepcopy(storage.state_dict()) if len(storage) else None
-
-        def undo() -> None:
-            if content is not None:
-                storage.load_state_dict(content)
-            storage.__dict__.update(before)
-
-        self._undo.append(undo)
+        before, content = dict(storage.__dict__), copy.deepcopy(storage.state_dict()) if len(storage) else None
+        self._undo.append(lambda: storage.__dict__.update(before))
+        if content is not None:
+            self._undo.append(lambda: storage.load_state_dict(content))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Loading the storage on an uninitialized TensorDict")
             storage.load_state_dict(saved["state"])
@@ -286,7 +263,7 @@ class Rollback:
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts; if one refuses (ValueError), all get back what they had."""
+    """Load a state into each of several parts. If one refuses (ValueError), all get back what they had."""
     with Rollback() as rollback:
         for name, part in parts.items():
             try:

@@ -43,10 +43,8 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
     The ring would have written next at ``cursor``; ``None`` if the writer keeps no order of age.
     """
-    if saved == capacity:
-        return Fit(((0, live),) if live else (), live, True, 0)
-    if live < saved and live <= capacity:
-        return Fit(((0, live),) if live else (), live, False, 0)
+    if saved == capacity or (live < saved and live <= capacity):
+        return Fit(((0, live),) if live else (), live, saved == capacity, 0)
     if cursor is None:
         raise CheckpointError(
             f"a dump of {live} time steps does not fit a capacity of {capacity}, and its writer keeps no order of age "
@@ -55,7 +53,8 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     oldest = cursor if live == saved else 0
     kept = min(live, capacity)
     start = oldest + live - kept
-    parts = ((start, min(kept, max(0, live - start))), (max(0, start - live), kept - min(kept, max(0, live - start))))
+    head = min(kept, max(0, live - start))  # up to the end of the ring
+    parts = (start, head), (max(0, start - live), kept - head)
     return Fit(tuple(part for part in parts if part[1]), kept, False, live - kept)
 
 
@@ -72,10 +71,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """Saved rows, compared with the storage that is to hold them; nothing is read or changed yet.
-
-    ``saved`` is what the dump holds of its storage, ``cursor`` as in :func:`fit`.
-    """
+    """Saved rows, compared with the storage that is to hold them. ``cursor``: as for :func:`fit`."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage
@@ -83,10 +79,9 @@ class SavedRows:
         lead, dtype, steps = self.matrix.shape[:-1], self.matrix.dtype, int(saved["shape"][0])
         if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= steps:
             raise CheckpointError(f"rows of {dtype} and shape {tuple(self.matrix.shape)} are not those of a storage")
-        if state["_len"] != prod(lead) or (cursor is not None and not 0 <= cursor < max(1, steps)):
-            raise CheckpointError(
-                f"{state['_len']} rows, cursor {cursor} and shape {tuple(lead)} contradict each other"
-            )
+        is_wrong = state["_len"] != prod(lead) or (state["full"] and lead[0] != steps)
+        if is_wrong or not 0 <= (cursor or 0) < max(1, steps):
+            raise CheckpointError(f"{state['_len']} rows, cursor {cursor} and shape {[*lead]} contradict each other")
         self.layout, self.lanes = admit_state(storage, state | {"_len": 0, "full": False}, lead[1:])
         self.dedup = saved_dedup(self.layout, state)
         self.entries = [reader.tensor(number) for number in saved.get("entries", [])]
@@ -114,7 +109,7 @@ class SavedRows:
     def allocated(self, report: Report, *, keep_shared: bool = False) -> Rows | None:
         """Return new rows that hold the saved ones, if the storage has none like them.
 
-        ``keep_shared`` stores repeated observations once if the saved rows do, whatever the storage was asked for.
+        ``keep_shared`` deduplicates them as they were saved, whatever the storage was asked for.
         """
         if not self.is_fresh:
             return None
