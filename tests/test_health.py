@@ -24,7 +24,6 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
-from rlbuf_td.diagnostics.health import ReplayCount
 
 CAPACITY = 40
 SAMPLERS: dict[str, Any] = {
@@ -207,7 +206,7 @@ def test_every_number_is_a_float_that_is_finite():
 def test_counts_begin_anew_with_another_storage_and_after_emptying_and_are_off_by_default():
     plain = filled()
     plain.sample()
-    assert ReplayCount.attached_to(plain.storage) is None
+    assert plain.replay_count is None
     assert "never_sampled" not in plain.health()
     rb = filled(count_replays=True)
     rb.sample()

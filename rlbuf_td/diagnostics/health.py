@@ -31,11 +31,12 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
+from rlbuf_td.diagnostics.torchrl import weights_of
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.samplers import MinibatchSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
 
 #: The index of a batch, its importance weights, and the writer's cursor at the time.
 LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
@@ -54,14 +55,9 @@ class ReplayCount:
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     @classmethod
-    def attached_to(cls, storage: Storage) -> ReplayCount | None:
-        """Return the count that is attached to ``storage``, if any."""
-        return next((each for each in storage._attached_entities if isinstance(each, cls)), None)
-
-    @classmethod
     def of(cls, storage: Storage) -> ReplayCount:
         """Return the count that is attached to ``storage``; attach one if there is none."""
-        count = cls.attached_to(storage)
+        count = attached(storage, cls)
         if count is None:
             count = cls(storage)
             storage.attach(count)
@@ -168,7 +164,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     if isinstance(sampler, Prioritized):
         return sampler.probability(index)
     if type(sampler) is PrioritizedSampler:
-        weight = torch.as_tensor(sampler._sum_tree[index.cpu()], device="cpu").double()
+        weight = weights_of(sampler, index)
         return weight / weight.sum()
     if isinstance(sampler, UniformSampler | MinibatchSampler | RandomSampler | SamplerWithoutReplacement):
         return torch.full((rows,), 1 / rows, dtype=torch.float64, device="cpu")

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,13 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.dedup.options import DedupOptions
+from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes
 from rlbuf_td.storages.pinned import refuse_offload
 from rlbuf_td.storages.schema import Leaf, show_key
 
+_SUMS = ("padding", "rows", "priorities", "trajectory index", "total")
 SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": ProportionalSampler, "rank": RankSampler}
 
 
@@ -35,8 +36,7 @@ class MemoryPlan:
 
     Attributes:
         capacity: rows, rounded up to whole time steps of all lanes.
-        leaves: the keys, dtypes and shapes of a row, the largest first.
-        row_bytes: bytes of a row, padding included.
+        leaves: the keys, dtypes and shapes of a row, the largest first; ``row_bytes``: bytes of a row, with padding.
         priorities: bytes of the sampler's state.
         trajectories: bytes of the trajectory index, which is made when a sampler first needs it.
         places: where the rows could be, and what is free there; the requested place first.
@@ -100,12 +100,9 @@ class MemoryPlan:
         """What to do if it does not fit, a suggestion per line; empty if it fits."""
         if self.fits:
             return ""
-        on_gpu = self.memory.place.startswith("cuda")
-        ways = [f"take a capacity of at most {self.most_rows:,}"]
-        ways += [
-            f"put the rows elsewhere: {_argument(room, on_gpu)}" for room in self.places[1:] if self._fits_in(room)
-        ]
-        largest = self.leaves[0]
+        on_gpu, largest = self.memory.place.startswith("cuda"), self.leaves[0]
+        elsewhere = [_argument(room, on_gpu) for room in self.places[1:] if self._fits_in(room)]
+        ways = [f"take a capacity of at most {self.most_rows:,}", *(f"put the rows elsewhere: {a}" for a in elsewhere)]
         ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
             ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
@@ -127,9 +124,13 @@ class MemoryPlan:
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
         width = max(24, *(len(key) for key in self.keys))
         lines.append(f"  {'':<{width}}  {'bytes a row':>12}  {'all rows':>11}")
-        for name, nbytes, share in self._table():
+        table = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
+        table |= {"padding": self.rows - sum(table.values()), "rows": self.rows, "priorities": self.priorities}
+        table |= {"trajectory index": self.trajectories, "total": self.total}
+        for name, nbytes in table.items():
             number = f"{nbytes / self.capacity:,.{2 * bool(nbytes % self.capacity)}f}"
             size = "-" * (nbytes < 0) + show_bytes(abs(nbytes))
+            share = "" if name in _SUMS else f"{nbytes / self.rows:.0%}"
             lines.append(f"  {name:<{width}}  {number:>12}  {size:>11}{share:>7}")
         lines += ["", f"  largest key: {self.largest_key}", ""]
         for room in self.places:
@@ -138,17 +139,6 @@ class MemoryPlan:
         if not self.fits:
             lines += ["", "What to do:", *(f"  - {way}" for way in self.remedy.splitlines())]
         return "\n".join(lines)
-
-    def _table(self) -> Iterator[tuple[str, int, str]]:
-        for key, nbytes in self.keys.items():
-            yield key, nbytes, f"{nbytes / self.rows:.0%}"
-        for key, nbytes in self.saved.items():
-            yield f"{key} shared", -nbytes, f"{-nbytes / self.rows:.0%}"
-        yield "padding", self.rows + sum(self.saved.values()) - sum(self.keys.values()), ""
-        yield "rows", self.rows, ""
-        yield "priorities", self.priorities, ""
-        yield "trajectory index", self.trajectories, ""
-        yield "total", self.total, ""
 
 
 def plan(
@@ -201,42 +191,26 @@ def plan(
         >>> needed.rows, needed.priorities, needed.fits
         (12352000, 19840, True)
     """
-    dedup: DedupLayout | None = None
+    dedup, flags = None, {"shared": shared, "offload": offload}
     # `isinstance` would read `source.__class__`, at which a SerialEnv that has not started hangs.
     if issubclass(type(source), ReplayBuffer):
-        sampler = source._sampler if sampler is None else sampler
-        source = source._storage
+        sampler, source = source.sampler if sampler is None else sampler, source.storage
     if issubclass(type(source), Storage):
         scratch_dir = scratch_dir or getattr(source, "scratch_dir", None)
-        shared = shared or getattr(source, "shared", False)
-        offload = offload or getattr(source, "offload", False)
+        shared, offload = (given or getattr(source, name, False) for name, given in flags.items())
         device = getattr(source, "device", None) if device is None else device
         capacity = source.max_size if capacity is None else capacity
-        dedup = getattr(source, "dedup", None)
-        source = _time_step(source)
+        dedup, source = getattr(source, "dedup", None), _time_step(source)
     if capacity is None or capacity < 1:
         raise ValueError(f"capacity must be a number of transitions, at least 1, got {capacity}")
     device = torch.device("cpu" if device in (None, "auto") else device)
     schema = schema_of(source)
-    layout = RowLayout(schema, schema.ndim)
+    layout, lanes = RowLayout(schema, schema.ndim), schema.numel()
     if dedup is None or share_next or frames:
         dedup = DedupLayout.chosen_for(layout, DedupOptions.of(share_next, frames))
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
         refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
-    places = tuple(_places(torch.device("cpu") if offload else device, folder, shared))
-    return _sum_up(layout, dedup, int(capacity), prod(schema.batch_size), sampler, device, places)
-
-
-def _sum_up(
-    layout: RowLayout,
-    dedup: DedupLayout | None,
-    capacity: int,
-    lanes: int,
-    sampler: Any,
-    device: torch.device,
-    places: tuple[Room, ...],
-) -> MemoryPlan:
     steps = -(-capacity // lanes)
     return MemoryPlan(
         capacity=steps * lanes,
@@ -244,7 +218,7 @@ def _sum_up(
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=places,
+        places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
         memory=room_for(device),
         dedup=dedup,
     )
@@ -278,8 +252,7 @@ def _time_step(storage: Storage) -> Any:
     if getattr(storage, "dedup", None) is not None:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
-    rows = getattr(storage, "_storage", None)
-    if rows is None:
+    if (rows := stored_rows(storage)) is None:
         raise TypeError(
             f"the {type(storage).__name__} has not been written yet, so that its rows have no keys: plan with the "
             "environment, or with a TensorDict that holds one transition"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from rlbuf_td.diagnostics.doctor.faults import FAULTS
 from rlbuf_td.diagnostics.doctor.record import Record, open_source
 from rlbuf_td.diagnostics.doctor.report import Finding, Report
 from rlbuf_td.diagnostics.doctor.sequence import sequence_findings
@@ -15,27 +16,8 @@ from rlbuf_td.diagnostics.doctor.values import bounds_of, usage_findings, value_
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
-#: The codes of all findings, the most serious first.
-CODES = {
-    "lanes-mixed": "next observations lead to other rows than the following ones",
-    "next-observation-differs": "next observations lead nowhere",
-    "reset-without-done": "the environment was reset, and done is not set",
-    "done-shifted": "done is set one step late or early",
-    "final-observation-lost": "at an end, the next observation is what the reset returned",
-    "reset-row-stored": "the reset of an autoreset is stored as a transition",
-    "done-without-reset": "done is set, and the trajectory goes on",
-    "terminated-without-done": "terminated is set, and done is not",
-    "truncated-without-done": "truncated is set, and done is not",
-    "done-never": "no trajectory ever ends",
-    "done-always": "every row ends a trajectory",
-    "one-step-trajectories": "trajectories of a single step",
-    "not-finite": "an observation, a reward or an action is NaN or infinite",
-    "out-of-bounds": "an observation lies outside its space",
-    "constant": "a column of an observation or action never changes",
-    "float-image": "images are stored as floats",
-    "never-sampled": "most rows are never drawn",
-    "stale-priorities": "priorities are not updated",
-}
+#: The codes of all findings with what they mean, the most serious first.
+CODES = {code: fault.summary for code, fault in FAULTS.items()}
 
 
 def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
@@ -85,9 +67,8 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
         record = Record(storage, writer)
         found = [*sequence_findings(record), *value_findings(record, bounds)]
         found += usage_findings(record, source, storage, sampler)
-    order = list(CODES)
-    found = sorted((each for each in found if each.code not in ignored), key=lambda each: order.index(each.code))
-    return Report(tuple(found), record.steps * record.lanes, record.shape, tuple(record.skipped))
+    found = sorted((each for each in found if each.code not in ignored), key=lambda each: [*CODES].index(each.code))
+    return Report(tuple(found), record.rows, record.shape, tuple(record.skipped))
 
 
 def main(options: argparse.Namespace) -> int:

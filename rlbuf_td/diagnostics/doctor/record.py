@@ -15,15 +15,17 @@ from torchrl.data.replay_buffers import (
     RoundRobinWriter,
     Sampler,
     Storage,
-    TensorStorage,
     Writer,
 )
 
 from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
+from rlbuf_td.diagnostics.doctor.faults import FAULTS
+from rlbuf_td.diagnostics.doctor.report import Finding, Row
+from rlbuf_td.diagnostics.torchrl import newest_step, storage_of
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import attached, stored_rows
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import walk
+from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
@@ -33,17 +35,15 @@ _BLOCK_BYTES = 4 << 20  # a block stays in a cache
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # floats nearer than this are the same value, computed twice
 _HASHED = 256  # elements of a value that enter its hash
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROWS = "storage_metadata.json"  # of TorchRL's checkpointers
+NAMED = 5  # a finding names this many rows at most
 
 
 class SharedColumn:
     """A deduplicated column ``[T, E, ...]`` of the ``steps`` time steps written, read only where it is indexed."""
 
     def __init__(self, rows: Rows, key: Key, steps: int) -> None:
-        self._rows, self._key = rows, key
-        leaf = rows.deduplicated[key]
-        self._tail = tuple(leaf.shape) or (1,)
-        lanes = rows.cells // rows.steps
+        self._rows, self._key, leaf = rows, key, rows.deduplicated[key]
+        lanes, self._tail = rows.cells // rows.steps, tuple(leaf.shape) or (1,)
         self.shape, self.ndim = torch.Size([steps, lanes, *self._tail]), 2 + len(self._tail)
         self.dtype, self.device = leaf.dtype, rows.matrix.device
         self._cells = torch.arange(steps * lanes, device=self.device).view(steps, lanes)
@@ -60,25 +60,24 @@ class Record:
         columns: the rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
         shape: ``[T, *lanes]``.
         newest: the time step that was written last.
+        knows_ends: whether it is known which rows follow each other: they are in the order of time, with flags or ids.
         paired: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
-            ``None`` if the rows are not in the order of time.
-        cut: ``[T, E]`` bool: the next row of the lane does not continue this row's trajectory. ``None`` if neither
-            flags nor trajectory ids are stored.
+        cut: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
         skipped: what cannot be checked, and why.
     """
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
             raise ValueError("the buffer is empty: there is nothing to read")
-        rows = getattr(storage, "_storage", None)
-        if not isinstance(rows, TensorDictBase):
+        rows = stored_rows(storage)
+        if rows is None:
             raise TypeError(
-                "the doctor reads storages of TensorDicts (PackedStorage, LazyTensorStorage, "
-                f"LazyMemmapStorage), not a {type(storage).__name__} of {type(rows).__name__}"
+                "the doctor reads storages of TensorDicts (PackedStorage, LazyTensorStorage, LazyMemmapStorage), "
+                f"not a {type(storage).__name__} of something else"
             )
         lanes = tuple(rows.shape[1 : storage.ndim])
-        self.lanes = torch.Size(lanes).numel()
-        self.steps = len(storage) // self.lanes
+        self.lanes, self.rows = torch.Size(lanes).numel(), len(storage)
+        self.steps = self.rows // self.lanes
         self.shape = (self.steps, *lanes)
         self.columns: dict[Key, Any] = {
             key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
@@ -89,19 +88,17 @@ class Record:
             for key in storage.deduplicated:
                 self.columns[key] = SharedColumn(storage.all_rows(), key, self.steps)
         self.skipped: list[str] = []
-        cursor = storage._last_cursor_index
-        is_full = self.steps == len(rows)
-        is_known = is_full and cursor is not None and 0 <= int(cursor) < self.steps
-        self.newest = int(cursor) if is_known else self.steps - 1
-        self.paired: torch.Tensor | None = None
-        self.cut: torch.Tensor | None = None
-        index = next((each for each in storage._attached_entities if isinstance(each, TrajectoryIndex)), None)
-        if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
-            self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
-            return
+        cursor = -1 if self.steps < len(rows) else newest_step(storage)
+        self.newest = cursor if 0 <= cursor < self.steps else self.steps - 1
+        self.knows_ends = False
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
         self.paired[self.newest] = False
-        self._find_cuts(storage, index)
+        self.cut = torch.empty_like(self.paired)
+        index = attached(storage, TrajectoryIndex)
+        if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):
+            self.skipped.append(f"the order of rows, which a {type(writer).__name__} does not keep")
+        else:
+            self._find_cuts(storage, index)
 
     def _find_cuts(self, storage: Storage, index: TrajectoryIndex | None) -> None:
         done_key = next(iter(self._flags("done", "terminated", "truncated")), None)
@@ -110,17 +107,16 @@ class Record:
             return
         index = index or TrajectoryIndex(storage, done_key=(*(done_key or ("next",))[:-1], "done"))
         device = next(iter(self.columns.values())).device
-        cut = torch.empty(self.steps * self.lanes, dtype=torch.bool, device="cpu")
-        ended = torch.empty_like(cut)
+        cut, paired = self.cut.view(-1), self.paired.view(-1)
         try:
-            for rows in torch.arange(len(cut), device="cpu").split(1 << 16):
-                _, ahead, over = index.reach(rows.to(device))
-                cut[rows], ended[rows] = ahead.cpu() == 0, over.cpu()
+            for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
+                _, ahead, ended = index.reach(rows.to(device))
+                cut[rows] = ahead.cpu() == 0
+                paired[rows] &= ~cut[rows] | ended.cpu()  # other rows were written out of order
         except TypeError as error:
             self.skipped.append(f"trajectories: {error}")
             return
-        self.cut = cut.view(self.steps, self.lanes)
-        self.paired = self.paired & ~(cut & ~ended).view(self.steps, self.lanes)  # rows written out of order
+        self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
         """Return the keys under "next" with one of these names, the first name and the shallowest key first."""
@@ -152,11 +148,6 @@ class Record:
         """The observed keys of more than one number (without counters and flags), if there are any; else all."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
-    def next(self, key: Key) -> Any:
-        """Return the column under "next" for a key of the root."""
-        under: Key = ("next", *key)
-        return self.columns[under]
-
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
         """Return the values of some flat rows, ``[n, ...]``."""
         return self.columns[key][flat // self.lanes, flat % self.lanes]
@@ -181,12 +172,13 @@ class Record:
             return flat
         return tuple(int(part) for part in torch.unravel_index(torch.tensor(flat, device="cpu"), self.shape))
 
-    def finding(
-        self, code: str, where: torch.Tensor, of: int, explanation: str, remedy: str, key: Key | None = None
-    ) -> Finding:
-        """Return a finding about the rows flagged in ``where``, ``[T, E]``."""
-        rows = tuple(map(self.name, where.flatten().nonzero()[:NAMED, 0].tolist()))
-        return Finding(code, key, rows, int(where.sum()), of, explanation, remedy)
+    def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
+        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None``: about all, and none is named."""
+        first = [] if where is None else where.flatten().nonzero()[:NAMED, 0].tolist()
+        rows, count = tuple(map(self.name, first)), of if where is None else int(where.sum())
+        words |= {"key": None if key is None else show_key(key)}
+        _, explanation, remedy = FAULTS[code]
+        return Finding(code, key, rows, count, of, explanation.format(**words), remedy.format(**words))
 
 
 # -- comparing values
@@ -213,15 +205,15 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
     """Return a hash of each row's values, ``[n]`` int64 on the CPU; ``rows``: flat rows ``[n]``, or all."""
     generator = torch.Generator().manual_seed(0)
-    result = torch.zeros(record.steps * record.lanes if rows is None else len(rows), dtype=torch.int64, device="cpu")
+    result = torch.zeros(record.rows if rows is None else len(rows), dtype=torch.int64, device="cpu")
     for key in keys:
         column = record.columns[key]
         width = column.shape[2:].numel()
         if not width:
             continue
         places = torch.linspace(0, width - 1, min(width, _HASHED), dtype=torch.float64, device="cpu").long()
-        numbers = len(places) * (1 + column.dtype.is_complex)
-        weight = torch.randint(-(1 << 62), 1 << 62, (numbers,), generator=generator, device="cpu")
+        size = (len(places) * (1 + column.dtype.is_complex),)
+        weight = torch.randint(-(1 << 62), 1 << 62, size, generator=generator, device="cpu")
         parts = (column[each].flatten(0, 1) for each in record.blocks()) if rows is None else [record.at(key, rows)]
         numbers = (_bits(part.flatten(1)[:, places.to(part.device)].contiguous()).flatten(1) for part in parts)
         result += torch.cat([(each.cpu().long() * weight).sum(1) for each in numbers])
@@ -236,11 +228,11 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
     if isinstance(source, str | Path):
         source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):
-        return source._storage, source._sampler, source._writer
+        return source.storage, source.sampler, source.writer
     if isinstance(source, Storage):
         return source, None, None
     if isinstance(source, TensorDictBase):
-        return _as_storage(source, source.numel(), None), None, None
+        return storage_of(source, source.numel()), None, None
     raise TypeError(
         f"the doctor looks at a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer, "
         f"not at a {type(source).__name__}"
@@ -255,26 +247,17 @@ def _open_saved(path: Path) -> Storage:
             return found.storage
         if found.rows is None:
             raise ValueError(f"{path} holds no rows")
-        return _as_storage(found.rows, found.rows.numel(), found.writer.get("_cursor"))
-    folder = next((each for each in (path, path / "storage") if (each / _ROWS).is_file()), None)
+        return storage_of(found.rows, found.rows.numel(), found.writer.get("_cursor"))
+    folder = next((each for each in (path, path / "storage") if (each / "storage_metadata.json").is_file()), None)
     if folder is None:
         what = "holds no saved buffer" if path.is_dir() else "is no folder"
         raise FileNotFoundError(f"{path} {what}: give the folder that rb.dumps(path) has written")
     writer = folder.parent / "writer" / "metadata.json"
     try:
-        about = json.loads((folder / _ROWS).read_text())
+        about = json.loads((folder / "storage_metadata.json").read_text())
         if about["is_pytree"]:
             raise ValueError("it holds no TensorDict")
         cursor = int(json.loads(writer.read_text())["cursor"]) if writer.is_file() else None
-        return _as_storage(TensorDict.load_memmap(folder), int(about["len"]), cursor)
+        return storage_of(TensorDict.load_memmap(folder), int(about["len"]), cursor)
     except (LookupError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read the rows in {folder}: {error}") from error
-
-
-def _as_storage(rows: TensorDictBase, length: int, cursor: int | None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``: ``length`` are written, and a ring would continue at ``cursor``."""
-    storage = TensorStorage(rows, ndim=max(1, rows.ndim))
-    storage._len = length  # TorchRL counts time steps until the storage is first used
-    if cursor is not None:
-        storage._set_last_cursor((cursor - 1) % len(rows))
-    return storage

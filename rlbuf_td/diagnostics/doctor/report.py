@@ -10,8 +10,6 @@ from typing import TypeAlias
 from rlbuf_td.storages.schema import show_key
 
 Row: TypeAlias = int | tuple[int, ...]
-#: A finding names this many rows at most.
-NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -19,13 +17,11 @@ class Finding:
     """One kind of fault.
 
     Attributes:
-        code: its name, one of ``rlbuf_td.diagnostics.doctor.CODES``.
-        key: the key concerned, or ``None``.
+        code: one of ``rlbuf_td.diagnostics.doctor.CODES``.
+        key: the key concerned, if it is one.
         rows: the first few rows concerned, as the storage indexes them: ``t``, or ``(t, e)`` with lanes.
-        count: the number of rows concerned.
-        of: the number of rows that could have been concerned.
-        explanation: what was seen, and what it means.
-        remedy: what to do.
+        count: the number of rows concerned, of ``of`` that could have been.
+        explanation: what was seen, and what it means; ``remedy``: what to do.
     """
 
     code: str

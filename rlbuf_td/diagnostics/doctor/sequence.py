@@ -6,12 +6,13 @@ holds in spite of an end, the places and distances of observations tell what wen
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
-from rlbuf_td.diagnostics.doctor.record import Record, differ, hashes
+from rlbuf_td.diagnostics.doctor.record import Key, Record, differ, hashes
 from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
@@ -36,81 +37,70 @@ class Flow:
 
 def sequence_findings(record: Record) -> Iterator[Finding]:
     """Yield the faults in the order of rows and in the flags."""
-    done, flags = record.flag("done"), [record.flag("terminated"), record.flag("truncated")]
-    flow = _flow(record) if record.observed else None
-    if flow is None and record.paired is not None and record.cut is not None:
+    flags = {name: flag for name in ("done", "terminated", "truncated") if (flag := record.flag(name)) is not None}
+    ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
+    flow = _flow(record) if record.knows_ends and record.observed else None
+    if record.knows_ends and flow is None:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
-    stored = [flag for flag in (done, *flags) if flag is not None]
-    none = torch.zeros(record.steps, record.lanes, dtype=torch.bool, device="cpu")
-    ended = torch.stack(stored).any(0) if stored else none
-    mixed = shifted = False
+    fault = None
     if flow is not None:
-        mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
-        if mixed:
-            yield _broken(record, flow.broken, flow, mostly=True)
+        is_mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
+        if is_mixed:
+            fault = _broken(record, flow.broken, flow, mostly=True)
         else:
-            shifted = yield from _shifted(record, flow, ended if done is None else done)
-    if done is not None and not shifted:
-        for name, flag in zip(("terminated", "truncated"), flags, strict=True):
-            if flag is not None and bool((flag & ~done).any()):
-                yield record.finding(
-                    f"{name}-without-done",
-                    flag & ~done,
-                    int(flag.sum()),
-                    f"{name} is set and done is not, of as many rows with {name}. Samplers that need trajectories read "
-                    "done only, and continue across the end.",
-                    "store done = terminated | truncated.",
-                    ("next", name),
-                )
-    if record.cut is not None and not mixed and not shifted:
+            fault = _shifted(record, flow, flags.get("done", ended))
+        if fault is not None:
+            yield fault
+    if "done" in flags and (fault is None or fault.code != "done-shifted"):
+        for name, flag in flags.items():
+            lacking = flag & ~flags["done"]
+            if bool(lacking.any()):
+                yield record.finding(f"{name}-without-done", lacking, int(flag.sum()), ("next", name), name=name)
+    if record.knows_ends and fault is None:
         yield from _ends(record, flow, ended)
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
     """Yield the faults at the ends of trajectories; ``ended``: rows with any flag set."""
-    if bool(ended.all()) and ended.numel() >= _FEW:
-        yield record.finding(
-            "done-always",
-            ended,
-            ended.numel(),
-            "done is set in every row, so that no value is ever bootstrapped. That is right for bandits only.",
-            "store the flag of each step; check that it is not the mask of another library (1 - done, or 'discount').",
-        )
+    if bool(ended.all()) and record.rows >= _FEW:
+        yield record.finding("done-always", ended, record.rows)
         return
     one_step, never = _one_step_rows(record, ended), not bool(ended.any())
     if flow is not None and bool((broken := flow.broken & ~ended).any()):
-        yield _broken(record, broken, flow, mostly=False, never=never)
+        yield _broken(record, broken, flow, never=never)
     elif flow is not None and never and _ids_show_ends(record, flow):
         seen = "Trajectory ids and observations show resets at these rows, and no done flag is ever set."
-        yield _never(record, flow.ends & flow.apart, seen)
+        yield record.finding("done-never", flow.ends & flow.apart, record.rows, seen=seen)
     elif never and record.steps >= _LONG:
-        yield _never(record, torch.zeros_like(ended), f"No trajectory ends in {record.steps:,} steps.")
+        yield record.finding("done-never", None, record.rows, seen=f"No trajectory ends in {record.steps:,} steps.")
     if flow is not None and bool(flow.unbroken.any()) and _is_no_chance(record, flow):
         yield _unbroken(record, flow, one_step)
-    else:
-        yield from _mostly_one_step(record, one_step)
+        return
+    ids, count = record.columns.get(TRAJ_KEY), int(one_step.sum())
+    trajectories = int((record.cut & record.paired).sum()) if ids is None else ids.unique().numel()
+    if count >= _FEW and count >= 0.9 * trajectories:  # short games may end with the first step half of the time
+        yield record.finding("one-step-trajectories", one_step, trajectories)
 
 
 # -- comparing observations
 
 
-def _flow(record: Record) -> Flow | None:
-    """Compare each next observation with the following row's observation; ``None`` if the rows do not allow it."""
-    if record.paired is None or record.cut is None:
-        return None
+def _flow(record: Record) -> Flow:
+    """Compare each next observation with the following row's observation."""
     inside, ends = record.paired & ~record.cut, record.paired & record.cut
     differing, unbroken, main = torch.zeros_like(inside), ends.clone(), record.main
     for block in record.blocks():
         for key in record.observed:
-            apart = differ(record.next(key)[block], record.after(key, block)).cpu()
+            reached: Key = ("next", *key)
+            apart = differ(record.columns[reached][block], record.after(key, block)).cpu()
             differing[block] |= apart
             if key in main:
                 unbroken[block] &= ~apart
     moved = torch.zeros_like(inside).flatten()
     for rows in unbroken.flatten().nonzero()[:, 0].split(_AT_ONCE):
         for key in main:
-            begun, reached = (record.at(each, rows)[:, None] for each in (key, ("next", *key)))
-            moved[rows] |= differ(reached, begun).cpu()[:, 0]
+            begun, after = (record.at(each, rows)[:, None] for each in (key, ("next", *key)))
+            moved[rows] |= differ(after, begun).cpu()[:, 0]
     unbroken &= moved.view_as(unbroken)
     return Flow(inside & differing, unbroken, record.paired & differing, inside, ends)
 
@@ -126,45 +116,16 @@ def _spread(where: torch.Tensor) -> torch.Tensor:
 # -- next observations that are not the following row's
 
 
-def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool, never: bool = False) -> Finding:
+def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = False, never: bool = False) -> Finding:
     """Return the finding about broken rows; ``mostly``: most rows are; ``never``: no flag is ever set."""
     of = int(flow.inside.sum())
-    seen = "The next observation is not the following row's observation, though the trajectory goes on there."
     found = _found_elsewhere(record, _spread(where), mostly)
     if found is not None:
-        return record.finding("lanes-mixed", where, of, f"{seen} {found[0]}", found[1])
-    if mostly:
-        return record.finding(
-            "next-observation-differs",
-            where,
-            of,
-            f"{seen} It is found nowhere else in the buffer either.",
-            "store rows in the order of time, one lane after the other in its own column; store both observations as "
-            "the environment gave them (not one of them normalised, or n steps ahead).",
-        )
-    if never:
-        return _never(record, where, "The observations show resets at these rows, and no done flag is ever set.")
-    return record.finding(
-        "reset-without-done",
-        where,
-        of,
-        f"{seen} It is no other row's observation: the environment seems to have been reset here (or the loop to have "
-        "stopped), and done is not set. Trajectories run across the reset.",
-        "store done = terminated | truncated: a time limit ends a trajectory too. If you reset by hand, set "
-        "('next', 'truncated') in the last row, or store ('collector', 'traj_ids').",
-    )
-
-
-def _never(record: Record, where: torch.Tensor, seen: str) -> Finding:
-    rows = record.steps * record.lanes
-    finding = record.finding(
-        "done-never",
-        where,
-        rows,
-        f"{seen} Values are then bootstrapped across every end. That is right for tasks without end only.",
-        "store done = terminated | truncated as the environment's step returns them.",
-    )
-    return replace(finding, count=finding.count or rows)
+        return record.finding("lanes-mixed", where, of, place=found[0], way=found[1])
+    if never and not mostly:
+        seen = "The observations show resets at these rows, and no done flag is ever set."
+        return record.finding("done-never", where, record.rows, seen=seen)
+    return record.finding("next-observation-differs" if mostly else "reset-without-done", where, of)
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
@@ -175,14 +136,13 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
     matches = high - low
     if not bool(matches.any()):
         return None
-    votes: dict[tuple[int, int], int] = {}
+    votes = Counter[tuple[int, int]]()
     for row, start, stop in zip(sample.tolist(), low.tolist(), high.tolist(), strict=True):
         there = order[start : min(stop, start + _SAMPLED)]
         ahead = (there // record.lanes - row // record.lanes) % record.steps
         across = there % record.lanes - row % record.lanes
-        for offset in set(zip(ahead.tolist(), across.tolist(), strict=True)):
-            votes[offset] = votes.get(offset, 0) + 1
-    (ahead, across), agreed = max(votes.items(), key=lambda item: item[1])
+        votes.update(set(zip(ahead.tolist(), across.tolist(), strict=True)))
+    ((ahead, across), agreed), *_ = votes.most_common(1)
     if agreed >= max(2, 0.9 * len(sample)):
         if not across and mostly:
             return (
@@ -200,33 +160,25 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
             return f"It is found {ahead} step(s) later in another lane: lanes change their places.", f"{_STACK}."
     found = matches[matches > 0]
     if len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3:
-        pieces = "pieces of several trajectories lie one after the other"
+        pieces = (
+            "rows are not in the order of time" if mostly else "pieces of several trajectories lie one after the other"
+        )
         return (
-            f"It begins another row, elsewhere: {'rows are not in the order of time' if mostly else pieces}.",
+            f"It begins another row, elsewhere: {pieces}.",
             f"{_STACK}; or store ('collector', 'traj_ids'), which tell the pieces apart.",
         )
     return None
 
 
-def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Generator[Finding, None, bool]:
-    """Yield a finding if done flags are one step beside the breaks; return whether they are."""
-    for step, word in ((1, "late"), (-1, "early")):
+def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
+    """Return a finding if done flags are one step beside the breaks."""
+    for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
-        if not count or 2 * count < max(int(flow.broken.sum()), int(flow.unbroken.sum())):
-            continue
-        yield record.finding(
-            "done-shifted",
-            beside.roll(step, 0),
-            int(flow.ends.sum()),
-            f"done is set one step too {word}: the observations break off one step "
-            f"{'before' if step > 0 else 'after'} these rows, and go on at them. A learner then bootstraps from the "
-            "first observation of another trajectory.",
-            "store with each transition the done flag that this step returned: ('next', 'done') belongs to "
-            "('next', 'observation'), not to 'observation'.",
-        )
-        return True
-    return False
+        if count and 2 * count >= max(int(flow.broken.sum()), int(flow.unbroken.sum())):
+            of = int(flow.ends.sum())
+            return record.finding("done-shifted", beside.roll(step, 0), of, late=late, before=before)
+    return None
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
@@ -257,36 +209,13 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
     """Return the finding about unbroken ends, by how far observations move at them and after them."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
-    seen = "The trajectory ends here, and yet the next observation is that of the following row"
     if not max(here, after):
         if 2 * int((where & (one_step | one_step.roll(-1, 0))).sum()) >= int(where.sum()):
-            return _one_step(record, one_step & (where | where.roll(1, 0)), of)
-        return record.finding(
-            "done-without-reset",
-            where,
-            of,
-            f"{seen}, and no further from it than within trajectories: the environment went on, and there was no end.",
-            "store done as the environment's step returned it; a trajectory id must not change within a trajectory.",
-        )
+            return record.finding("one-step-trajectories", one_step & (where | where.roll(1, 0)), of)
+        return record.finding("done-without-reset", where, of)
     if here >= after:
-        return record.finding(
-            "final-observation-lost",
-            where,
-            of,
-            f"{seen}, {here:.1f} times as far from its own as within trajectories: it is what the reset returned. The "
-            "true final observation is lost, and a truncated step bootstraps from the wrong one.",
-            "store infos['final_obs'] of Gymnasium's same-step autoreset as the next observation, or let "
-            "GymnasiumRecorder or TorchRL's collectors write the rows.",
-        )
-    return record.finding(
-        "reset-row-stored",
-        where.roll(1, 0),
-        of,
-        "The trajectory ended with the row before, and yet these rows begin with its final observation, from which "
-        f"they go {after:.1f} times as far as rows do within trajectories: they are no transitions, but resets of "
-        "Gymnasium's next-step autoreset, whose action had no effect.",
-        "do not store the step that follows a done; GymnasiumRecorder leaves it out.",
-    )
+        return record.finding("final-observation-lost", where, of, jump=here)
+    return record.finding("reset-row-stored", where.roll(1, 0), of, jump=after)
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
@@ -297,7 +226,7 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
         return 0.0, 0.0
-    groups = usual, rows, (rows + record.lanes) % (record.steps * record.lanes)
+    groups = usual, rows, (rows + record.lanes) % record.rows
     total = [torch.zeros(len(each), dtype=torch.float64, device="cpu") for each in groups]
     for key in record.main:
         if record.columns[key].dtype is torch.bool or record.columns[key].dtype.is_complex:
@@ -317,32 +246,9 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
 
 def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
     """Return which rows are a trajectory of their own, ``[T, E]``; that the oldest row is one is not known."""
-    if record.cut is None or record.paired is None:
-        return torch.zeros_like(ended)
     alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
     ids = record.columns.get(TRAJ_KEY)
     if ids is not None:  # rows of several lanes may alternate: an id that returns is a longer trajectory
         _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)
         alone |= (counts == 1)[inverse] & record.paired
     return alone
-
-
-def _mostly_one_step(record: Record, one_step: torch.Tensor) -> Iterator[Finding]:
-    trajectories, count = 0, int(one_step.sum())
-    if TRAJ_KEY in record.columns:
-        trajectories = record.columns[TRAJ_KEY].unique().numel()
-    elif record.cut is not None and record.paired is not None:
-        trajectories = int((record.cut & record.paired).sum())
-    if count >= _FEW and count >= 0.9 * trajectories:  # short games may end with the first step half of the time
-        yield _one_step(record, one_step, trajectories)
-
-
-def _one_step(record: Record, where: torch.Tensor, of: int) -> Finding:
-    return record.finding(
-        "one-step-trajectories",
-        where,
-        of,
-        "These trajectories have a single step, of as many trajectories that end. That is right for bandits; elsewhere "
-        "done is set twice, an id changes with each row, or the environment is reset after each step.",
-        "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
-    )

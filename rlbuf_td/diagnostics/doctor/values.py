@@ -10,12 +10,12 @@ import torch
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.diagnostics.doctor.record import Key, Record
-from rlbuf_td.diagnostics.doctor.report import NAMED, Finding, Row
+from rlbuf_td.diagnostics.doctor.record import NAMED, Key, Record
+from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.diagnostics.health import ReplayCount, unwrapped
 from rlbuf_td.envs.specs import OBSERVATION, entries
 from rlbuf_td.samplers.prioritized import Prioritized
-from rlbuf_td.storages.schema import show_key
+from rlbuf_td.storages.indexing import attached
 
 Interval = tuple[torch.Tensor, torch.Tensor]
 _MANY = 1_000  # in fewer rows a column may well be constant
@@ -24,55 +24,38 @@ _SAMPLED = 256
 _DRAWS, _ROWS = 2.0, 100  # fewer draws a row, or fewer rows, show nothing
 
 
-class _Tally:
-    """Counts flagged rows, and keeps the first few."""
-
-    def __init__(self, record: Record) -> None:
-        self.record, self.count, self.rows = record, 0, list[Row]()
-
-    def finding(self, code: str, key: Key, explanation: str, remedy: str) -> Finding:
-        """Return a finding about the flagged rows."""
-        rows = self.record.steps * self.record.lanes
-        return Finding(code, key, tuple(self.rows), self.count, rows, explanation, remedy)
-
-    def add(self, block: slice, where: torch.Tensor) -> None:
-        """Count the flags ``[B, E]`` of a block."""
-        number = int(where.sum())
-        self.count += number
-        if number and len(self.rows) < NAMED:
-            flat = where.flatten().nonzero()[: NAMED - len(self.rows), 0] + block.start * self.record.lanes
-            self.rows += map(self.record.name, flat.tolist())
-
-
 def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
     """Yield the faults in values: one pass over the rows."""
-    columns, rows = record.columns, record.steps * record.lanes
-    finite = {key: _Tally(record) for key in columns if _must_be_finite(record, key)}
-    outside = {key: _Tally(record) for key in _bounded(record, bounds)}
+    columns = record.columns
+    infinite = {key: torch.zeros_like(record.cut) for key in columns if _must_be_finite(record, key)}
+    outside = {key: torch.zeros_like(record.cut) for key in columns if _is_bounded(record, key, bounds)}
     varies = {key: torch.zeros(1, dtype=torch.bool, device="cpu") for key in columns if _may_be_constant(record, key)}
     for block in record.blocks():
-        for key, tally in finite.items():
-            tally.add(block, ~columns[key][block].isfinite().flatten(2).all(2))
-        for key, tally in outside.items():
+        for key, where in infinite.items():
+            where[block] = ~columns[key][block].isfinite().flatten(2).all(2)
+        for key, where in outside.items():
             values = columns[key][block]
             low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in bounds[_root(key)])
-            tally.add(block, (((values < low) | (values > high)) & values.isfinite()).flatten(2).any(2))
+            where[block] = (((values < low) | (values > high)) & values.isfinite()).flatten(2).any(2)
         for key, varying in varies.items():
             if not varying.all():
                 values = columns[key][block].flatten(2)
                 varies[key] = varying | (values != columns[key][:1, :1].flatten(2)).flatten(0, 1).any(0).cpu()
-    for key, tally in finite.items():
-        if tally.count:
-            yield _not_finite(key, tally)
-    for key, tally in outside.items():
-        if tally.count:
-            yield _out_of_bounds(key, tally)
+    for code, found in (("not-finite", infinite), ("out-of-bounds", outside)):
+        for key, where in found.items():
+            if bool(where.any()):
+                yield record.finding(code, where, record.rows, key)
     for key, varying in varies.items():
-        if rows >= _MANY and not varying.all() and not _is_one_hot(record, key):
-            yield _constant(record, key, varying, rows)
-    for key in columns:
+        if record.rows >= _MANY and not varying.all() and not _is_one_hot(record, key):
+            still = (~varying).nonzero()[:, 0].tolist()
+            names = ", ".join(map(str, still[:NAMED])) + (f" ... ({len(still)})" if len(still) > NAMED else "")
+            which = "all of it" if len(still) == len(varying) else f"column{'s' * (len(still) > 1)} {names}"
+            value = columns[key][0, 0].flatten()[still[0]].item()
+            yield record.finding("constant", None, record.rows, key, value=value, columns=which)
+    for key, column in columns.items():
         if _is_image(record, key):
-            yield _float_image(record, key, rows)
+            dtype = str(column.dtype).removeprefix("torch.")
+            yield record.finding("float-image", None, record.rows, key, dtype=dtype, size=column.dtype.itemsize)
 
 
 def _root(key: Key) -> Key:
@@ -90,32 +73,9 @@ def _must_be_finite(record: Record, key: Key) -> bool:
     return is_given and _is_float(record, key)
 
 
-def _not_finite(key: Key, tally: _Tally) -> Finding:
-    return tally.finding(
-        "not-finite",
-        key,
-        f"{show_key(key)} is NaN or infinite there. One such row in a batch makes the loss NaN, and then the network.",
-        "look at what the environment returned in these steps (a diverging simulation, a division by zero); leave such "
-        "transitions out, or end the trajectory there.",
-    )
-
-
-def _bounded(record: Record, bounds: Mapping[Key, Interval]) -> list[Key]:
-    return [
-        key
-        for root, (low, _) in bounds.items()
-        for key in (root, ("next", *root))
-        if key in record.columns and record.columns[key].shape[2:].numel() == low.numel()
-    ]
-
-
-def _out_of_bounds(key: Key, tally: _Tally) -> Finding:
-    return tally.finding(
-        "out-of-bounds",
-        key,
-        f"{show_key(key)} lies outside the bounds of its space there.",
-        "store what the environment returned, before any scaling; or correct the bounds, if it returns such values.",
-    )
+def _is_bounded(record: Record, key: Key, bounds: Mapping[Key, Interval]) -> bool:
+    found = bounds.get(_root(key))
+    return found is not None and record.columns[key].shape[2:].numel() == found[0].numel()
 
 
 def _may_be_constant(record: Record, key: Key) -> bool:
@@ -131,23 +91,6 @@ def _is_one_hot(record: Record, key: Key) -> bool:
     return bool(((sample == 0) | (sample == 1)).all())
 
 
-def _constant(record: Record, key: Key, varies: torch.Tensor, rows: int) -> Finding:
-    still = (~varies).nonzero()[:, 0].tolist()
-    names = ", ".join(map(str, still[:NAMED])) + (f" ... ({len(still)})" if len(still) > NAMED else "")
-    which = "all of it" if len(still) == len(varies) else f"column{'s' * (len(still) > 1)} {names}"
-    value = record.columns[key][0, 0].flatten()[still[0]].item()
-    return Finding(
-        "constant",
-        key,
-        (),
-        rows,
-        rows,
-        f"{show_key(key)} has the same value ({value:g}) in every row: {which}.",
-        "if a sensor or a wrapper should have filled it, look there; else leave it out, which saves memory and spares "
-        "a normalisation the division by a deviation of 0.",
-    )
-
-
 def _is_image(record: Record, key: Key) -> bool:
     """Whether a float column looks like images: two sides, and values in [0, 1] or integers up to 255."""
     column = record.columns[key]
@@ -160,31 +103,17 @@ def _is_image(record: Record, key: Key) -> bool:
     return bool(low >= 0) and (bool(high <= 1) or (whole and bool(high <= 255)))
 
 
-def _float_image(record: Record, key: Key, rows: int) -> Finding:
-    dtype = record.columns[key].dtype
-    return Finding(
-        "float-image",
-        key,
-        (),
-        rows,
-        rows,
-        f"{show_key(key)} holds images as {str(dtype).removeprefix('torch.')}: {dtype.itemsize} times the memory that "
-        "they need, and as much more to gather for each batch.",
-        "store them as uint8, as the environment gives them, and convert the batch: "
-        "rb.append_transform(ToTensorImage(...)), or batch[key].float() / 255.",
-    )
-
-
 # -- draws and priorities
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
     """Yield the faults in how rows are drawn and updated, as far as the buffer counts draws."""
-    replays, drawn = ReplayCount.attached_to(storage), None
+    replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
-        counts = replays.counts()[: record.steps * record.lanes].view(record.steps, record.lanes).cpu()
-        drawn = counts > 0
-        yield from _never_sampled(record, counts)
+        counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()
+        drawn, mean = counts > 0, float(counts.double().mean())
+        if record.rows >= _ROWS and mean >= _DRAWS and 2 * int(drawn.sum()) < record.rows:
+            yield record.finding("never-sampled", ~drawn, record.rows, mean=mean)
     elif sampler is not None:
         record.skipped.append("rows that are never drawn: nothing counts the draws of this buffer")
     sampler = None if sampler is None else unwrapped(sampler)
@@ -192,23 +121,8 @@ def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampl
         yield from _stale(record, source, sampler, drawn)
 
 
-def _never_sampled(record: Record, counts: torch.Tensor) -> Iterator[Finding]:
-    never, mean = counts == 0, float(counts.double().mean())
-    if counts.numel() >= _ROWS and mean >= _DRAWS and 2 * int(never.sum()) > counts.numel():
-        yield record.finding(
-            "never-sampled",
-            never,
-            counts.numel(),
-            f"These rows have never been drawn, though rows are drawn {mean:.1f} times on the average: a few rows get "
-            "nearly all draws.",
-            "lower alpha, look for outliers among the TD errors (RankSampler does not mind them), and check that "
-            "priorities are updated after every batch.",
-        )
-
-
 def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tensor | None) -> Iterator[Finding]:
-    rows = record.steps * record.lanes
-    magnitude = sampler.priority(torch.arange(rows, device=sampler.device)).cpu()
+    magnitude = sampler.priority(torch.arange(record.rows, device=sampler.device)).cpu()
     # TD errors hardly ever agree to the last bit; rows that entered together do.
     _, inverse, counts = magnitude.unique(return_inverse=True, return_counts=True)
     untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
@@ -219,15 +133,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
         drawn = torch.ones_like(untouched)
     stale, known = untouched & drawn, int(drawn.sum())
     if known >= _ROWS and 2 * int(stale.sum()) > known:
-        yield record.finding(
-            "stale-priorities",
-            stale,
-            known,
-            "These rows have been drawn, and still have the priority with which they entered: it was never updated. "
-            "Replay is then uniform, at a higher price.",
-            "after each batch put the TD errors into it (TorchRL's losses do, under priority_key) and call "
-            "rb.update_tensordict_priority(batch).",
-        )
+        yield record.finding("stale-priorities", stale, known)
 
 
 # -- bounds
@@ -280,13 +186,13 @@ def _of_space(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
         for name, part in (entries(space.spaces) or {}).items():
             yield from _of_space(part, (*path, name))
     elif isinstance(space, spaces.Box):
-        yield path, (torch.as_tensor(space.low, device="cpu"), torch.as_tensor(space.high, device="cpu"))
-    elif isinstance(space, spaces.Discrete):
-        low = torch.tensor(int(space.start), device="cpu")
-        yield path, (low, low + int(space.n) - 1)
-    elif isinstance(space, spaces.MultiDiscrete):
-        start, n = (torch.as_tensor(each, device="cpu") for each in (space.start, space.nvec))
-        yield path, (start, start + n - 1)
+        yield path, (_on_host(space.low), _on_host(space.high))
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        low, count = _on_host(space.start), _on_host(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+        yield path, (low, low + count - 1)
     elif isinstance(space, spaces.MultiBinary):
-        low = torch.zeros(space.shape, dtype=torch.float32, device="cpu")
-        yield path, (low, low + 1)
+        yield path, (low := torch.zeros(space.shape, dtype=torch.float32, device="cpu"), low + 1)
+
+
+def _on_host(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, device="cpu")

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import ReplayBuffer
 
 from rlbuf_td.diagnostics.health import ReplayCount, ages, health, priorities, probabilities, unwrapped
 from rlbuf_td.diagnostics.plots import figure as style
-from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.indexing import attached, lanes_of
 
 
 def plot_health(rb: ReplayBuffer) -> Figure:
@@ -45,7 +45,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     last, storage = getattr(rb, "last_draw", None), rb.storage
     if last is None:
         raise RuntimeError("there is no health to draw before the first batch: sample one")
-    replays = ReplayCount.attached_to(storage)
+    replays = attached(storage, ReplayCount)
     report, weight = health(storage, rb.sampler, rb.writer, last, replays), last[1]
     age, probability = ages(storage, rb.writer, last), probabilities(storage, rb.sampler)
     draws = list[Callable[[Axes], None]]()
