@@ -208,9 +208,6 @@ def plan(
     layout, lanes = RowLayout(schema, schema.ndim), schema.numel()
     if dedup is None or share_next or frames:
         dedup = DedupLayout.chosen_for(layout, DedupOptions.of(share_next, frames))
-    folder = None if scratch_dir is None else Path(scratch_dir)
-    if offload:
-        refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
     steps = -(-capacity // lanes)
     return MemoryPlan(
         capacity=steps * lanes,
@@ -218,7 +215,7 @@ def plan(
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=tuple(_places(torch.device("cpu") if offload else device, folder, shared)),
+        places=tuple(_places(device, scratch_dir, shared, offload, dedup)),
         memory=room_for(device),
         dedup=dedup,
     )
@@ -269,16 +266,22 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _places(device: torch.device, scratch_dir: Path | None, shared: bool) -> Iterator[Room]:
+def _places(
+    device: torch.device, scratch_dir: str | Path | None, shared: bool, offload: bool, dedup: DedupLayout | None
+) -> Iterator[Room]:
     """Yield the requested place, then the others."""
-    requested = room_for(device, scratch_dir=scratch_dir, shared=shared)
+    folder = None if scratch_dir is None else Path(scratch_dir)
+    if offload:
+        refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
+        device = torch.device("cpu")
+    requested = room_for(device, scratch_dir=folder, shared=shared)
     yield requested
     if requested.place != "RAM":
         yield ram()
     for index in range(torch.cuda.device_count()):
         if requested.place != f"cuda:{index}":
             yield cuda(torch.device("cuda", index))
-    if scratch_dir is None:
+    if folder is None:
         yield disk(Path())
 
 
