@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
 from rlbuf_td import PackedStorage
-from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
+from tests.catalogue import SCHEMAS, Schema, assert_same, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 STEPS = 7
@@ -42,62 +41,46 @@ def mask(*shape: int) -> torch.Tensor:
 ALONG_TIME: dict[str, Any] = {
     "int": 3,
     "last": -1,
-    "numpy int": np.int64(2),
     "0-d tensor": torch.tensor(4),
     "0-d array": np.array(4),
     "slice": slice(1, 5),
     "everything": slice(None),
     "Ellipsis": Ellipsis,
     "None": None,
-    "step slice": slice(0, 6, 2),
-    "slice from the end": slice(-3, None),
     "slice beyond the end": slice(5, 100),
     "empty slice": slice(3, 3),
     "tensor": torch.tensor([6, 0, 3, 3]),
     "negative tensor": torch.tensor([-1, 0, -7]),
     "empty tensor": torch.zeros(0, dtype=torch.int64),
     "2-d tensor": torch.tensor([[0, 1, 2], [3, 4, -1]]),
-    "3-d tensor": torch.arange(6).view(1, 3, 2),
     "int32": torch.tensor([[1], [-2]], dtype=torch.int32),
     "strided tensor": torch.arange(7)[::2],
     "list": [0, 5, -1],
     "empty list": [],
-    "nested list": [[0, 5], [1, 1]],
     "list of bools": [True, False, True, False, False, False, True],
     "range": range(1, 6, 2),
-    "empty range": range(0),
     "reversed range": range(5, 0, -2),
     "array": np.array([4, 0, -2]),
-    "array of 2 dims": np.array([[4, 0], [1, 2]]),
     "uint16 array": np.array([4, 0], dtype=np.uint16),
     "empty array": np.array([], dtype=np.int64),
     "mask": mask(STEPS),
     "mask of none": torch.zeros(STEPS, dtype=torch.bool),
     "array mask": mask(STEPS).numpy(),
     "tuple of int": (2,),
-    "tuple of slice": (slice(2, 4),),
     "tuple of tensor": (torch.tensor([2, 3]),),
     "tuple of mask": (mask(STEPS),),
-    "tuple of Ellipsis": (Ellipsis,),
-    "tuple of list": ([1, 2],),
     "None and int": (None, 1),
 }
 OVER_LANES: dict[str, Any] = {
     "mask [T, E]": mask(STEPS, 3),
     "array mask [T, E]": mask(STEPS, 3).numpy(),
     "two ints": (2, 1),
-    "two negative ints": (-1, -1),
     "two tensors": (torch.tensor([0, 6, -1]), torch.tensor([2, -1, 0])),
-    "two tensors of int32": (torch.tensor([0, 6], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)),
     "two tensors, broadcast": (torch.tensor([[0], [6]]), torch.tensor([2, 1, 0])),
-    "two 2-d tensors": (torch.tensor([[0, 1]]), torch.tensor([[2, 1]])),
     "two empty tensors": (torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
     "two lists": ([0, 1, 2], [2, 1, 0]),
-    "two arrays": (np.array([0, 1]), np.array([2, 2])),
     "tensor and int": (torch.tensor([1, 2]), 1),
     "slice and int": (slice(1, 4), 2),
-    "int and slice": (2, slice(0, 2)),
-    "tensor and slice": (torch.tensor([1, 2]), slice(0, 2)),
     "slice and tensor": (slice(None), torch.tensor([1, 2])),
     "Ellipsis and int": (Ellipsis, 1),
     "mask and tensor": (torch.arange(STEPS) > 4, torch.tensor([1, 2])),
@@ -116,12 +99,22 @@ CASES = [
 ]
 
 
+def is_fresh(index: Any) -> bool | None:
+    """Return whether a batch at this index has memory of its own; None: as torch has it."""
+    if isinstance(index, torch.Tensor | list | range | np.ndarray) and np.ndim(index):
+        return True
+    return False if isinstance(index, int | slice) else None
+
+
 @pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
 @pytest.mark.parametrize(("ndim", "index"), [case[::2] for case in CASES], ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_an_index_gives_what_lazy_tensor_storage_gives(ndim: int, index: Any, full: bool, device: torch.device) -> None:
     packed, theirs = read_only(ndim, full, SCHEMAS["nested"], device)
-    assert_same(packed.get(index), theirs.get(index))
+    found = packed.get(index)
+    assert_same(found, theirs.get(index))
     assert_same(packed[index], theirs[index])
+    places = [rows["first"].untyped_storage().data_ptr() for rows in (found, packed[:])]
+    assert is_fresh(index) in (None, places[0] != places[1])
 
 
 @over_schemas
@@ -141,21 +134,13 @@ def test_every_schema_is_read_as_it_was_written(schema: Schema, ndim: int, devic
     assert packed[index].device == packed[:].device == data.device
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
-def test_positions_of_any_width_are_taken(dtype: torch.dtype) -> None:
+def test_positions_of_any_width_are_taken() -> None:
     packed, _ = read_only(2, False, SCHEMAS["nested"])
-    steps, lanes = torch.tensor([1, -2, 6], dtype=dtype), torch.tensor([0, -1, 2], dtype=dtype)
-    assert_same(packed[steps], packed[steps.long()])
-    assert_same(packed[steps, lanes], packed[steps.long(), lanes.long()])
-    assert_same(packed[steps.numpy()], packed[steps.long()])
+    steps, lanes = torch.tensor([1, -2, 6]), torch.tensor([0, -1, 2])
+    for dtype in (torch.int8, torch.int16):  # torch itself takes none of these
+        assert_same(packed[steps.to(dtype)], packed[steps])
+        assert_same(packed[steps.to(dtype), lanes.to(dtype)], packed[steps, lanes])
     assert_same(packed[np.array([3, 1], dtype=np.uint8)], packed[[3, 1]])
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_gather_reads_flat_rows(ndim: int, device: torch.device) -> None:
-    packed, _ = filled(ndim, False, SCHEMAS["halfcheetah"], device)
-    flat = torch.tensor([0, 4, 4, 6], device=device)
-    assert_same(packed.gather(flat), packed[:].flatten(0, ndim - 1)[flat])
 
 
 @over_schemas
@@ -169,13 +154,6 @@ def test_a_key_gives_a_column_as_a_strided_view(schema: Schema) -> None:
             assert column.stride(0) * column.element_size() == packed.row_bytes
 
 
-def test_writing_into_a_column_changes_the_rows() -> None:
-    packed, _ = filled(2, False, SCHEMAS["nested"])
-    packed["next", "y"][3] = 7.0
-    assert (packed[torch.tensor([3])]["next", "y"] == 7.0).all()
-    assert (packed[torch.tensor([2, 4])]["next", "y"] != 7.0).all()
-
-
 @pytest.mark.parametrize("key", ["zz", ("next", "zz"), ("zz", "y")])
 def test_an_unknown_key_is_a_key_error(key: Any) -> None:
     packed, theirs = filled(1, False, SCHEMAS["nested"])
@@ -184,28 +162,18 @@ def test_an_unknown_key_is_a_key_error(key: Any) -> None:
             storage.get(key)
 
 
-OUT_OF_RANGE = [7, -8, torch.tensor([0, 7]), torch.tensor([-8]), [7], np.array([-8]), range(6, 9), (torch.tensor([7]),)]
+BEYOND: list[tuple[int, Any]] = [
+    *((1, index) for index in (7, -8, torch.tensor([0, 7]), torch.tensor([-8]), [7], np.array([-8]), range(6, 9))),
+    *((1, index) for index in ((torch.tensor([7]),), mask(STEPS - 1), mask(STEPS + 3), torch.tensor([0.5]), 1.5)),
+    *((2, index) for index in ((0, 3), (torch.zeros(1).long(), torch.tensor([3])), (0, torch.tensor([-4])))),
+]
 
 
-@pytest.mark.parametrize("index", OUT_OF_RANGE, ids=str)
+@pytest.mark.parametrize(("ndim", "index"), BEYOND, ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
-def test_an_index_beyond_the_rows_written_is_an_index_error(index: Any, full: bool) -> None:
-    for storage in filled(1, full, SCHEMAS["vector"]):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-            storage.get(index)
-
-
-@pytest.mark.parametrize("index", [(0, 3), (torch.zeros(1).long(), torch.tensor([3])), (0, torch.tensor([-4]))])
-def test_a_lane_that_does_not_exist_is_an_index_error(index: Any) -> None:
-    for storage in filled(2, True, SCHEMAS["vector"]):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-            storage.get(index)
-
-
-@pytest.mark.parametrize("index", [mask(STEPS - 1), mask(STEPS + 3), torch.tensor([0.5]), 1.5])
-def test_a_mask_of_another_length_and_a_float_are_index_errors(index: Any) -> None:
-    for storage in filled(1, False, SCHEMAS["vector"]):
-        with pytest.raises(IndexError):
+def test_an_index_beyond_the_rows_written_or_of_no_position_is_an_index_error(ndim: int, index: Any, full: bool):
+    for storage in filled(ndim, full, SCHEMAS["vector"]):
+        with pytest.raises(IndexError, match=r"out of (range|bounds)|shape of the mask|indices"):
             storage.get(index)
 
 
@@ -226,33 +194,6 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
             packed.get(index)
 
 
-FRESH = [case for case in CASES if isinstance(case[2], torch.Tensor | list | range | np.ndarray) and np.ndim(case[2])]
-
-
-@pytest.mark.parametrize(("ndim", "index"), [case[::2] for case in FRESH], ids=[f"{c[0]}-{c[1]}" for c in FRESH])
-def test_changing_a_batch_never_changes_the_storage(ndim: int, index: Any) -> None:
-    packed, _ = filled(ndim, True, SCHEMAS["nested"])
-    before = copied(packed[:])
-    packed.get(index).apply_(lambda leaf: leaf.zero_())
-    assert_same(packed[:], before)
-
-
-@pytest.mark.parametrize("index", [2, -1, slice(1, 3), slice(0, 6, 2), slice(None)], ids=str)
-def test_an_int_and_a_slice_give_views(index: Any) -> None:
-    packed, _ = filled(2, True, SCHEMAS["nested"])
-    packed.get(index).apply_(lambda leaf: leaf.fill_(1))
-    assert (packed[index]["next", "y"] == 1).all()
-    assert packed[index]["next", "y"].untyped_storage().data_ptr() == packed["first"].untyped_storage().data_ptr()
-
-
-def test_a_batch_stays_as_it_is_when_its_rows_are_overwritten() -> None:
-    packed, _ = filled(1, True, SCHEMAS["dtypes"])
-    batch = packed[torch.tensor([0, 3])]
-    before = copied(batch)
-    packed.set(range(STEPS), transitions(SCHEMAS["dtypes"], STEPS, seed=9))
-    assert_same(batch, before)
-
-
 def test_a_batch_can_be_changed_in_place_with_gradients() -> None:
     packed, _ = filled(1, True, SCHEMAS["halfcheetah"])
     batch = packed[torch.tensor([0, 3])]
@@ -268,21 +209,6 @@ def test_a_batch_can_be_changed_in_place_with_gradients() -> None:
     torch.testing.assert_close(batch["next", "reward"], 3 * reward)
     assert_same(batch.exclude(("next", "reward")).detach(), others)
     assert not packed["next", "reward"].requires_grad
-
-
-def test_a_batch_read_in_inference_mode_is_that_of_normal_mode() -> None:
-    packed, _ = filled(1, True, SCHEMAS["nested"])
-    with torch.inference_mode():
-        batch = packed[torch.tensor([0, 3])].clone()
-    assert_same(batch, packed[torch.tensor([0, 3])])
-
-
-def test_not_a_number_and_negative_zero_come_back_bit_for_bit() -> None:
-    bits = torch.tensor([0x7FC00001, -0x7FFFFF, -0x80000000, 0x7F800001, 1, 0], dtype=torch.int64).to(torch.int32)
-    packed = PackedStorage(6)
-    packed.set(range(6), TensorDict({"x": bits.view(torch.float32)}, [6]))
-    for index in (slice(None), torch.arange(6), list(range(6))):
-        assert torch.equal(packed[index]["x"].view(torch.int32), bits)
 
 
 def test_flatten_contains_and_shape_are_those_of_lazy_tensor_storage() -> None:

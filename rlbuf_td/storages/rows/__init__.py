@@ -42,8 +42,11 @@ class Rows(ABC):
     is_deferred = False
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
-        self.layout, self.matrix = layout, matrix
-        self.flat = matrix.view(-1, matrix.shape[-1])
+        self.layout = layout
+        self._use(matrix)
+
+    def _use(self, matrix: torch.Tensor) -> None:
+        self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
@@ -76,9 +79,14 @@ class Rows(ABC):
         """Return the tensors that reading goes to."""
         return (self.matrix,)
 
-    @abstractmethod
     def first(self, steps: int) -> Rows:
         """Return the first time steps, as a view."""
+        rows = object.__new__(type(self))
+        vars(rows).update(vars(self))  # a third of copy.copy's time
+        rows._use(self.matrix.narrow(0, 0, steps))
+        if backend_of(self.flat) != "numba":
+            rows.flat = self.flat  # so that captured graphs read rows that are written later
+        return rows
 
     # -- reading
 
@@ -269,13 +277,6 @@ class PlainRows(Rows):
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
-
-    def first(self, steps: int) -> PlainRows:
-        rows = PlainRows(self.layout, self.matrix.narrow(0, 0, steps))
-        rows.is_mapped = self.is_mapped
-        if backend_of(self.flat) != "numba":
-            rows.flat = self.flat  # so that captured graphs read rows that are written later
-        return rows
 
     def blank(self, count: int) -> TensorDict:
         return self.layout.unpack(self.flat.new_empty(count, self.flat.shape[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -31,7 +30,6 @@ class DedupRows(Rows):
             :attr:`Sections.fixed`, and entries have memory of their own that grows by copies, at the host's waiting.
         shape: ``[T, *lanes]``.
         make_room: called with each section that is to grow and the bytes that it needs; OSError if the disk is full.
-        table: that of the rows that these are the first of.
     """
 
     dedup: DedupLayout
@@ -41,24 +39,18 @@ class DedupRows(Rows):
         dedup: DedupLayout,
         block: torch.Tensor,
         shape: torch.Size,
-        *,
         make_room: Callable[[int, int], None] | None = None,
-        table: Table | None = None,
     ) -> None:
         stored = dedup.stored
         matrix = block[: prod(shape) * stored.row_bytes].view(*shape, stored.row_bytes)
         super().__init__(dedup.layout, matrix.view(stored.carrier))
         self.dedup, self.block, self._make_room = dedup, block, make_room
         self.is_mapped = make_room is not None
-        self.table: Table = self._make_table() if table is None else table
+        self._sections = Sections.of(dedup, self.cells)
+        self.table = self._make_table(self._sections)
 
-    @cached_property
-    def _sections(self) -> Sections:
-        return Sections.of(self.dedup, len(self.table.rows))
-
-    def _make_table(self) -> Table:
+    def _make_table(self, parts: Sections) -> Table:
         dedup, block, row_bytes = self.dedup, self.block, self.dedup.stored.row_bytes
-        parts = Sections.of(dedup, self.cells)
         entries, stacks, counters = [], [], []
         for g, (group, most) in enumerate(zip(dedup.groups, parts.most, strict=True)):
             if grows(block.device):
@@ -104,12 +96,6 @@ class DedupRows(Rows):
 
     def sources(self) -> tuple[torch.Tensor, ...]:
         return (self.matrix, *self.table.entries)
-
-    def first(self, steps: int) -> DedupRows:
-        shape = torch.Size([steps, *self.lanes])
-        rows = DedupRows(self.dedup, self.block, shape, make_room=self._make_room, table=self.table)
-        rows.is_deferred = self.is_deferred
-        return rows
 
     # -- reading
 
