@@ -15,7 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.kernels.batch import Gather, loops, tree_addresses
+from rlbuf_td.kernels.batch import Gather, loops
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
@@ -145,17 +145,16 @@ class ProportionalPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.tree = sampler.table
-        self.step, self.nodes = step_of(size, True), tree_addresses(self.tree)
-        self.fixed = self.nodes, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
+        self.step, self.tree = step_of(size, True), sampler.table.addresses
+        self.fixed = self.tree, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
         self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; loading replaces the tree, and alpha its weights."""
+        """See :meth:`Plan.holds`; loading and sharing replace the tree's memory, and alpha its weights."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.table is self.tree
+            and self.sampler.table.addresses is self.tree
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
 
@@ -171,7 +170,7 @@ class ProportionalPlan(PrioritizedPlan):
         """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
         law = written, self.settings[WEIGHED], self.sampler.eps, self.clock[NOW], self.clock[LAST]
-        return loops().update_proportional(self.nodes, *where, *law, self.rows.steps, self.lanes)
+        return loops().update_proportional(self.tree, *where, *law, self.rows.steps, self.lanes)
 
 
 class RankPlan(PrioritizedPlan):
@@ -179,20 +178,18 @@ class RankPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int) -> None:
         super().__init__(storage, sampler, size)
-        self.order, self.law = cast(ChunkedOrder, sampler.order), sampler.law
-        self.addresses, self.lock, self.step = self.order.addresses, self.order.lock, step_of(size, True)
+        order, self.law = cast(ChunkedOrder, sampler.table), sampler.law
+        self.step, self.order, self.lock = step_of(size, True), order.addresses, order.lock
         numbers = self.law.head.numpy(), self.law.alpha, self.law.shift
-        gather = self.gather
-        self.fixed = self.addresses, gather.rows, gather.row_bytes, self.lanes, gather.leaves, *numbers, gather.targets
+        self.fixed = self.order, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves, *numbers
         self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; loading replaces the order, sharing its memory, and alpha the law."""
+        """See :meth:`Plan.holds`; loading and sharing replace the order's memory, and alpha the law."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.order is self.order
-            and self.order.addresses is self.addresses
+            and self.sampler.table.addresses is self.order
             and self.settings[ALPHA] == self.law.alpha
         )
 
@@ -203,14 +200,14 @@ class RankPlan(PrioritizedPlan):
         step = self.step if sampler.stratified else 0
         with self.lock:
             law = step, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
-            return loops().sample_rank(*self.fixed, *self.scratch, *law)
+            return loops().sample_rank(*self.fixed, self.gather.targets, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
         """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
         with self.lock:
             law = written, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes
-            return loops().update_rank(self.addresses, *where, *law)
+            return loops().update_rank(self.order, *where, *law)
 
 
 def _nothing() -> None:

@@ -98,3 +98,24 @@ class PriorityState:
         kept.copy_(torch.maximum(kept, largest))
         self.refused.add_(refused)
         return kept
+
+
+def write_magnitudes(
+    memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write magnitudes to rows ``index``, of which ``rows`` may be named; the last one of a duplicate row stays.
+
+    Returns:
+        ``[B]`` int64, the rows that were written; the largest magnitude given, -1 if none; how many were NaN or
+        infinite, and left out.
+    """
+    named = (index >= 0) & (index < rows)
+    valid = named & magnitude.isfinite()
+    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid
+    # row: the order of the scatter cannot matter, and no shape depends on data.
+    ordered, order = torch.where(valid, index, -1).sort(stable=True)
+    target = torch.where(ordered < 0, ordered[-1], ordered)
+    last = order[torch.searchsorted(ordered, target, right=True) - 1]
+    row = target.clamp(min=0)
+    memory[row] = torch.where(target < 0, memory[row], magnitude[last])
+    return row, torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()

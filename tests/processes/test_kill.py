@@ -157,19 +157,18 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
     before = rb.sampler.priority(torch.arange(CAPACITY))
 
     def work() -> None:
-        if sampler == "proportional":
-            monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.update", lambda *state: spoil(state[1]))
-            monkeypatch.setattr("rlbuf_td.kernels.sum_tree.cpu.fill", lambda *state: spoil(state[1]))
-        else:
-            for name in ("rank_order.cpu_update.update", "rank_order.cpu_update.fill", "batch.cpu.update_rank"):
-                monkeypatch.setattr(f"rlbuf_td.kernels.{name}", lambda *_: lose(rb.sampler.order.chunks))
+        kind = "sum_tree.cpu" if sampler == "proportional" else "rank_order.cpu_update"
+        die_in = spoil if sampler == "proportional" else lose
+        for name in (f"{kind}.update", f"{kind}.fill", f"batch.cpu.update_{sampler}"):
+            monkeypatch.setattr(f"rlbuf_td.kernels.{name}", lambda *_: die_in())
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
-    def spoil(magnitude) -> None:
-        magnitude[:3] = 77.0
+    def spoil() -> None:
+        rb.sampler.table.magnitude[:3] = 77.0
         die()
 
-    def lose(st) -> None:
+    def lose() -> None:
+        st = rb.sampler.table.chunks
         st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
         st.before[st.top_group[0], 1] -= 3
         die()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.kernels.sum_tree import SumTree
 
 _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
@@ -53,13 +52,6 @@ class Gather:
         tensors = list(map(torch.empty_like, self._examples))
         self._set_targets(self.targets.data, 0, *map(Tensor.data_ptr, tensors))
         return tensors
-
-
-def tree_addresses(tree: SumTree) -> np.ndarray:
-    """Return the sizes and addresses of a sum tree's arrays, as the kernels take them."""
-    parts = tree.arrays()
-    starts, weight, sums = parts[0], parts[2], parts[3]
-    return np.array([len(starts), len(weight), len(sums), *(part.ctypes.data for part in parts)], np.int64)
 
 
 @cache

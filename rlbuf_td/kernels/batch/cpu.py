@@ -1,9 +1,9 @@
 """Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
 
-Tensors come as addresses: unboxing an array takes numba longer than reading an integer. ``tree`` is what
-:func:`rlbuf_td.kernels.batch.tree_addresses` returns, ``order`` the addresses of a chunked order; ``lanes`` is 0 where
-the index is flat, else E of ``[T, E]``; ``leaves`` and ``targets`` are those of
-:class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and holds the buffer's lock.
+Tensors come as addresses: unboxing an array takes numba longer than reading an integer. ``tree`` and ``order`` are the
+addresses of a sum tree and of a chunked order of ranks; ``lanes`` is 0 where the index is flat, else E of ``[T, E]``;
+``leaves`` and ``targets`` are those of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and
+holds the buffer's lock.
 """
 
 from __future__ import annotations
@@ -90,8 +90,7 @@ def sample_proportional(
     :func:`rlbuf_td.kernels.sum_tree.draw` for the law.
     """
     index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
-    starts, magnitude, weight, sums, before, minima = _tree(tree)
-    if not draw(starts, magnitude, weight, sums, before, minima, mass, step, written, beta, mode, index, importance):
+    if not draw(tree, mass, step, written, beta, mode, index, importance):
         return False
     _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now)
     return True
@@ -154,10 +153,8 @@ def update_proportional(tree, index, td_error, stamp, kept, count, written, alph
     stale = fresh_rows(index, stamp, kept, count, now, newest, steps, lanes)
     if stale < 0:
         return REFUSED, 0
-    row = carray(pointer(kept), count, np.int64)
-    starts, magnitude, weight, sums, before, minima = _tree(tree)
-    error = carray(pointer(td_error), count, np.float32)
-    return update(starts, magnitude, weight, sums, before, minima, row, error, written, alpha, eps), stale
+    row, error = carray(pointer(kept), count, np.int64), carray(pointer(td_error), count, np.float32)
+    return update(tree, row, error, written, alpha, eps), stale
 
 
 @kernel
@@ -177,17 +174,3 @@ def _coordinates(flat, lanes, target):
     for i in range(len(flat)):
         pair[i, 0] = flat[i] // lanes
         pair[i, 1] = flat[i] % lanes
-
-
-@inlined
-def _tree(tree):
-    """Return the arrays of a sum tree from [levels, rows, nodes, addresses ...]."""
-    levels, rows, nodes = tree[0], tree[1], tree[2]
-    return (
-        carray(pointer(tree[3]), levels, np.uint64),
-        carray(pointer(tree[4]), rows, np.float64),
-        carray(pointer(tree[5]), rows, np.float64),
-        carray(pointer(tree[6]), nodes, np.float64),
-        carray(pointer(tree[7]), nodes, np.float64),
-        carray(pointer(tree[8]), nodes, np.float64),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.device_scalars import PriorityState, is_capturing, outside_inference_mode
+from rlbuf_td.kernels.device_scalars import PriorityState, is_capturing, outside_inference_mode, write_magnitudes
 from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
 
@@ -103,13 +103,13 @@ class SortedOrder:
         Returns:
             The largest magnitude of all updates, a 0-dim tensor that later ones change. Rows with NaN or infinite
             errors keep what they have, and the errors are counted. On the CPU the largest magnitude given, -1 if none,
-            or ``None`` if a row is not in ``[-1, rows)`` or an error is NaN or infinite: then nothing has changed.
+            or ``REFUSED`` if a row is not in ``[-1, rows)`` or an error is NaN or infinite: then nothing has changed.
         """
         state = self.device_state
         named = state["named"] if is_capturing() else rows
-        largest = state.note(*write(self._magnitude, index, td_error, named), counts)
+        _, largest, refused = write_magnitudes(self._magnitude, index, as_float32(td_error).abs(), named)
         self._behind += self._behind >= 0
-        return largest
+        return state.note(largest.to(torch.float64), refused, counts)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         """Give ``count`` rows from ``start`` on one magnitude. O(count)."""
@@ -160,25 +160,6 @@ class SortedOrder:
         """Return how many rows have a magnitude, a 0-dim int64 tensor."""
         self._refresh()
         return self._count
-
-
-def write(magnitude: Tensor, index: Tensor, td_error: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Give rows the magnitudes of errors,; the last error of a duplicate row stays.
-
-    Returns:
-        The largest magnitude given, -1 if none, and how many errors were left out; 0-dim.
-    """
-    named = (index >= 0) & (index < rows)
-    valid = named & td_error.isfinite()
-    given = as_float32(td_error).abs()
-    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid
-    # row: the order of the scatter cannot matter, and no shape depends on data.
-    ordered, order = torch.where(valid, index, -1).sort(stable=True)
-    target = torch.where(ordered < 0, ordered[-1], ordered)
-    last = order[torch.searchsorted(ordered, target, right=True) - 1]
-    row = target.clamp(min=0)
-    magnitude[row] = torch.where(target < 0, magnitude[row], given[last])
-    return torch.where(valid, given, -1.0).max().to(torch.float64), (named & ~valid).sum()
 
 
 def draw_ranks(

@@ -65,7 +65,7 @@ def update_(
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
-        return _cpu().update(*tree.arrays(), index.numpy(), td_error.numpy(), *numbers)
+        return _cpu().update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
     state, kernels = tree.device_state, _device_kernels(tree)
     alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
     changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
@@ -76,7 +76,7 @@ def update_(
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
     """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
     if backend_of(tree.weight) == "numba":
-        return _cpu().fill(*tree.arrays(), start, count, float(magnitude), float(alpha), float(eps))
+        return _cpu().fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
     alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
     part = slice(start, start + count)
@@ -88,7 +88,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 def rebuild_(tree: SumTree) -> None:
     """Compute everything above the weights anew. O(N)."""
     if backend_of(tree.weight) == "numba":
-        _cpu().rebuild(*tree.arrays())
+        _cpu().rebuild(tree.addresses)
     else:
         _device_kernels(tree).repair_range(tree, 0, tree.weight.shape[0])
 
@@ -124,7 +124,7 @@ def draw(
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
-    if not _cpu().draw(*tree.arrays(), uniform.numpy(), *law, index, weight):
+    if not _cpu().draw(tree.addresses, uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
 

@@ -1,4 +1,4 @@
-"""The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over NumPy arrays.
+"""The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over its ``addresses``.
 
 Levels outside, batch inside: the cache misses of a level overlap, where following one row at a time would wait for
 each. Unsigned indices spare numba's check for negative ones.
@@ -7,13 +7,26 @@ each. Unsigned indices spare numba's check for negative ones.
 from __future__ import annotations
 
 import numpy as np
-from numba import uint64
+from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import acceptable, kernel, masses
+from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
 _SHIFT = np.uint64(BLOCK.bit_length() - 1)
+
+
+@inlined
+def _arrays(tree):
+    levels, rows, nodes = tree[0], tree[1], tree[2]
+    return (
+        carray(pointer(tree[3]), levels, np.uint64),
+        carray(pointer(tree[4]), rows, np.float64),
+        carray(pointer(tree[5]), rows, np.float64),
+        carray(pointer(tree[6]), nodes, np.float64),
+        carray(pointer(tree[7]), nodes, np.float64),
+        carray(pointer(tree[8]), nodes, np.float64),
+    )
 
 
 @kernel
@@ -76,10 +89,11 @@ def _raise_minimum(starts, minima, node):
 
 
 @kernel
-def update(starts, magnitude, weight, sums, before, minima, index, td_error, rows, alpha, eps):
+def update(tree, index, td_error, rows, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
     if not acceptable(index, td_error, rows):
         return REFUSED
+    starts, magnitude, weight, sums, before, minima = _arrays(tree)
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
@@ -115,17 +129,19 @@ def _sum_upwards(starts, sums, before, node, count):
 
 
 @kernel
-def fill(starts, magnitude, weight, sums, before, minima, start, count, value, alpha, eps):
+def fill(tree, start, count, value, alpha, eps):
     """See :func:`rlbuf_td.kernels.sum_tree.fill_`."""
+    magnitude, weight = _arrays(tree)[1:3]
     magnitude[start : start + count] = value
     weight[start : start + count] = _weight(value, alpha, eps)
     first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
-    _repair_range(starts, weight, sums, before, minima, first, last)
+    _repair_range(tree, first, last)
 
 
 @kernel
-def _repair_range(starts, weight, sums, before, minima, first, last):
+def _repair_range(tree, first, last):
     """Recompute blocks from ``first`` to ``last``, and everything above."""
+    starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
     for k in range(starts.shape[0] - 1):
@@ -137,10 +153,9 @@ def _repair_range(starts, weight, sums, before, minima, first, last):
 
 
 @kernel
-def rebuild(starts, magnitude, weight, sums, before, minima):
+def rebuild(tree):
     """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
-    last = uint64(weight.shape[0] // BLOCK) - _ONE
-    _repair_range(starts, weight, sums, before, minima, uint64(0), last)
+    _repair_range(tree, uint64(0), uint64(tree[1] // BLOCK) - _ONE)
 
 
 @kernel
@@ -180,13 +195,14 @@ def _draw_in_blocks(weight, mass, node):
 
 
 @kernel
-def draw(starts, magnitude, weight, sums, before, minima, uniform, step, rows, beta, mode, index, importance):
+def draw(tree, uniform, step, rows, beta, mode, index, importance):
     """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``step`` and ``mode``: see :mod:`rlbuf_td.kernels.strata`."""
+    starts, _, weight, sums, before, minima = _arrays(tree)
     root = starts[starts.shape[0] - 1]
     total = sums[root]
     if not total > 0.0:
         return False
-    mass, node = uniform, index.view(np.uint64)  # each becomes what is asked of it, step by step, in place
+    mass, node = uniform, index.view(np.uint64)  # changed in place, level by level
     masses(uniform, total, step, mass)
     node[:] = 0
     _descend(starts, before, mass, node)

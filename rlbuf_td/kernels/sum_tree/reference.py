@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.device_scalars import write_magnitudes
 from rlbuf_td.kernels.strata import masses
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, SMALLEST, Number, SumTree
 
@@ -24,24 +25,11 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
 def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set magnitudes and weights; the nodes above them are to be repaired.
-
-    Returns:
-        ``[B]`` int64, the rows that have changed; the largest magnitude set, -1 if none; how many were refused.
-    """
-    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid row: the
-    # order of the scatter cannot matter then, and no shape depends on how many are skipped.
-    magnitude = td_error.to(torch.float64).abs()
-    named = (index >= 0) & (index < rows)
-    valid = named & magnitude.isfinite()
-    ordered, order = torch.sort(torch.where(valid, index, -1), stable=True)
-    target = torch.where(ordered < 0, ordered[-1], ordered)
-    last = order[torch.searchsorted(ordered, target, right=True) - 1]
-    row = target.clamp(min=0)
-    value = torch.where(target < 0, tree.magnitude[row], magnitude[last])
-    tree.magnitude[row] = value
-    tree.weight[row] = torch.where(value < 0, 0.0, weight_of(value, alpha, eps))
-    return row, torch.where(valid, magnitude, -1.0).max(), (named & ~valid).sum()
+    """Set magnitudes and weights, and return as ``write_magnitudes``; the nodes above are to be repaired."""
+    row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
+    magnitude = tree.magnitude[row]
+    tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
+    return row, largest, refused
 
 
 def repair(tree: SumTree, rows: Tensor) -> None:

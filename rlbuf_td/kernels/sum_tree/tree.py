@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -39,9 +39,8 @@ class SumTree:
     sums: Tensor
     before: Tensor
     minima: Tensor
-    _arrays: tuple[Any, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _addresses: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
     _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
-
     _starts_on_device: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
@@ -108,21 +107,23 @@ class SumTree:
     def share_memory_(self) -> None:
         """Move the state to shared memory. O(N)."""
         self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
-        self._arrays = None
+        self._addresses = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state by name."""
         return {name: getattr(self, name) for name in self.NAMES}
 
-    def arrays(self) -> tuple[Any, ...]:
-        """Return the starts of the levels and the state as NumPy views, made once per tree."""
-        if self._arrays is None:
-            starts = np.array(self.starts, np.uint64)
-            self._arrays = (starts, *(tensor.numpy() for tensor in self.tensors().values()))
-        return self._arrays
+    @property
+    def addresses(self) -> np.ndarray:
+        """The number of levels, rows and nodes, and where the starts and the state are; made once per memory."""
+        if self._addresses is None:
+            arrays = self.starts_on_device, *self.tensors().values()
+            sizes = len(arrays[0]), len(self.weight), len(self.sums)
+            self._addresses = np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
+        return self._addresses
 
     def __getstate__(self) -> dict[str, Tensor]:
-        return self.tensors()  # without the NumPy views, which would come back as copies
+        return self.tensors()  # without the addresses, which are wrong in a copy
 
 
 def padded(capacity: int) -> int:
