@@ -135,6 +135,8 @@ class NStepSampler(SamplerWrapper):
         self, storage: Storage, batch: TensorDictBase, flat: torch.Tensor, owner: Any, is_blank: bool = False
     ) -> None:
         """Make n-step transitions of stored rows in a compiled loop; 1.7 times the time of a plain sample."""
+        if not is_blank:  # leaves that were read before lie apart
+            return self._sum_(storage, None, batch, flat, owner)
         bound = self._bound_to(storage)
         rows, parts = bound.compiled
         reward, boundaries = leaf_of(batch, self.reward_key), bound.trajectories.boundaries()

@@ -69,7 +69,7 @@ class UniformSampler(RowSampler, GraphCapturable):
         if isinstance(rows, torch.Tensor) or not is_on_host:
             return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
         if 8 * batch_size > rows:
-            return torch.randperm(rows, generator=generator, device="cpu")[:batch_size]
+            return torch.randperm(rows, generator=generator, device="cpu")[:batch_size].clone()
         # Rejection: the first occurrences in an endless sequence of draws are an ordered sample without replacement.
         while drawn.shape[0] < batch_size:
             more = torch.randint(rows, (batch_size,), generator=generator, device="cpu")

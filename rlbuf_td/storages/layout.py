@@ -12,6 +12,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -69,6 +70,8 @@ class RowLayout:
         for leaf in self.leaves:
             self.offsets[leaf.key] = self.data_bytes
             self.data_bytes += leaf.nbytes
+        #: ``[leaves, 2]``: where each leaf begins in a row, and its bytes, as kernels take them.
+        self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
         self.row_bytes = _padded(max(1, self.data_bytes), max(8, self.leaves[0].dtype.itemsize))
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
@@ -114,10 +117,10 @@ class RowLayout:
         entries.update(more)
         return new_tensordict(entries, lead + self.root.batch_size if self.root.batch_size else lead, device)
 
-    def unpack_batches(self, rows: torch.Tensor, size: int) -> list[TensorDict]:
-        """Return ``[n, row_bytes]`` as TensorDicts of ``size`` rows each, the last perhaps shorter."""
-        full, device = torch.Size([size]), rows.device
-        columns = [column.unsafe_split(size) for column in self.columns(rows)]
+    def split(self, columns: Sequence[torch.Tensor], size: int) -> list[TensorDict]:
+        """Return columns, ``[n, ...]`` each, as TensorDicts of ``size`` rows each, the last perhaps shorter."""
+        full, device = torch.Size([size]), columns[0].device
+        columns = [column.unsafe_split(size) for column in columns]
         return [
             _build(self.root, part, full if part[0].shape[0] == size else part[0].shape[:1], device)
             for part in zip(*columns, strict=True)

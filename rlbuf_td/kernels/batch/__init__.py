@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
+from rlbuf_td.kernels.rows import refuse_rows
 
 _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
@@ -52,6 +53,24 @@ class Gather:
         tensors = list(map(torch.empty_like, self._examples))
         self._set_targets(self.targets.data, 0, *map(Tensor.data_ptr, tensors))
         return tensors
+
+
+def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
+    """Copy each leaf of the rows at ``index`` to a tensor of its own.
+
+    Args:
+        matrix: ``[N, row_bytes]``, contiguous, on the CPU.
+        index: ``[B]`` int64, contiguous, on the CPU.
+        extents: ``[leaves, 2]`` int64: where each leaf begins in a row, and its bytes.
+        out: for each leaf ``[B, ...]``, contiguous, on the CPU.
+
+    Raises:
+        IndexError: an index is out of range; ``out`` is as it was.
+    """
+    targets = np.array([leaf.data_ptr() for leaf in out], np.int64)
+    row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)
+    if not loops().gather_within(matrix.data_ptr(), row_bytes, live, index.data_ptr(), len(index), extents, targets):
+        refuse_rows(index, live)
 
 
 @cache

@@ -72,6 +72,17 @@ def gather(rows, row_bytes, index, leaves, targets):
 
 
 @kernel
+def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
+    """Gather rows at flat positions if all are in ``[0, live)``; return whether they are."""
+    index = carray(pointer(flat), count, np.int64)
+    for i in range(count):
+        if index[i] < 0 or index[i] >= live:
+            return False
+    gather(rows, row_bytes, index, leaves, targets)
+    return True
+
+
+@kernel
 def sample_uniform(rows, row_bytes, lanes, leaves, targets, flat, count):
     """Gather the rows at the flat positions ``flat``, and write their coordinates if there are lanes."""
     index = carray(pointer(flat), count, np.int64)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlbuf_td.kernels.batch import gather_leaves
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup.layout import DedupLayout
@@ -19,6 +20,7 @@ from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 T = TypeVar("T")
+_IN_CACHE = 1 << 18  # bytes that stay in the processor's cache between two copies
 
 
 class Rows(ABC):
@@ -102,33 +104,50 @@ class Rows(ABC):
     def blank(self, count: int) -> TensorDict:
         """Return memory for ``count`` whole rows, not initialised."""
 
-    def at_cells(self, flat: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions, ``[B]`` int64, not negative."""
-        return self.layout.unpack(self.packed(flat))
+    def at_cells(self, cells: torch.Tensor) -> TensorDict:
+        """Return the rows at flat positions, int64 of any shape, not negative."""
+        lead, leaves = cells.shape, self.leaves_at(cells.reshape(-1))
+        if len(lead) != 1:
+            leaves = [leaf.view(lead + leaf.shape[1:]) for leaf in leaves]
+        return self.layout.wrap(leaves, lead, self.matrix.device, {})
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
-        """Return :meth:`at_cells` of each ``size`` of ``flat``, as parts of one block of memory."""
-        return self.layout.unpack_batches(self.packed(flat), size)
+        """Return :meth:`at_cells` of each ``size`` of ``flat``; the batches share the memory of each leaf."""
+        return self.layout.split(self.leaves_at(flat), size)
 
-    def _at(self, cells: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions of any shape."""
-        block = self.packed(cells.reshape(-1))
-        return self.layout.unpack(block.view(*cells.shape, block.shape[1]))
+    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return every leaf of the rows at flat positions, ``[B, ...]``.
+
+        On the CPU each is a contiguous tensor of its own; on another device they are views of one block.
+        """
+        if backend_of(self.matrix) != "numba":
+            return self.layout.columns(self.packed(flat))
+        leaves = self.new_leaves(len(flat))
+        part = max(1, _IN_CACHE // self.layout.row_bytes)
+        for start in range(0, len(flat), part):
+            columns = self.layout.columns(self.packed(flat[start : start + part]))
+            torch._foreach_copy_([leaf[start : start + part] for leaf in leaves], columns)
+        return leaves
+
+    def new_leaves(self, count: int) -> list[torch.Tensor]:
+        """Return a tensor for each leaf of ``count`` rows, not initialised."""
+        device = self.matrix.device
+        return [torch.empty((count, *leaf.shape), dtype=leaf.dtype, device=device) for leaf in self.layout.leaves]
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape."""
         steps = from_start(index, self.steps)
         if not self.lanes:
-            return self._at(steps)
+            return self.at_cells(steps)
         lanes = torch.arange(prod(self.lanes), device=steps.device)
-        return self._at((steps[..., None] * len(lanes) + lanes).view(*index.shape, *self.lanes))
+        return self.at_cells((steps[..., None] * len(lanes) + lanes).view(*index.shape, *self.lanes))
 
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
         """Return the rows at coordinates, one int64 tensor per dim."""
         flat: Any = 0
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + from_start(coordinate, size)
-        return self._at(flat)
+        return self.at_cells(flat)
 
     @abstractmethod
     def view(self) -> TensorDict:
@@ -286,6 +305,14 @@ class PlainRows(Rows):
             self.read_ahead(flat)
         return self.flat.index_select(0, flat)
 
+    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        if backend_of(self.matrix) != "numba":
+            return super().leaves_at(flat)
+        self.read_ahead(flat)
+        leaves = self.new_leaves(len(flat))
+        gather_leaves(self.flat, flat.contiguous(), self.layout.extents, leaves)
+        return leaves
+
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         self.read_ahead(flat)
         torch.index_select(self.flat, 0, flat, out=out)
@@ -294,7 +321,7 @@ class PlainRows(Rows):
         if self.is_mapped or self.lanes or index.is_cuda:
             return super().at_steps(index)
         try:
-            return self._at(index)
+            return self.at_cells(index)
         except (IndexError, RuntimeError):  # the latter when no row has been written
             return super().at_steps(index)
 

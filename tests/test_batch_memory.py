@@ -1,0 +1,62 @@
+"""The leaves of a batch are contiguous tensors, each with memory of its own, whichever way the batch is made."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+
+CAPACITY, BATCH = 100, 16
+
+
+def rows(count: int) -> TensorDict:
+    flags = {"done": torch.zeros(count, 1, dtype=torch.bool)}
+    after = {"observation": torch.rand(count, 3), "reward": torch.rand(count, 1), **flags}
+    image = torch.randint(256, (count, 2, 84, 84), dtype=torch.uint8)
+    return TensorDict({"observation": torch.rand(count, 3), "image": image, "next": after}, [count])
+
+
+SAMPLERS = {
+    "uniform": UniformSampler,
+    "unique": lambda: UniformSampler(unique=True),
+    "proportional": lambda: ProportionalSampler(CAPACITY),
+    "rank": lambda: RankSampler(CAPACITY),
+    "sequences": lambda: SequenceSampler(UniformSampler(), 4),
+}
+
+
+@pytest.fixture(params=["plain", "shared memory", "observations once", "a file"])
+def storage(request, tmp_path):
+    scratch_dir = tmp_path if request.param == "a file" else None
+    is_shared, once = request.param == "shared memory", request.param == "observations once"
+    return PackedStorage(CAPACITY, shared=is_shared, share_next=once, scratch_dir=scratch_dir)
+
+
+def assert_own_memory(data: TensorDictBase) -> None:
+    for key, leaf in data.items(True, True):
+        assert leaf.is_contiguous(), key
+        assert leaf.untyped_storage().nbytes() == leaf.nbytes, key
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_each_leaf_of_a_batch_has_its_own_memory(storage, sampler):
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), batch_size=BATCH)
+    rb.extend(rows(60))
+    for _ in range(3):  # the general path, then the plan
+        batch = rb.sample()
+        assert_own_memory(batch)
+    reward = batch["next", "reward"]
+    assert reward.view(-1).shape == (BATCH,)
+    torch.save(reward, saved := io.BytesIO())
+    assert saved.tell() < 4_000
+
+
+def test_each_leaf_of_rows_read_by_index_has_its_own_memory(storage):
+    rb = ReplayBuffer(storage=storage)
+    rb.extend(rows(60))
+    for data in (rb[torch.arange(5)], rb.storage.get([3, 4]), rb.last(5), rb.chronological()):
+        assert_own_memory(data)
