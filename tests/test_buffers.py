@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from itertools import islice
 
 import pytest
@@ -127,20 +126,6 @@ def test_the_index_names_the_rows_that_the_batch_holds():
     assert info["priority_weight"].shape == (8,)
 
 
-def test_transforms_see_the_index_and_run_on_samples_and_in_reverse_on_writes():
-    seen = []
-
-    def look(td: TensorDict) -> TensorDict:
-        seen.append(sorted(td.keys()))
-        return td
-
-    rb = filled(20, "proportional", transform=look)
-    rb.append_transform(RenameTransform(["observation"], ["state"]))
-    batch = rb.sample()
-    assert {"index", "priority_weight"} <= set(seen[0])
-    assert "state" in batch.keys()
-
-
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes, device):
@@ -154,15 +139,22 @@ def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes,
     assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(batch["index"].unique(dim=0))
 
 
-def test_a_transform_that_drops_rows_leaves_no_index_of_others():
+def test_transforms_see_the_index_and_may_drop_rows_and_cast():
+    seen = set()
+
+    def look(batch: TensorDict) -> TensorDict:
+        seen.update(batch.keys())
+        return batch
+
+    rb = filled(20, "proportional", transform=look)
+    rb.append_transform(RenameTransform(["observation"], ["state"]))
+    rb.append_transform(DoubleToFloat(in_keys=[("next", "reward")]))
+    batch = rb.sample()
+    assert {"index", "priority_weight"} <= seen
+    assert "state" in batch.keys()
+    assert (batch["next", "reward"].dtype, rb.storage["next", "reward"].dtype) == (torch.float32, torch.float64)
     rb = filled(20, "proportional", transform=lambda batch: batch.select("observation")[:3])
-    assert list(rb.sample().keys()) == ["observation"]
-
-
-def test_a_transform_may_cast_what_a_batch_holds():
-    rb = filled(4, transform=DoubleToFloat(in_keys=[("next", "reward")]))
-    assert rb.sample()["next", "reward"].dtype is torch.float32
-    assert rb.storage["next", "reward"].dtype is torch.float64
+    assert list(rb.sample().keys()) == ["observation"]  # no index of others
 
 
 def test_a_transform_on_the_way_in_changes_what_is_stored():
@@ -192,82 +184,28 @@ def test_sample_units_take_the_general_path():
     assert torch.equal(batch["observation"][:, 0].long(), batch["index"].reshape(-1))
 
 
-def test_return_info_and_include_info_do_as_in_torchrl():
+def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
-    _, info = rb.sample(return_info=True)
-    assert set(info) == {"index", "priority_weight", "sampled_at"}
+    assert set(rb.sample(return_info=True)[1]) == {"index", "priority_weight", "sampled_at"}
     assert "index" not in rb.sample(include_info=False).keys()
-    assert rb.sample(8).batch_size == (8,)
+    assert [batch.batch_size for batch in islice(rb, 4)] == [(8,)] * 4
     with pytest.warns(UserWarning, match="conflicting batch_sizes"):
         assert rb.sample(5).batch_size == (5,)
+    for index in (slice(None), slice(2, 4), torch.tensor([1, 5])):
+        assert_same(rb[index], transitions(20)[index])
+    words = "20 of 60 rows", "bytes a row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "33.3%"
+    assert [word for word in words if word not in repr(rb)] == []
 
 
-def test_iteration_gives_batches_until_the_caller_stops():
-    assert [batch.batch_size for batch in islice(filled(20), 4)] == [(8,)] * 4
-
-
-def test_without_a_batch_size_sampling_says_so():
-    rb = ReplayBuffer(storage=PackedStorage(10))
+def test_parts_have_defaults_and_may_be_made_at_the_first_use():
+    rb = ReplayBuffer(delayed_init=True)
+    assert "not initialized" in repr(rb)
+    assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [PackedStorage, UniformSampler, RingWriter]
+    assert rb.storage.max_size == 1_000
     rb.extend(transitions(3))
     with pytest.raises(RuntimeError, match="batch_size not specified"):
         rb.sample()
     assert rb.sample(2).batch_size == (2,)
-
-
-def test_defaults_are_the_parts_of_this_package():
-    rb = ReplayBuffer(batch_size=2)
-    assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [PackedStorage, UniformSampler, RingWriter]
-    assert rb.storage.max_size == 1_000
-
-
-def test_a_delayed_buffer_comes_to_life_with_its_first_use():
-    rb = ReplayBuffer(storage=lambda: PackedStorage(10), batch_size=2, delayed_init=True)
-    assert "not initialized" in repr(rb)
-    rb.extend(transitions(3))
-    assert rb.sample()["observation"].shape == (2, 3)
-
-
-def test_shared_buffers_lock_for_other_processes():
-    rb = ReplayBuffer(storage=PackedStorage(10, shared=True), batch_size=2, shared=True)
-    rb.extend(transitions(3))
-    assert rb.sample().batch_size == (2,)
-    assert rb.share().shared
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_copied_buffer_gives_the_same_batches_from_there_on(sampler, copied):
-    rb = filled(70, sampler)
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(8)
-    rb.update_tensordict_priority(batch)
-    twin = copied(rb)
-    for _ in range(3):
-        assert_same(rb.sample(), twin.sample())
-        for each in (rb, twin):
-            each.extend(transitions(5))
-    twin.storage["observation"].zero_()
-    assert rb.storage["observation"].any()
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_state_dict_and_files_restore_a_buffer_exactly(sampler, tmp_path):
-    rb = filled(25, sampler, lanes=3)
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(8)
-    rb.update_tensordict_priority(batch)
-    state = rb.state_dict()
-    rb.dumps(tmp_path / "rb")
-    by_state, by_files = make(ReplayBuffer, sampler, lanes=3, seed=5), make(ReplayBuffer, sampler, lanes=3, seed=6)
-    by_state.load_state_dict(state)
-    by_files.loads(tmp_path / "rb")
-    for _ in range(3):
-        expected = rb.sample()
-        assert_same(expected, by_state.sample())
-        assert_same(expected, by_files.sample())
-        for each in (rb, by_state, by_files):
-            each.extend(transitions(2, lanes=3))
-    assert rb.write_count == by_state.write_count == by_files.write_count
 
 
 @pytest.mark.parametrize("how", ["add", "extend"])
@@ -281,6 +219,13 @@ def test_td_errors_that_come_with_the_data_are_the_rows_priorities(how):
     if how == "extend":
         rb.extend(data, update_priority=False)
         assert rb.sampler.priority(torch.arange(4, 8)).tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
+def test_errors_of_a_single_step_are_reduced_too(reduction):
+    rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, reduction=reduction))
+    rb.add(TensorDict({"x": torch.zeros(()), "td_error": torch.tensor([-4, 1, 1])}))
+    assert rb.sampler.priority([0]).item() == {"max": 4.0, "min": 1.0, "mean": 2.0, "median": 1.0}[reduction]
 
 
 @pytest.mark.parametrize(("lanes", "shape"), [(0, (1,)), (3, ()), (3, (4,))])
@@ -317,6 +262,9 @@ def test_the_priority_key_may_be_another_or_nested():
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_order_of_age_is_kept_across_the_wrap(lanes):
     rb = make(ReplayBuffer, "uniform", lanes=lanes)
+    assert not rb.full
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.chronological()
     steps = 20 if lanes else 60
     history: list[int] = []
     for round_ in range(9):
@@ -328,20 +276,12 @@ def test_order_of_age_is_kept_across_the_wrap(lanes):
         assert first_lane.long().tolist() == history[-steps:]
         last = rb.last(3)["observation"]
         assert (last[:, 0, 0] if lanes else last[:, 0]).long().tolist() == history[-3:]
+        for n in (0, len(age) + 1):
+            with pytest.raises(ValueError, match=f"cannot return the last {n} time steps: {len(age)} are stored"):
+                rb.last(n)
     assert rb.full
     age.zero_()
     assert rb.storage["observation"].any()
-
-
-def test_last_and_chronological_refuse_what_they_cannot_give():
-    rb = make(ReplayBuffer, "uniform")
-    assert not rb.full
-    with pytest.raises(RuntimeError, match="empty"):
-        rb.chronological()
-    rb.extend(transitions(4))
-    for n in (0, 5):
-        with pytest.raises(ValueError, match=f"cannot return the last {n} time steps: 4 are stored"):
-            rb.last(n)
 
 
 @pytest.mark.parametrize("copied", [lambda rb: rb, copy.deepcopy])
@@ -356,47 +296,33 @@ def test_empty_starts_anew_and_keeps_the_schema(copied):
     assert rb.sample()["observation"].max() <= 2
 
 
-def test_the_data_of_a_write_is_left_alone_and_may_be_one_step_of_lanes():
-    for lanes, count in ((0, 3), (3, 1)):
-        rb = make(ReplayBuffer, "proportional", lanes=lanes)
-        data = transitions(count, lanes=lanes)
-        before = data.clone()
-        index = rb.extend(data.lock_())
-        assert index.tolist() == ([[0, 0], [0, 1], [0, 2]] if lanes else [0, 1, 2])
-        assert_same(data, before)
-
-
-def test_data_of_a_wrong_kind_or_shape_is_refused():
-    rb = make(ReplayBuffer, "uniform", lanes=3)
+@pytest.mark.parametrize(("lanes", "count"), [(0, 3), (3, 1)])
+def test_the_data_of_a_write_is_left_alone_and_may_be_one_step_of_lanes(lanes, count):
+    rb = make(ReplayBuffer, "proportional", lanes=lanes)
+    data = transitions(count, lanes=lanes)
+    before = data.clone()
+    index = rb.extend(data.lock_())
+    assert index.tolist() == ([[0, 0], [0, 1], [0, 2]] if lanes else [0, 1, 2])
+    assert_same(data, before)
     for how in ("add", "extend"):
         with pytest.raises(TypeError, match=f"{how} takes a TensorDict, got dict"):
             getattr(rb, how)({"observation": torch.zeros(3)})
-    with pytest.raises(SchemaError, match=r"extend takes batch size \[E, T\] .* got \[4\]"):
-        rb.extend(transitions(4))
-    assert not rb.storage.initialized
+    if lanes:
+        with pytest.raises(SchemaError, match=r"extend takes batch size \[E, T\] .* got \[4\]"):
+            rb.extend(transitions(4))
 
 
-def test_rows_that_are_batches_themselves_come_back_as_such():
-    rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=4)
-    rb.extend(transitions(6, lanes=5))  # five trajectories of six steps, one a row
-    batch = rb.sample()
-    assert batch.batch_size == (4, 6)
-    assert batch["index"].shape == batch["priority_weight"].shape == (4, 6)
-    batch["td_error"] = torch.full((4, 6, 1), 3.0)
-    rb.update_tensordict_priority(batch)
-    assert (rb.sampler.priority(batch["index"][:, 0]) == 3.0).all()
-
-
-def test_rows_of_several_lanes_may_be_batches_too():
-    rb = ReplayBuffer(storage=PackedStorage(12, ndim=2), sampler=ProportionalSampler(12), batch_size=4)
-    rb.extend(TensorDict({"x": torch.arange(24.0).view(2, 3, 4)}, [2, 3, 4]))  # two lanes, three steps, rows of four
-    batch = rb.sample()
-    assert batch["index"].shape == (4, 4, 2)
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_rows_that_are_batches_come_back_as_such(ndim):
+    rb = ReplayBuffer(storage=PackedStorage(12, ndim=ndim), sampler=ProportionalSampler(12), batch_size=4)
+    rb.extend(TensorDict({"x": torch.arange(24.0).view(2, 3, 4)[(0,) * (2 - ndim)]}, [2, 3, 4][2 - ndim :]))
+    batch = rb.sample()  # of rows of four
+    assert batch.batch_size == batch["priority_weight"].shape == batch["index"].shape[:2] == (4, 4)
     batch["td_error"] = batch["x"] + 1
     rb.update_tensordict_priority(batch)
-    time, lane = batch["index"][:, 0].unbind(-1)
-    expected = (lane * 12 + time * 4 + 4).double()  # the largest of each row
-    assert torch.equal(rb.sampler.priority((time, lane), storage=rb.storage), expected)
+    index = batch["index"][:, 0].unbind(-1) if ndim == 2 else batch["index"][:, 0]
+    found = rb.sampler.priority(index, storage=rb.storage)
+    assert torch.equal(found, batch["x"][:, 3].double() + 1)  # the largest of each row
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
@@ -411,13 +337,6 @@ def test_what_has_been_extended_can_be_given_priorities_afterwards(lanes):
     shaped = index.view(4, 3, 2).transpose(0, 1) if lanes else index
     rb.update_priority(shaped, data["observation"][..., 0] + 2)  # lanes first, both alike
     assert torch.equal(rb.sampler.priority(torch.arange(len(rb))), (stored + 2).double())
-
-
-@pytest.mark.parametrize("reduction", ["max", "min", "mean", "median"])
-def test_errors_of_a_single_step_are_reduced_too(reduction):
-    rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, reduction=reduction))
-    rb.add(TensorDict({"x": torch.zeros(()), "td_error": torch.tensor([-4, 1, 1])}))
-    assert rb.sampler.priority([0]).item() == {"max": 4.0, "min": 1.0, "mean": 2.0, "median": 1.0}[reduction]
 
 
 @pytest.mark.parametrize(
@@ -492,12 +411,6 @@ def test_consumed_items_are_left_to_torchrls_sampler():
     assert len(rb) == 0
 
 
-def test_repr_tells_what_is_inside():
-    rb = filled(15, "proportional")
-    words = "15 of 60 rows", "bytes a row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "25.0%"
-    assert [word for word in words if word not in repr(rb)] == []
-
-
 # -- our parts and TorchRL's, mixed
 
 PARTS = {
@@ -554,17 +467,7 @@ def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buff
 
 
 def test_torchrls_slice_sampler_cuts_trajectories_out_of_packed_rows():
-    rb = ReplayBuffer(
-        storage=PackedStorage(60), sampler=SliceSampler(num_slices=2, end_key=("next", "done")), batch_size=8
-    )
+    sampler = SliceSampler(num_slices=2, end_key=("next", "done"))
+    rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler, batch_size=8)
     rb.extend(transitions(49))
-    batch = rb.sample()
-    assert batch.numel() == 8
-    steps = batch["observation"][:, 0].view(2, 4)
-    assert (steps.diff(dim=1) == 1).all()
-
-
-def test_indexing_a_buffer_reads_its_rows():
-    rb = filled(9)
-    for index in (slice(None), slice(2, 4), torch.tensor([1, 5])):
-        assert_same(rb[index], transitions(9)[index])
+    assert (rb.sample()["observation"][:, 0].view(2, 4).diff(dim=1) == 1).all()

@@ -10,11 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 import rlbuf_td
@@ -93,18 +91,11 @@ def test_help_shows_what_a_constructor_takes():
         if isinstance(thing, type) and not issubclass(thing, Exception):
             assert "args" not in inspect.signature(thing).parameters, name
 
-
-def test_a_subclass_shows_its_own_constructor():
     class Mine(rlbuf_td.UniformSampler):
         def __init__(self, mine: int) -> None:
             super().__init__()
-            self.mine = mine
 
     assert list(inspect.signature(Mine).parameters) == ["mine"]
-    assert list(inspect.signature(type(rlbuf_td.NStepSampler(Mine(1), 3, 0.9))).parameters)[:2] == [
-        "sampler",
-        "n_steps",
-    ]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "rlbuf_td").rglob("*.py")), ids=str)
@@ -119,23 +110,3 @@ def test_parts_have_one_parent_of_torchrls():
     assert rlbuf_td.ReplayBuffer.__bases__ == (TensorDictReplayBuffer,)
     assert rlbuf_td.RolloutBuffer.__bases__ == (rlbuf_td.ReplayBuffer,)
     assert rlbuf_td.PackedStorage.__bases__ == (LazyTensorStorage,)
-
-
-def test_a_sample_and_an_update_enter_few_files():
-    storage, sampler = rlbuf_td.PackedStorage(100), rlbuf_td.ProportionalSampler(100)
-    rb = rlbuf_td.ReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
-    rb.extend(TensorDict({"x": torch.zeros(50)}, [50]))
-    batch = [rb.sample().set("td_error", torch.rand(8)) for _ in range(2)][-1]  # the first prepares the short path
-    for call in (rb.sample, lambda: rb.update_tensordict_priority(batch)):
-        call()
-        entered: set[str] = set()
-
-        def note(frame: Any, event: str, _: Any, entered: set[str] = entered) -> None:
-            entered.add(frame.f_code.co_filename)
-
-        sys.setprofile(note)
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        assert len([file for file in entered if Path(file).is_relative_to(ROOT / "rlbuf_td")]) <= 8

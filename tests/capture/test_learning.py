@@ -14,7 +14,6 @@ from rlbuf_td import (
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
-    SequenceSampler,
     UniformSampler,
 )
 from rlbuf_td.diagnostics.health import ReplayCount
@@ -58,19 +57,6 @@ def test_a_buffer_that_is_emptied_begins_anew(device, cls):
     assert float(rb.sampler.default_priority) == 0.5
 
 
-def test_errors_of_sequences_become_the_priorities_of_their_anchors(device):
-    sampler = SequenceSampler(ProportionalSampler(20), 3, burn_in=1, priority="mix", eta=0.5)
-    rb = buffer(sampler, device, batch_size=32)
-    captured = rb.capture(lambda batch: batch.set("td_error", batch["x"] + 1.0), warmup=1)
-    for _ in range(2):
-        batch = captured().view(-1, 4)
-        learned = batch["mask"] & ~batch["burn_in_mask"]
-        error = torch.where(learned, batch["td_error"].double(), 0.0)
-        wanted = 0.5 * error.amax(1) + 0.5 * error.sum(1) / learned.sum(1)
-        found = rb.sampler.priority(batch["anchor_index"][:, 0])
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
-
-
 def test_a_batch_without_a_step_may_update_priorities_later(device):
     rb = ReplayBuffer(storage=PackedStorage(20, device=device), sampler=ProportionalSampler(20), batch_size=500)
     rb.extend(data(20).set("td_error", torch.full((20,), 7.0)).to(device))
@@ -105,15 +91,6 @@ def test_replays_are_counted_and_health_looks_at_the_last_one(device, captures, 
         assert ("effective_share" in report) == (name in ("proportional", "rank"))
         rb.extend(data(1, 19 + calls).to(device))
         assert int(counts[calls - 1]) == 0
-
-
-def test_errors_of_several_rows_are_reduced_as_the_sampler_says(device):
-    rb = buffer(ProportionalSampler(20, reduction="min"), device, batch_size=8)
-    captured = rb.capture(lambda batch: batch.set("td_error", torch.stack([batch["x"] + 1.0, -batch["x"] - 5.0], 1)))
-    for reduction, more in (("min", 1), ("max", 5)):
-        rb.sampler.reduction = reduction
-        x = captured()["x"]
-        assert torch.equal(rb.sampler.priority(x), x.double() + more)
 
 
 def test_errors_that_cannot_be_given_back_are_refused(device):

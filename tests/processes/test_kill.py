@@ -17,7 +17,8 @@ from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuff
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from tests.kernels.invariants import check_order, check_tree
+from tests.kernels.invariants import check_tree
+from tests.processes.soak import check_priorities
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY = 24
@@ -102,14 +103,7 @@ def check(rb: ReplayBuffer, expected: TensorDict, write_count: int) -> None:
     fresh, cells = TrajectoryIndex(rb.storage), torch.arange(len(rb))
     for mine, right in zip(TrajectoryIndex.of(rb.storage).reach(cells), fresh.reach(cells), strict=True):
         assert torch.equal(mine, right)
-    sampler = rb.sampler
-    if isinstance(sampler, ProportionalSampler):
-        check_tree(sampler.tree, sampler.alpha, sampler.eps)
-    if isinstance(sampler, RankSampler):
-        order: Any = sampler.order
-        check_order(order)
-    if not isinstance(sampler, UniformSampler):
-        assert (sampler.priority(cells) > 0).all()
+    check_priorities(rb)
     batch = rb.sample()
     assert torch.equal(batch["y"], -batch["x"])
     lanes = 0 if stored.ndim == 1 else stored.shape[1]
@@ -264,10 +258,13 @@ def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(p
     check(rb, rows(end - CAPACITY, CAPACITY), end)
 
 
-def test_who_dies_after_a_repair_undoes_nothing_of_it():
+def test_who_dies_in_a_repair_leaves_it_to_the_next_and_after_it_undoes_nothing():
     rb = make()
     killed(lambda: rb.extend(rows(30, 6)), ReplayBuffer, "mark_range")
+    killed(rb.sample, ReplayBuffer, "repair")
     killed(rb.sample, Journal, "entered")
+    killed(lambda: rb.extend(rows(900, 6)), PackedStorage, "count_written")
+    killed(rb.sample, ReplayBuffer, "repair")
     check(rb, rows(36 - CAPACITY, CAPACITY), 36)
 
 
@@ -277,11 +274,4 @@ def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
         patched.setattr(PackedStorage, "count_written", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rb.extend(rows(900, 6))
-    check(rb, rows(6, CAPACITY), 30)
-
-
-def test_who_dies_in_a_repair_leaves_it_to_the_next():
-    rb = make()
-    killed(lambda: rb.extend(rows(900, 6)), PackedStorage, "count_written")
-    killed(rb.sample, ReplayBuffer, "repair")
     check(rb, rows(6, CAPACITY), 30)
