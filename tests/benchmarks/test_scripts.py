@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import memory, rank, trajectories
+from tests.benchmarks import memory, trajectories
 
 
 def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,13 +17,6 @@ def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture
         assert measured.keys() == {"memory", "sample", "extend", "add"}
         assert measured["memory"] <= most
     assert [name for name, _ in found["cold"]] == ["plain", "shared"]
-
-
-def test_every_history_of_ranks_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    rank.main(["--rows", "5000", "--rounds", "3"])
-    printed = capsys.readouterr().out.splitlines()
-    assert [line[:16].strip() for line in printed] == list(rank.adversaries(5_000))
-    assert printed[0].endswith(" us (1.00)")
 
 
 @pytest.mark.slow
