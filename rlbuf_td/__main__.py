@@ -59,7 +59,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("--device", default="cpu", help="cuda: check and time what runs on the GPU, nothing else")
+    bench.add_argument("--device", default="cpu", help="cuda: time what runs on the GPU, nothing else")
     bench.add_argument(
         "--rows", type=_number(1), nargs="+", default=[10**4, 10**5, 10**6, 10**7], help="capacities; 1e7 takes 18 GB"
     )

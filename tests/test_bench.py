@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td import ProportionalSampler
 from rlbuf_td.__main__ import OPERATIONS, main
 from rlbuf_td.cli.bench import compare, device, timing
 from rlbuf_td.cli.bench.contenders import Ours, TorchRL
@@ -93,21 +92,6 @@ def test_sizes_that_do_not_fit_into_memory_are_left_out(monkeypatch, capsys):
     monkeypatch.setattr(compare, "_available", lambda: 0)
     assert list(compare.run([1_000], 0, 8, 2, ["uniform"])) == []
     assert "left out: 1,000 small rows" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", device.CHECKS)
-def test_the_checks_of_a_device_pass(name):
-    device.check(device.CHECKS[name](), torch.device("cpu"))
-
-
-def test_a_check_of_a_device_that_fails_is_reported_and_the_next_one_runs(monkeypatch, capsys):
-    monkeypatch.setattr(ProportionalSampler, "probability", lambda sampler, index: torch.full((500,), 1 / 500))
-    broken = lambda: device.check(ProportionalSampler(500, stratified=False), torch.device("cpu"))  # noqa: E731
-    assert device.attempt("draws", broken)
-    assert not device.attempt("nothing", lambda: None)
-    printed = capsys.readouterr().out
-    assert "draws: FAILED: AssertionError: ProportionalSampler does not follow its law" in printed
-    assert "nothing: ok" in printed
 
 
 @pytest.mark.parametrize("case", device.TIMINGS)
