@@ -16,16 +16,14 @@ from rlbuf_td.storages.indexing import device_of
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. The rest of an epoch
-    makes a short batch, or with ``drop_last`` is left out. A write starts the epochs anew.
-
-    TorchRL's on-policy trainers ask for a ``SamplerWithoutReplacement``, which it is; unlike TorchRL's, it counts
-    epochs, and notices new rows even when their number is the same.
+    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. A write starts the
+    epochs anew. It is a ``SamplerWithoutReplacement``, for which TorchRL's on-policy trainers ask; unlike TorchRL's, it
+    counts epochs, and notices new rows even when their number is the same.
 
     Args:
         epochs: how often each row is drawn, at least 1. May be set at any time.
         shuffle: a new order in each epoch; ``False``: the order of the rows (time first, then lanes).
-        drop_last: leave out a short last batch.
+        drop_last: leave out the rest of an epoch, rather than make a short batch of it.
 
     Raises:
         TypeError: ``epochs`` is no int.
@@ -85,17 +83,15 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if self.drop_last and rows < batch_size:
             raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
         order, start = self.order(storage), self._position
+        per_epoch = rows // batch_size if self.drop_last else -(-rows // batch_size)
         self._position = stop = min(start + batch_size, rows)
         if stop == rows or (self.drop_last and rows - stop < batch_size):
             self._order, self._position = None, 0
             self._epoch = (self._epoch + 1) % self._epochs
-            self.ran_out = self._epoch == 0
-        else:
-            self.ran_out = False
-        a_pass = rows // batch_size if self.drop_last else -(-rows // batch_size)
-        drawn = -(-self._position // batch_size) + self._epoch * a_pass
+        self.ran_out = self._order is None and self._epoch == 0
+        drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads draw no further ahead than this.
-        self._remaining_batches = 0 if self.ran_out else self._epochs * a_pass - drawn
+        self._remaining_batches = 0 if self.ran_out else self._epochs * per_epoch - drawn
         return order[start:stop], {}
 
     def order(self, storage: Storage) -> Tensor:
@@ -162,16 +158,11 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved: then the epochs start anew."""
-        if rows is None or not moved:
-            return state
-        place = {"order": None, "position": 0, "epoch": 0, "ran_out": False, "in_pass": False}
-        return state | place | {"len_storage": len(rows)}
+        return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(epochs={self._epochs}, shuffle={self.shuffle}, drop_last={self.drop_last}, "
-            f"epoch={self._epoch})"
-        )
+        settings = f"epochs={self._epochs}, shuffle={self.shuffle}, drop_last={self.drop_last}"
+        return f"{type(self).__name__}({settings}, epoch={self._epoch})"
 
 
 def _is_order(order: Tensor, rows: int) -> bool:

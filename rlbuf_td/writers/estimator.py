@@ -51,10 +51,8 @@ class RolloutEstimator:
             value, asked = self._network_values(rows, lead).to(self.dtype(reward, has_values=False)), lead.numel()
         value = value.detach()
         if value.shape != reward.shape:
-            raise ValueError(
-                f"values {self.value_key!r} and rewards {self.reward_key!r} must share one shape, got "
-                f"{tuple(value.shape)} and {tuple(reward.shape)}"
-            )
+            names, shapes = (self.value_key, self.reward_key), (tuple(value.shape), tuple(reward.shape))
+            raise ValueError("values {!r} and rewards {!r} must share one shape, got {} and {}".format(*names, *shapes))
         ends, terminated = self._ends(rows, value, ndim)
         next_value, more = self._next_values(rows, value, ends, terminated, ndim)
         advantage, target = self._scan(value, next_value, reward, ends, terminated, ndim)
@@ -87,16 +85,14 @@ class RolloutEstimator:
         return ends, terminated
 
     def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return bool flags in the shape of the values. One flag per step holds for all values of the step."""
+        """Return bool flags in the shape of the values, from flags of that shape or one flag per step."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
         lead = value.shape[:ndim]
         if flags.numel() != lead.numel():
-            raise ValueError(
-                f"{key!r} of shape {tuple(flags.shape)} fits neither the values' shape {tuple(value.shape)} nor one "
-                f"flag a step, {tuple(lead)}"
-            )
+            expected = f"the values' shape {tuple(value.shape)} nor one flag per step, {tuple(lead)}"
+            raise ValueError(f"{key!r} of shape {tuple(flags.shape)} fits neither {expected}")
         return flags.reshape(lead + (1,) * (value.ndim - ndim)).expand(value.shape)
 
     def _next_values(
@@ -129,9 +125,8 @@ class RolloutEstimator:
         network = self.value_network
         if network is None:
             why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
-            raise ValueError(
-                f"{shape.numel()} rows need a value: {why}. Pass value_network=, a TensorDict module that writes it"
-            )
+            remedy = "Pass value_network=, a TensorDict module that writes it"
+            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}")
         entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict(batch_size=shape)
         for key, x in entries.items():

@@ -21,9 +21,8 @@ _COUNTERS = ("_cursor_value", "_write_count_value")
 class RingWriter(RoundRobinWriter):
     """Write along time, from the oldest rows on once the storage is full.
 
-    A write may be longer than the storage: its newest rows stay. An ``"index"`` in the data, as in a sampled batch, is
-    not stored (TorchRL's ``TensorDictRoundRobinWriter`` stores one in each row). The write count and the cursor have 64
-    bits (TorchRL's turn negative at 2**31). A refused write moves neither. Works over TorchRL's storages, too.
+    A write may be longer than the storage: its newest rows stay. Unlike with TorchRL's writers, an ``"index"`` in the
+    data is not stored, the counters have 64 bits, and a refused write moves none. Works over TorchRL's storages, too.
 
     Args:
         track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
@@ -104,7 +103,7 @@ class RingWriter(RoundRobinWriter):
         return index
 
     def _step_index(self, cursor: int) -> torch.Tensor:
-        """Return the index of all lanes of a time step, ``[lanes, ndim]``, as TorchRL does in twenty times as long."""
+        """Return the index of all lanes of a time step, ``[lanes, ndim]``; TorchRL takes twenty times as long."""
         lanes = lanes_of(self._storage)
         if self._first_index is None or self._first_index[0] != lanes:
             first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))

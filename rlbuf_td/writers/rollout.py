@@ -62,8 +62,7 @@ class RolloutWriter(RingWriter):
         ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are needed, and there is no network.
         SchemaError: (on writing) the data does not match the rows, or lacks what the estimates need.
 
-    Source: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, ICLR 2016.
-    TorchRL's ``GAE`` calls its network twice on all steps.
+    Unlike this writer, TorchRL's ``GAE`` calls its network twice on all steps.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -93,21 +92,12 @@ class RolloutWriter(RingWriter):
         trajectory_key: NestedKey = ("collector", "traj_ids"),
     ) -> None:
         super().__init__()
-        self.estimator = RolloutEstimator(
-            gamma=coefficient("RolloutWriter", "gamma", gamma),
-            lmbda=coefficient("RolloutWriter", "lmbda", lmbda),
-            value_network=value_network,
-            value_key=value_key,
-            reward_key=reward_key,
-            done_key=done_key,
-            terminated_key=terminated_key,
-            truncated_key=truncated_key,
-            trajectory_key=trajectory_key,
-        )
+        gamma, lmbda = coefficient("RolloutWriter", "gamma", gamma), coefficient("RolloutWriter", "lmbda", lmbda)
+        keys = value_key, reward_key, done_key, terminated_key, truncated_key, trajectory_key
+        self.estimator = RolloutEstimator(gamma, lmbda, value_network, *keys)
         self.normalize_advantage = normalize_advantage
         self.value_key, self.advantage_key, self.value_target_key = value_key, advantage_key, value_target_key
-        self.value_rows = 0
-        self._estimated_steps = 0
+        self.value_rows = self._estimated_steps = 0
         self._has_values = True
 
     def register_storage(self, storage: Storage) -> None:
@@ -171,10 +161,8 @@ class RolloutWriter(RingWriter):
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
-            raise ValueError(
-                f"the steps of this rollout came {'with' if self._has_values else 'without'} {self.value_key!r}, "
-                f"these come {'with' if has_values else 'without'}"
-            )
+            before, now = ("with" if has else "without" for has in (self._has_values, has_values))
+            raise ValueError(f"the steps of this rollout came {before} {self.value_key!r}, these come {now}")
         index = write(self._with_placeholders(data, has_values))
         self._has_values = has_values
         lanes = lanes_of(storage).numel()
@@ -220,11 +208,8 @@ class RolloutWriter(RingWriter):
 
     def _columns(self, estimates: Estimates) -> dict[NestedKey, Tensor]:
         advantage = normalize(estimates.advantage) if self.normalize_advantage else estimates.advantage
-        return {
-            self.value_key: estimates.value,
-            self.advantage_key: advantage,
-            self.value_target_key: estimates.value_target,
-        }
+        columns = {self.value_key: estimates.value, self.advantage_key: advantage}
+        return columns | {self.value_target_key: estimates.value_target}
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count=empty_write_count)
