@@ -1,20 +1,14 @@
 """A run that was dumped, killed and loaded is, bit for bit, the run that was not interrupted.
 
-The run is a small DQN on made-up transitions. As a script,
-
-    python -m tests.checkpoint.test_resume SAMPLER FOLDER FIRST LAST
-
-runs steps FIRST to LAST - 1, from the dump in FOLDER if FIRST > 0, and writes a digest of every batch and of all
-parameters to FOLDER/log; then dumps, and, with a fifth argument, kills itself.
+The run is a small DQN on made-up transitions.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,48 +91,38 @@ def digest(data: TensorDictBase) -> str:
     return whole.hexdigest()[:16]
 
 
-def main(sampler: str, folder: Path, first: int, last: int, dies: bool) -> None:
-    """Run from ``first`` to ``last``; see above."""
+def first_half(sampler: str, folder: Path) -> Run:
+    """Take 8 steps, save the run and a digest of each step."""
     run = Run(sampler)
-    if first:
-        run.load(folder)
-    with open(folder / "log", "a", buffering=1) as log:
-        for number in range(first, last):
-            log.write(run.step(number) + "\n")
+    torch.manual_seed(1)
+    seen = [run.step(number) for number in range(8)]
     run.save(folder)
-    if dies:
-        run.step(last)  # lost
-        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "seen").write_text("\n".join(seen))
+    return run
 
 
-@pytest.mark.parametrize("sampler", ["proportional", *WRAPPERS])
-def test_training_goes_on_bit_for_bit(sampler, tmp_path):
-    whole, first = Run(sampler), Run(sampler)
+def die_after(sampler: str, folder: Path) -> None:
+    """Take the first half of the steps and another one, which is lost."""
+    first_half(sampler, folder).step(8)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "killed"), [*((name, False) for name in ["proportional", *WRAPPERS]), ("n-step over hindsight", True)]
+)
+def test_training_goes_on_bit_for_bit(sampler, killed, tmp_path):
+    whole = Run(sampler)
     torch.manual_seed(1)
     expected = [whole.step(number) for number in range(16)]
-    torch.manual_seed(1)
-    found = [first.step(number) for number in range(8)]
-    first.save(tmp_path)
+    if killed:
+        child = multiprocessing.get_context("spawn").Process(target=die_after, args=(sampler, tmp_path))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    else:
+        first_half(sampler, tmp_path)
     second = Run(sampler)
     torch.rand(7)
     second.load(tmp_path)
-    assert found + [second.step(number) for number in range(8, 16)] == expected
-
-
-def test_a_killed_process_is_resumed_bit_for_bit(tmp_path):
-    sampler, steps = "n-step over hindsight", 20
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    main(sampler, tmp_path / "whole", 0, 2 * steps, dies=False)
-    command = [sys.executable, "-m", "tests.checkpoint.test_resume", sampler, str(tmp_path / "killed")]
-    killed = subprocess.run([*command, "0", str(steps), "die"], check=False, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    main(sampler, tmp_path / "killed", steps, 2 * steps, dies=False)
-    logs = [(tmp_path / name / "log").read_text().splitlines() for name in ("whole", "killed")]
-    assert len(logs[0]) == 2 * steps
-    assert logs[0] == logs[1]
-
-
-if __name__ == "__main__":
-    name, place, begin, end = sys.argv[1:5]
-    main(name, Path(place), int(begin), int(end), dies=len(sys.argv) > 5)
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert seen + [second.step(number) for number in range(8, 16)] == expected

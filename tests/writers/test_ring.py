@@ -67,25 +67,36 @@ class RangeListener(Listener):
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize(("first", "n"), [(0, 1), (0, 6), (1, 4), (3, 5), (5, 1), (3, 10), (1, 23)])
-def test_the_newest_rows_stay_however_long_the_write(kind: str, ndim: int, first: int, n: int) -> None:
-    lanes = (2,) * (ndim - 1)
+def test_the_newest_rows_stay_and_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int) -> None:
+    lanes = (3,) * (ndim - 1)
     cells = torch.Size(lanes).numel()
     storage = STORAGES[kind](5 * cells, ndim=ndim)
     writer = ring(storage)
-    if first:
-        writer.extend(numbered(0, first, lanes))
-    index = writer.extend(numbered(first * cells, n, lanes))
-    total = first + n
-    expected = torch.empty(min(total, 5), *lanes, dtype=torch.int64)
-    for step in range(total):
-        expected[step % 5] = numbered(step * cells, 1, lanes)["x"][0]
-    assert torch.equal(storage.get(slice(None))["x"], expected)
-    assert torch.equal(storage.get(slice(None))["next", "y"][..., 0], expected.float())
-    assert len(storage) == cells * min(total, 5)
-    assert (writer._cursor, writer._write_count) == (total % 5, total)
-    time = index if ndim == 1 else index[::cells, 0]
-    assert time.tolist() == [step % 5 for step in range(first, total)]
+    by_index, by_range = Listener(), RangeListener()
+    for listener in (by_index, by_range):
+        storage.attach(listener)
+    total = 0
+    expected = torch.full((5, *lanes), -1)
+    for n in (1, 1, None, 4, 3, 4, None, 5, 3, 6, 13, 12, None, 23):
+        by_index.heard.clear()
+        by_range.heard.clear()
+        data = numbered(total * cells, n, lanes)
+        index = writer.add(data) if n is None else writer.extend(data)
+        steps = [step % 5 for step in range(total, total + (n or 1))]
+        for step, row in zip(steps, data["x"] if n else [data["x"]], strict=True):
+            expected[step] = row
+        total += len(steps)
+        kept = min(total, 5)
+        assert torch.equal(storage.get(slice(None))["x"], expected[:kept])
+        assert torch.equal(storage.get(slice(None))["next", "y"][..., 0], expected[:kept].float())
+        assert (len(storage), writer._cursor, writer._write_count) == (cells * kept, total % 5, total)
+        time = torch.as_tensor(index) if ndim == 1 else torch.as_tensor(index)[::cells, 0]
+        assert time.flatten().tolist() == steps
+        (told,) = by_index.heard
+        assert torch.equal(torch.as_tensor(told), torch.as_tensor(index))
+        rows = [row for first, count in by_range.heard for row in range(first, first + count)]
+        assert sorted(rows) == sorted({step * cells + lane for step in steps for lane in range(cells)})  # no row twice
+        assert len(by_range.heard) <= 2
 
 
 def test_a_very_long_write_keeps_the_newest_rows_in_torchrl_storages() -> None:
@@ -237,31 +248,6 @@ def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> 
 
 
 # -- who is told
-
-
-@pytest.mark.parametrize("kind", STORAGES)
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int) -> None:
-    lanes = (3,) * (ndim - 1)
-    cells = torch.Size(lanes).numel()
-    storage = STORAGES[kind](5 * cells, ndim=ndim)
-    writer = ring(storage)
-    by_index, by_range = Listener(), RangeListener()
-    for listener in (by_index, by_range):
-        storage.attach(listener)
-    cursor = 0
-    for n in (2, None, 4, 3, 4, None, 5, 3, 13, 12, None):
-        for listener in (by_index, by_range):
-            listener.heard.clear()
-        index = writer.add(numbered(0, None, lanes)) if n is None else writer.extend(numbered(0, n, lanes))
-        count = 1 if n is None else n
-        written = {(cursor + j) % 5 * cells + lane for j in range(count) for lane in range(cells)}
-        (told,) = by_index.heard
-        assert torch.equal(torch.as_tensor(told), torch.as_tensor(index))
-        rows = [row for first, n_rows in by_range.heard for row in range(first, first + n_rows)]
-        assert sorted(rows) == sorted(written)  # no row twice
-        assert len(by_range.heard) <= 2
-        cursor = (cursor + count) % 5
 
 
 def test_write_at_tells_the_index_that_was_written() -> None:
