@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ PATHS: tuple[tuple[str, ...], ...] = (
     ("next", "reward"),
     ("next", "done"),
 )
+NODES = (("inner",), ("next",), ("inner", "deeper"))
 
 
 def data_of(lead: tuple[int, ...]) -> TensorDict:
@@ -38,98 +40,43 @@ def data_of(lead: tuple[int, ...]) -> TensorDict:
     )
 
 
-def entry(generator: np.random.Generator) -> tuple[str, ...]:
-    return PATHS[generator.integers(len(PATHS))]
+def bad_errors(shape: torch.Size, pick: int) -> torch.Tensor:
+    td_error = torch.rand(shape)
+    td_error.view(-1)[0] = [torch.nan, torch.inf, -torch.inf][pick % 3]
+    return td_error
 
 
-def replaced(data: TensorDict, key: Any, value: Any) -> tuple[Any, str]:
-    data.set(key, value)
-    return data, key[-1]
+def with_another(data: TensorDict, key: Any, value: torch.Tensor) -> TensorDict:
+    return data.clone().set(key, value)
 
 
-# Each takes right data, and returns wrong data and what the error must name.
-
-
-def without_a_key(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    return data.exclude(key), key[-1]
-
-
-def with_an_unknown_key(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = (*entry(generator)[:-1], f"k{generator.integers(1000)}")
-    return replaced(data, key, torch.zeros(*data.shape, 2))
-
-
-def with_another_dtype(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    dtypes = [dtype for dtype in DTYPES if dtype != data[key].dtype]
-    return replaced(data, key, data[key].to(dtypes[generator.integers(len(dtypes))]))
-
-
-def with_another_shape(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    x = data[key]
-    return replaced(data, key, [x.unsqueeze(-1), torch.stack([x, x], -1), x[..., None, None]][generator.integers(3)])
-
-
-def of_other_lanes(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    return data_of((LANES + int(generator.integers(1, 4)), *data.shape[1:])), "lanes|shape"
-
-
-def on_another_device(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    return replaced(data, key, data[key].to("meta"))
-
-
-def nested_where_a_tensor_was(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    return replaced(data, key, TensorDict({"part": data[key]}, data.shape))
-
-
-def flat_where_entries_were(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key: Any = [("inner",), ("next",), ("inner", "deeper")][generator.integers(3)]
-    return replaced(data, key, torch.zeros(*data.shape, 2))
-
-
-def not_of_numbers(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    return replaced(data, entry(generator), NonTensorData("text", batch_size=data.shape))
-
-
-def of_another_layout(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    return replaced(data, ("inner", "vector"), data["inner", "vector"].to_sparse())
-
-
-def of_another_type(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    return [data.to_dict(), None, data["action"], "rows"][generator.integers(4)], "TensorDict"
-
-
-def with_bad_td_errors(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    td_error = torch.rand(data.shape)
-    td_error.view(-1)[0] = [torch.nan, torch.inf, -torch.inf][generator.integers(3)]
-    return data.set("td_error", td_error), "TD error|td_error|NaN"
-
-
-def ragged(data: TensorDict, generator: np.random.Generator) -> tuple[Any, str]:
-    key = entry(generator)
-    other, name = replaced(data.clone(), key, torch.zeros(*data.shape, 9, dtype=data[key].dtype))
-    return LazyStackedTensorDict(data, other, stack_dim=0), name
-
-
-MUTATIONS = (
-    without_a_key,
-    with_an_unknown_key,
-    with_another_dtype,
-    with_another_shape,
-    of_other_lanes,
-    on_another_device,
-    nested_where_a_tensor_was,
-    flat_where_entries_were,
-    not_of_numbers,
-    of_another_layout,
-    of_another_type,
-    with_bad_td_errors,
-    ragged,
-)
+#: By name: wrong data from right data, a random key and a random number, and what the error must name besides the key.
+MUTATIONS: dict[str, tuple[Callable[[TensorDict, Any, int], Any], str]] = {
+    "without a key": (lambda data, key, pick: data.exclude(key), ""),
+    "unknown key": (lambda data, key, pick: data.set((*key[:-1], f"k{pick}"), torch.zeros(*data.shape, 2)), r"k\d+"),
+    "dtype": (
+        lambda data, key, pick: data.set(key, data[key].to([d for d in DTYPES if d != data[key].dtype][pick % 7])),
+        "",
+    ),
+    "shape": (lambda data, key, pick: data.set(key, torch.stack([data[key]] * (1 + pick % 2), -1)), ""),
+    "lanes": (lambda data, key, pick: data_of((LANES + 1 + pick % 3, *data.shape[1:])), "lanes|shape"),
+    "device": (lambda data, key, pick: data.set(key, data[key].to("meta")), ""),
+    "a node for a leaf": (lambda data, key, pick: data.set(key, TensorDict({"part": data[key]}, data.shape)), ""),
+    "a leaf for a node": (
+        lambda data, key, pick: data.set(NODES[pick % 3], torch.zeros(*data.shape, 2)),
+        "inner|next|deeper",
+    ),
+    "no numbers": (lambda data, key, pick: data.set(key, NonTensorData("text", batch_size=data.shape)), ""),
+    "layout": (lambda data, key, pick: data.set(("inner", "vector"), data["inner", "vector"].to_sparse()), "vector"),
+    "type": (lambda data, key, pick: [data.to_dict(), None, data["action"], "rows"][pick % 4], "TensorDict"),
+    "td errors": (lambda data, key, pick: data.set("td_error", bad_errors(data.shape, pick)), "td_error|TD error|NaN"),
+    "ragged": (
+        lambda data, key, pick: LazyStackedTensorDict(
+            data, with_another(data, key, torch.zeros(*data.shape, 9, dtype=data[key].dtype)), stack_dim=0
+        ),
+        "",
+    ),
+}
 
 
 def buffer(ndim: int, prioritized: bool, reserved: bool) -> ReplayBuffer:
@@ -163,21 +110,22 @@ def test_no_malformed_write_changes_anything(ndim, prioritized, reserved):
     torch.manual_seed(0)
     rb = buffer(ndim, prioritized, reserved)
     before, refused = snapshot(rb), dict.fromkeys(MUTATIONS, 0)
+    more_keys = ("unknown key", *(() if prioritized else ("td errors",)))  # the first write may have them
     while sum(refused.values()) < CASES // 8:
-        mutation = MUTATIONS[generator.integers(len(MUTATIONS))]
-        single = bool(generator.integers(2))
-        lanes = (LANES,) if ndim == 2 else ()
-        steps = () if single else (int(generator.integers(1, 2 * STEPS)),)
-        data = data_of((*lanes, *steps))
-        more_keys = (with_an_unknown_key, *(() if prioritized else (with_bad_td_errors,)))  # the first write may have
-        if (reserved and mutation in more_keys) or (ndim == 1 and mutation is of_other_lanes):
+        name = list(MUTATIONS)[generator.integers(len(MUTATIONS))]
+        if (reserved and name in more_keys) or (ndim == 1 and name == "lanes"):
             continue
-        bad, culprit = mutation(data, generator)
-        write = rb.add if single else rb.extend
-        with pytest.raises((SchemaError, ValueError, TypeError), match=culprit) as caught:
+        single, key = bool(generator.integers(2)), PATHS[generator.integers(len(PATHS))]
+        lanes, steps = (LANES,) * (ndim - 1), () if single else (int(generator.integers(1, 2 * STEPS)),)
+        mutate, culprit = MUTATIONS[name]
+        bad, write = (
+            mutate(data_of((*lanes, *steps)), key, int(generator.integers(1000))),
+            rb.add if single else rb.extend,
+        )
+        with pytest.raises((SchemaError, ValueError, TypeError), match=culprit or key[-1]) as caught:
             write(bad)
-        refused[mutation] += 1
-        assert snapshot(rb) == before, (mutation, caught.value)
+        refused[name] += 1
+        assert snapshot(rb) == before, (name, caught.value)
     assert sum(count > 50 for count in refused.values()) >= len(MUTATIONS) - 3
     good = data_of((LANES, 4) if ndim == 2 else (4,))
     rb.extend(good)

@@ -36,60 +36,49 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def test_free_memory_is_what_the_kernel_deems_available_and_swap_counts_in_the_total(system: Any) -> None:
-    system()
-    assert _room.ram() == Room("RAM", 6 * GIB, 10 * GIB)
+def limits(folder: str, limit: int | str, used: int, stat: str = "", version: int = 2) -> dict[str, str]:
+    """Return the files of a control group."""
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    files = dict(zip(names, (limit, used), strict=True)) | ({"memory.stat": stat} if stat else {})
+    return {f"cgroup{folder}/{name}": f"{text}\n" for name, text in files.items()}
 
 
-def test_an_old_kernel_that_tells_no_available_memory_is_believed_to_have_all(system: Any) -> None:
-    system(**{"proc/meminfo": "MemTotal: 1024 kB\n"})
-    assert _room.ram() == Room("RAM", 1 << 20, 1 << 20)
+SYSTEMS: dict[str, tuple[dict[str, str], Room]] = {
+    "available memory is free, swap counts in the total": ({}, Room("RAM", 6 * GIB, 10 * GIB)),
+    "an old kernel tells the total alone": ({"proc/meminfo": "MemTotal: 1024 kB\n"}, Room("RAM", 1 << 20, 1 << 20)),
+    "the tightest group limits, and its file caches can be dropped": (
+        {
+            "proc/self/cgroup": "0::/slice/job\n",
+            **limits("", "max", 1),
+            **limits("/slice", 4 * GIB, 3 * GIB, f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}"),
+            **limits("/slice/job", 5 * GIB, GIB),
+        },
+        Room("RAM", 3 * GIB // 2, 4 * GIB),
+    ),
+    "groups of version 1, by a path that is that outside a container": (
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+            **limits("/memory", 2 * GIB, GIB, f"inactive_file 1\ntotal_inactive_file {GIB // 2}", version=1),
+        },
+        Room("RAM", 3 * GIB // 2, 2 * GIB),
+    ),
+    "a group without a limit": (
+        {"proc/self/cgroup": "4:memory:/\n", **limits("/memory", 9223372036854771712, 123, version=1)},
+        Room("RAM", 6 * GIB, 10 * GIB),
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), SYSTEMS.values(), ids=SYSTEMS)
+def test_memory_is_read_where_the_system_tells_it(system: Any, files: dict[str, str], expected: Room) -> None:
+    system(**files)
+    assert _room.ram() == expected
 
 
 def test_a_system_without_proc_tells_its_size_at_most(system: Any) -> None:
     room = _room.ram()
     assert (room.place, room.free) == ("RAM", None)
     assert room.words() == "RAM of unknown size"
-
-
-CGROUP_2 = {
-    "proc/self/cgroup": "0::/slice/job\n",
-    "cgroup/memory.max": "max\n",
-    "cgroup/memory.current": "1\n",
-    "cgroup/slice/memory.max": f"{4 * GIB}\n",
-    "cgroup/slice/memory.current": f"{3 * GIB}\n",
-    "cgroup/slice/memory.stat": f"anon 7\ninactive_file {GIB // 4}\nactive_file {GIB // 4}\n",
-    "cgroup/slice/job/memory.max": f"{5 * GIB}\n",
-    "cgroup/slice/job/memory.current": f"{GIB}\n",
-}
-
-
-def test_the_tightest_control_group_limits_what_is_free_and_caches_in_it_can_be_dropped(system: Any) -> None:
-    system(**CGROUP_2)
-    assert _room.ram() == Room("RAM", 3 * GIB // 2, 4 * GIB)
-
-
-def test_control_groups_of_version_1_count_too_also_where_the_path_is_that_outside_a_container(system: Any) -> None:
-    system(
-        **{
-            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
-            "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
-            "cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
-            "cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n",
-        }
-    )
-    assert _room.ram() == Room("RAM", 3 * GIB // 2, 2 * GIB)
-
-
-def test_a_group_without_a_limit_limits_nothing(system: Any) -> None:
-    system(
-        **{
-            "proc/self/cgroup": "4:memory:/\n",
-            "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "cgroup/memory/memory.usage_in_bytes": "123\n",
-        }
-    )
-    assert _room.ram() == Room("RAM", 6 * GIB, 10 * GIB)
 
 
 def test_a_disk_is_asked_by_the_folder_that_is_there(tmp_path: Path) -> None:
@@ -144,17 +133,15 @@ def test_memory_taken_bit_by_bit_is_warned_of_when_less_is_free(monkeypatch: pyt
         ask(monkeypatch, 4 * GIB, SMALL, lazily=True)
 
 
-@pytest.mark.parametrize("settings", [{"lazily": True}, {"lazily": True, "quiet": True}])
-def test_memory_that_there_never_is_is_refused(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    with pytest.raises(MemoryError, match=r"takes 9.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\). Take less."):
-        ask(monkeypatch, 9 * GIB, SMALL, **settings)
-
-
-def test_memory_taken_at_once_is_refused_when_less_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError, match=r"takes 4\.0 GiB, but 3\.0 GiB of RAM are free"):
-        ask(monkeypatch, 4 * GIB, SMALL)
-    with pytest.raises(OSError, match=r"takes 4\.0 GiB, but 3\.0 GiB of disk are free") as caught:
-        ask(monkeypatch, 4 * GIB, Room("disk", 3 * GIB, 8 * GIB), scratch_dir=Path())
+@pytest.mark.parametrize(
+    ("gib", "settings"), [(9, {"lazily": True}), (9, {"lazily": True, "quiet": True}), (4, {}), (4, {"quiet": True})]
+)
+def test_memory_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, gib: int, settings: Any) -> None:
+    words = rf"takes {gib}.0 GiB, but 3.0 GiB of RAM are free \(8.0 GiB in all\). Take less."
+    with pytest.raises(MemoryError, match=words):
+        ask(monkeypatch, gib * GIB, SMALL, **settings)
+    with pytest.raises(OSError, match=rf"takes {gib}\.0 GiB, but 3\.0 GiB of disk are free") as caught:
+        ask(monkeypatch, gib * GIB, Room("disk", 3 * GIB, 8 * GIB), scratch_dir=Path(), **settings)
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -216,14 +203,6 @@ def test_rows_reserved_and_then_fixed_with_more_keys_warn_once() -> None:
         rb = ReplayBuffer.from_schema(step()[0], 1_000)
     rb.extend(step().set("more", torch.zeros(2, 7)))  # a warning would be an error
     assert rb.storage["more"].shape == (2, 7)
-
-
-@pytest.mark.usefixtures("crowded")
-def test_the_warning_can_be_silenced() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=MemoryWarning)
-        PackedStorage(1_000).set(range(2), step())
 
 
 @pytest.mark.usefixtures("crowded")

@@ -136,17 +136,6 @@ def test_a_stack_that_repeats_its_first_frame_stores_it_once() -> None:
     assert pooled(storage).in_use[0] == 62
 
 
-def test_what_is_read_is_fresh_memory_and_what_is_written_is_copied() -> None:
-    storage, data = PackedStorage(10, share_next=True), chain(5)
-    storage.set(range(5), data)
-    expected = data.clone()
-    data.zero_()
-    for found in (storage.get([0, 1]), storage.get(slice(0, 2)), storage.get(0)):
-        found["observation"].zero_()
-    storage["observation"].zero_()
-    assert_same(storage[:], expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -227,19 +216,6 @@ def test_rows_of_another_device_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     check_pool(pooled(storage).table)
 
 
-@pytest.mark.cuda
-def test_rows_on_a_cuda_device() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    storage, plain = (PackedStorage(40, device="cuda", share_next=share) for share in (True, False))
-    for start in (0, 20, 10):
-        data = chain(20, length=7).to("cuda")
-        for one in (storage, plain):
-            one.set(range(start, start + 20), data)
-        assert_same(storage[:].cpu(), plain[:].cpu())
-    check_pool(pooled(storage).table)
-
-
 def test_damaged_state_is_refused_and_changes_nothing() -> None:
     storage, data = PackedStorage(10, share_next=True), chain(4)
     storage.set(range(4), data)
@@ -250,19 +226,6 @@ def test_damaged_state_is_refused_and_changes_nothing() -> None:
         with pytest.raises(SchemaError, match="do not belong together"):
             storage.load_state_dict(state)
         assert_same(storage[:], data)
-
-
-def test_state_goes_to_plain_storages_and_to_larger_ones() -> None:
-    storage, data = PackedStorage(10, share_next=True), chain(8)
-    storage.set(range(8), data)
-    for other in (PackedStorage(10), PackedStorage(30, share_next=True), PackedStorage(30, share_next="auto")):
-        other.load_state_dict(storage.state_dict())
-        assert_same(other[:], data)
-    plain = PackedStorage(10)
-    plain.load_state_dict(storage.state_dict())
-    storage.load_state_dict(plain.state_dict())
-    assert_same(storage[:], data)
-    assert pooled(storage).in_use == [9]
 
 
 @pytest.mark.parametrize("start", [1, 0])
@@ -340,7 +303,7 @@ def test_more_rows_than_can_be_named_are_refused() -> None:
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("capacity", [10, 100])
+@pytest.mark.parametrize("capacity", [10, 100, 300])
 @pytest.mark.parametrize("arguments", [{}, {"share_next": True}, {"share_next": True, "shared": True}])
 def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments, capacity, ndim) -> None:
     shape, lanes = ((-1,), 1) if ndim == 1 else ((-1, 2), 2)
@@ -358,12 +321,10 @@ def test_state_with_entries_of_rows_that_were_there_once_goes_anywhere(arguments
     assert_same(other[:], few[:])
 
 
-@pytest.mark.parametrize("share_next", [True, False])
-def test_a_storage_takes_its_own_snapshot_back(share_next: bool) -> None:
-    storage, data = PackedStorage(30, share_next=share_next), chain(20)
+def test_a_storage_takes_its_own_snapshot_back() -> None:
+    storage, data = PackedStorage(30, share_next=True), chain(20)
     storage.set(range(20), data)
     taken = storage.snapshot()
     storage.set(range(20, 25), chain(5))
     storage.load_state_dict(taken)
-    assert len(storage) == 20
     assert_same(storage[:], data)

@@ -19,7 +19,6 @@ from torchrl.envs import (
     RewardSum,
     SerialEnv,
     StepCounter,
-    ToTensorImage,
     TransformedEnv,
 )
 
@@ -64,12 +63,6 @@ def screen(dim: int = -3, padding: str = "same") -> EnvBase:
     return env
 
 
-def floats() -> EnvBase:
-    env = TransformedEnv(GymWrapper(Screen()), ToTensorImage(in_keys=["observation"], from_int=True))
-    env.append_transform(CatFrames(N=3, dim=-3, in_keys=["observation"]))
-    return env
-
-
 def collected(make: Any, how: dict[str, Any], lanes: int, frames: int, capacity: int) -> tuple[ReplayBuffer, ...]:
     """Return a plain buffer and one that shares, with the same content."""
     ndim = 1 + (lanes > 1)
@@ -109,39 +102,11 @@ def test_observations_of_cart_pole(share, capacity, lanes) -> None:
         (screen, 4, 70, 2),
         (partial(screen, padding="constant"), 4, 500, 1),
         (partial(screen, dim=-1), (4, -1), 70, 1),
-        (floats, 3, 70, 1),
     ],
-    ids=["same", "constant", "another dim", "floats"],
+    ids=["same", "constant", "another dim"],
 )
 def test_stacks_of_frames(make, frames, capacity, lanes) -> None:
     plain, pooled = collected(make, {"frames": {"observation": frames}}, lanes, 200, capacity)
     check(plain, pooled, most=1.6)
     assert make is screen or pooled.storage.nbytes < plain.storage.nbytes
     assert make is not screen or pooled.storage.nbytes < 0.3 * plain.storage.nbytes
-    assert (plain.storage["observation"].dtype is torch.float32) == (make is floats)
-
-
-@pytest.mark.slow
-def test_pixels_of_cart_pole() -> None:
-    def make() -> EnvBase:
-        env = GymWrapper(gymnasium.make("CartPole-v1", render_mode="rgb_array"), from_pixels=True, pixels_only=True)
-        env = TransformedEnv(env, ToTensorImage(in_keys=["pixels"], from_int=False, dtype=torch.uint8))
-        env.append_transform(CatFrames(N=4, dim=-3, in_keys=["pixels"]))
-        return env
-
-    plain, pooled = collected(make, {"frames": {"pixels": 4}}, 1, 20, 12)
-    assert plain.storage["pixels"].shape[1:] == (12, 400, 600)
-    check(plain, pooled, most=1.6)
-
-
-def test_what_a_policy_writes_back_is_what_it_read() -> None:
-    """Copy a buffer by its batches, in another order: nothing follows any more, and all of it is there."""
-    plain, pooled = collected(cart_pole, {"share_next": True}, 1, 200, 200)
-    order = torch.randperm(200)
-    again = ReplayBuffer(storage=PackedStorage(200, share_next=True))
-    for part in order.split(32):
-        again.extend(pooled.storage.get(part))
-    assert_same(again[:], plain.storage.get(order))
-    rows = again.storage.rows
-    assert isinstance(rows, DedupRows)
-    check_pool(rows.table)

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import multiprocessing
-from torchrl.data import TensorDictReplayBuffer
 
-from rlbuf_td import PackedStorage, RingWriter, SchemaError
+from rlbuf_td import PackedStorage, SchemaError
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, Schema, as_bytes, assert_same, copied, transitions
 
@@ -66,12 +64,6 @@ def test_rows_live_on_the_device_asked_for(device: torch.device, device_argument
     )
     storage.set([3], transitions(NESTED, 1))
     assert_same(storage[3], transitions(NESTED, 1)[0])
-
-
-def test_auto_takes_the_cpu_for_data_without_a_device() -> None:
-    storage = PackedStorage(5, device="auto")
-    storage.set([0], TensorDict({"x": torch.zeros(1)}, [1]))
-    assert storage.device == torch.device("cpu")
 
 
 def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_path: Path) -> None:
@@ -193,14 +185,6 @@ def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(
     again.set(range(3), transitions(NESTED, 3, (2,)))
 
 
-def test_a_copy_keeps_the_generations_of_its_slots() -> None:
-    rb = TensorDictReplayBuffer(storage=PackedStorage(4), writer=RingWriter(track_generations=True), batch_size=2)
-    index = rb.extend(transitions(NESTED, 6))
-    for again in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)):
-        assert again.writer.generations_of(index).tolist() == [1, 1, 0, 0, 1, 1]
-        assert_same(again.storage[:], rb.storage[:])
-
-
 # -- saved state
 
 
@@ -237,14 +221,6 @@ def test_an_empty_state_empties_the_storage() -> None:
     storage.load_state_dict(PackedStorage(5).state_dict())
     assert len(storage) == 0
     assert storage._mutation_revision == revision + 1
-
-
-def test_a_state_of_part_of_the_rows_is_loaded_into_another_capacity() -> None:
-    storage = PackedStorage(20)
-    storage.load_state_dict(stored("RAM", Path()).state_dict())
-    assert_same(storage[:], transitions(NESTED, 3))
-    storage.write(3, transitions(NESTED, 2, seed=1))
-    assert len(storage) == 5
 
 
 def state_of(schema: Schema = NESTED, *, ndim: int = 1, lanes: tuple[int, ...] = (), steps: int, capacity: int) -> Any:
