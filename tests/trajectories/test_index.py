@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from unittest import mock
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
-    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     TensorDictMaxValueWriter,
@@ -74,16 +71,6 @@ def test_of_returns_the_index_that_is_there_and_one_more_for_other_keys():
     assert [found[0] for found in reach(other, 4)] == [0, 0, 1, 2]
 
 
-@pytest.mark.usefixtures("boundaries")
-def test_of_several_flags_a_row_one_ends_its_trajectory():
-    rb = ReplayBuffer(storage=PackedStorage(6))
-    agents = torch.zeros(6, 3, 1, dtype=torch.bool)
-    agents[1, 0] = agents[3, 2] = True
-    rb.extend(TensorDict({"next": {"agents": {"done": agents}}}, [6]))
-    index = TrajectoryIndex.of(rb.storage, done_key=("next", "agents", "done"))
-    assert reach(index, 6) == [(0, 1, True), (1, 0, True), (0, 1, True), (1, 0, True), (0, 1, False), (1, 0, False)]
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.int16])
 def test_ids_alone_are_enough(dtype):
     rb = ReplayBuffer(storage=PackedStorage(6))
@@ -91,23 +78,6 @@ def test_ids_alone_are_enough(dtype):
     for part in ([5, 5], [5, 7, 7]):
         rb.extend(TensorDict({"collector": {"traj_ids": torch.tensor(part, dtype=dtype)}}, [len(part)]))
     assert reach(index, 5) == [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, False), (1, 0, False)]
-
-
-def test_ids_are_not_looked_at_without_a_key():
-    rb = ReplayBuffer(storage=PackedStorage(6))
-    rb.extend(steps([0, 0, 0, 1], ids=[0, 1, 2, 3]))
-    index = TrajectoryIndex.of(rb.storage, traj_key=None)
-    assert index.steps_back(torch.arange(4)).tolist() == [0, 1, 2, 3]
-
-
-def test_the_index_takes_less_than_half_a_byte_a_row(boundaries):
-    rb = ReplayBuffer(storage=PackedStorage(100_000))
-    index = TrajectoryIndex.of(rb.storage)
-    assert index.nbytes == 0
-    rb.extend(steps([0]))
-    index.steps_back(torch.tensor([0]))
-    assert 0 < index.nbytes < (50_000 if boundaries == "bitmap" else 210_000)
-    assert f"{index.nbytes:,} bytes" in repr(index)
 
 
 def test_a_write_costs_what_it_writes():
@@ -125,22 +95,6 @@ def test_a_write_costs_what_it_writes():
 
 
 # -- storages and writers
-
-
-@pytest.mark.usefixtures("boundaries")
-@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage, LazyMemmapStorage])
-@pytest.mark.parametrize("early", [True, False])
-def test_a_fixed_dataset_is_read_once(storage, early):
-    store = storage(7)
-    index = TrajectoryIndex.of(store) if early else None
-    store.set(range(7), steps([0, 0, 1, 0, 1, 0, 0]))
-    rb = TensorDictReplayBuffer(storage=store, writer=ImmutableDatasetWriter(), batch_size=4)
-    index = index or TrajectoryIndex.of(rb.storage)
-    expected = [(0, 2, True), (1, 1, True), (2, 0, True), (0, 1, True), (1, 0, True), (0, 1, False), (1, 0, False)]
-    assert reach(index, 7) == expected
-    with pytest.raises(RuntimeError, match="doesn't allow writing"):
-        rb.extend(steps([0]))
-    assert reach(index, 7) == expected
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -195,21 +149,6 @@ def test_a_checkpoint_of_a_wrapped_buffer_is_read_as_the_ring_that_it_is(tmp_pat
         other.add(steps([0]).squeeze(0))
         after = [(1, 0, True), (0, 2, False), (1, 1, False), (2, 0, False), (0, 1, True)]
         assert reach(TrajectoryIndex.of(other.storage), 5) == after
-
-
-def test_a_copy_knows_that_the_original_had_not_looked_yet():
-    rb = ReplayBuffer(storage=PackedStorage(4))
-    index = TrajectoryIndex.of(rb.storage)
-    rb.extend(steps([0, 0, 0, 0]))
-    assert index.steps_back(torch.tensor([3])).tolist() == [3]
-    rb.storage.set(range(4), steps([0, 1, 0, 0]))
-    for twin in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
-        theirs = TrajectoryIndex.of(twin.storage)
-        assert theirs is not index
-        assert theirs.steps_back(torch.arange(4)).tolist() == [0, 1, 0, 1]
-        twin.extend(steps([0]))
-        assert theirs.steps_back(torch.arange(4)).tolist() == [2, 0, 0, 1]
-    assert index.steps_back(torch.arange(4)).tolist() == [0, 1, 0, 1]
 
 
 def test_state_keeps_what_the_rows_do_not_say():
