@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +18,6 @@ from tensordict import TensorDict
 
 import rlbuf_td.kernels
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels import rows as row_kernels
-from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
-from rlbuf_td.kernels.rank_order.law import rank_law
 from tests.kernels.invariants import check_order, check_tree
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
@@ -194,63 +189,6 @@ def test_two_buffers_over_one_storage_exclude_each_other():
     for rb in (first, second):
         check_priorities(rb)
     assert first.chronological()["x"][-1] == written[0] - 1
-
-
-def _big_tree() -> Callable[[], object]:
-    tree, uniform = sum_tree.SumTree.empty(100_000), torch.rand(2_000_000, dtype=torch.float64)
-    sum_tree.fill_(tree, 0, 100_000, 1.0, 0.6, 1e-6)
-    return lambda: sum_tree.draw(tree, uniform.clone(), True, 100_000, 0.4, "buffer")  # it is overwritten
-
-
-def _big_update() -> Callable[[], object]:
-    tree, index = sum_tree.SumTree.empty(100_000), torch.randint(100_000, (2_000_000,))
-    error = torch.rand(2_000_000)
-    return lambda: sum_tree.update_(tree, index, error, 100_000, 0.6, 1e-6)
-
-
-def _big_order() -> Callable[[], object]:
-    order, law = ChunkedOrder(torch.rand(100_000)), rank_law(0.7)
-    uniform = torch.rand(2_000_000, dtype=torch.float64)
-    return lambda: order.draw(law, uniform.clone(), stratified=True, beta=0.5, norm="buffer")
-
-
-def _big_staleness() -> Callable[[], object]:
-    index, stamp = torch.randint(1000, (50_000_000,)), torch.zeros(50_000_000, dtype=torch.long)
-    return lambda: row_kernels.skip_ring(index, stamp, 1, 5, 500, 2)
-
-
-def share_without_others(work: Callable[[], object]) -> float:
-    """Return for which share of its time, at a stretch, a thread that works keeps this one from running."""
-    span: list[float] = []
-
-    def inside() -> None:
-        span.append(time.perf_counter())
-        work()
-        span.append(time.perf_counter())
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # a thread goes on until it lets go of the interpreter itself
-    try:
-        thread = threading.Thread(target=inside)
-        thread.start()
-        moments = [time.perf_counter()]
-        while len(span) < 2:
-            time.sleep(0)
-            moments.append(time.perf_counter())
-    finally:
-        sys.setswitchinterval(interval)
-    thread.join()
-    begun, ended = span
-    times = np.array([begun, *(moment for moment in moments if begun < moment < ended), ended])
-    return float(np.diff(times).max() / (ended - begun))
-
-
-@pytest.mark.parametrize("make_work", [_big_tree, _big_update, _big_order, _big_staleness])
-def test_loops_let_other_threads_run(make_work):
-    work = make_work()
-    work()  # compiled, or read from disk
-    # A loop that keeps the interpreter does so every time; the system may keep a thread waiting now and then.
-    assert any(share_without_others(work) < 0.3 for _ in range(50)), "this thread was not let in during the loop"
 
 
 def test_every_compiled_function_lets_go_of_the_interpreter():

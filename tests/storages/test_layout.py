@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import prod
 
 import pytest
 import torch
@@ -30,36 +29,17 @@ def offsets(layout: RowLayout) -> list[int]:
 
 
 @over_schemas
-def test_every_leaf_is_aligned_to_its_item_size(schema: Schema) -> None:
+def test_leaves_lie_aligned_in_descending_item_size_without_gap_or_overlap_by_one_view_per_dtype(schema: Schema):
     layout = layout_of(schema)
+    end, sizes = 0, [leaf.dtype.itemsize for leaf in layout.leaves]
+    assert sizes == sorted(sizes, reverse=True)
     for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
-        assert offset % leaf.dtype.itemsize == 0, leaf
-        assert layout.row_bytes % leaf.dtype.itemsize == 0, leaf
-
-
-@over_schemas
-def test_leaves_follow_each_other_without_a_gap_or_an_overlap(schema: Schema) -> None:
-    layout = layout_of(schema)
-    end = 0
-    for leaf, offset in zip(layout.leaves, offsets(layout), strict=True):
-        if leaf.nbytes:
-            assert offset == end, leaf
+        assert offset % leaf.dtype.itemsize == layout.row_bytes % leaf.dtype.itemsize == 0, leaf
+        assert offset == end or not leaf.nbytes, leaf
         end += leaf.nbytes
     assert end == layout.data_bytes <= layout.row_bytes
-
-
-@over_schemas
-def test_there_is_one_view_per_dtype_however_many_leaves(schema: Schema) -> None:
-    layout = layout_of(schema)
-    dtypes = [group.dtype for group in layout.groups]
-    assert len(dtypes) == len(set(dtypes)) == len({leaf.dtype for leaf in layout.leaves})
+    assert len(layout.groups) == len({leaf.dtype for leaf in layout.leaves})
     assert sorted(slot for group in layout.groups for _, slot, _ in group.parts) == list(range(len(layout.leaves)))
-
-
-@over_schemas
-def test_leaves_are_in_descending_order_of_item_size(schema: Schema) -> None:
-    sizes = [leaf.dtype.itemsize for leaf in layout_of(schema).leaves]
-    assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("nbytes", range(1, 400))
@@ -74,11 +54,9 @@ def test_a_row_of_16_byte_numbers_is_padded_to_16_bytes() -> None:
 
 
 def test_rows_like_those_of_halfcheetah_take_at_most_15_percent_more_than_their_leaves() -> None:
-    data = transitions(SCHEMAS["halfcheetah"], 1)
-    leaves = sum(leaf.numel() * leaf.element_size() for leaf in data.values(True, True))
     layout = layout_of(SCHEMAS["halfcheetah"])
-    assert layout.data_bytes == leaves == 167
-    assert layout.row_bytes <= 1.15 * leaves
+    assert layout.data_bytes == 167
+    assert layout.row_bytes <= 1.15 * 167
 
 
 @over_schemas
@@ -94,17 +72,6 @@ def test_what_is_collected_and_copied_is_unpacked_again(schema: Schema, lanes: t
 
 
 @over_schemas
-def test_columns_are_views_of_the_rows(schema: Schema) -> None:
-    layout = layout_of(schema)
-    rows = torch.zeros(4, layout.row_bytes, dtype=torch.uint8)
-    for leaf, column in zip(layout.leaves, layout.columns(rows), strict=True):
-        assert column.shape == (4, *leaf.shape)
-        assert column.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-        if prod(leaf.shape):
-            assert column.stride(0) * leaf.dtype.itemsize == layout.row_bytes
-
-
-@over_schemas
 def test_a_saved_layout_is_read_back_equal_after_json_too(schema: Schema) -> None:
     layout = layout_of(schema)
     for state in (layout.state(), json.loads(json.dumps(layout.state()))):
@@ -113,16 +80,6 @@ def test_a_saved_layout_is_read_back_equal_after_json_too(schema: Schema) -> Non
         assert hash(again) == hash(layout)
         assert (again.leaves, again.row_bytes, again.groups) == (layout.leaves, layout.row_bytes, layout.groups)
         assert again.state() == state
-
-
-def test_leaves_and_nodes_in_turn_are_read_back_in_place() -> None:
-    data = TensorDict({"a": torch.full((1, 2), 1.0), "n": {"b": torch.full((1, 2), 2.0)}, "c": torch.full((1, 2), 3.0)})
-    data.batch_size = [1]
-    layout = RowLayout(data, lead_dims=1)
-    rows = torch.cat([leaf.view(1, -1) for leaf in layout.collect(data, torch.Size([1]))], -1).view(torch.uint8)
-    padded = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
-    padded[:, : rows.shape[1]] = rows
-    assert_same(RowLayout.from_state(layout.state()).unpack(padded), data)
 
 
 def test_the_order_of_the_keys_makes_no_difference() -> None:
