@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
@@ -159,25 +158,6 @@ def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monk
     assert_same(rb[:], plain[:])
     check_pool(pooled(rb.storage).table)
     assert rb.write_count == plain.write_count
-
-
-def test_a_full_disk_is_an_error_at_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full_after(monkeypatch, 1000)
-    storage = PackedStorage(2000, scratch_dir=tmp_path, share_next=True)
-    with pytest.raises(OSError, match="No space left"):
-        storage.set(range(100), chain(100))
-    assert not (tmp_path / "rows.bin").exists()
-    assert storage.layout is None
-
-
-def test_a_copy_of_rows_in_a_file_has_its_own(tmp_path: Path) -> None:
-    storage = PackedStorage(100, scratch_dir=tmp_path, share_next=True)
-    data = chain(60)
-    storage.set(range(60), data)
-    other = copy.deepcopy(storage)
-    storage.set(range(10), chain(10))
-    assert_same(other[:], data)
-    check_pool(pooled(other).table)
 
 
 def test_a_full_disk_is_an_error_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

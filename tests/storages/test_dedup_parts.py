@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import SliceSampler
 
 from rlbuf_td import (
     NStepSampler,
@@ -159,10 +158,6 @@ def test_the_plan_counts_what_is_shared() -> None:
     assert plan(data, 4000).saved == {}
 
 
-def test_a_plan_that_does_not_fit_names_it() -> None:
-    assert "share_next=True" in plan(Lanes(1, 0).steps(1, 0.0)[0, 0], 10**13).remedy
-
-
 def test_what_is_shared_is_shown() -> None:
     rb = filled(POOLED)
     assert "saved by deduplication" in repr(rb.storage)
@@ -181,16 +176,6 @@ def test_a_key_by_which_trajectories_are_found_must_not_be_shared() -> None:
     storage.set(range(4), TensorDict({"over": flags, "next": {"over": flags}}, [4]))
     with pytest.raises(KeyError, match="leave it out of share_next"):
         TrajectoryIndex(storage, done_key=("next", "over"), traj_key=None).boundaries()
-
-
-def test_torchrls_slices_are_those_of_a_plain_storage() -> None:
-    batches = []
-    for kind in (PackedStorage, POOLED):
-        sampler = SliceSampler(num_slices=4, end_key=("next", "done"), strict_length=False)
-        rb = filled(kind, sampler=sampler)
-        torch.manual_seed(0)
-        batches.append(rb.sample(16))
-    assert_same(*(batch.exclude("index") for batch in batches))
 
 
 # -- processes

@@ -16,7 +16,8 @@ from torch import multiprocessing
 
 from rlbuf_td import PackedStorage, SchemaError
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
-from tests.catalogue import SCHEMAS, Schema, as_bytes, assert_same, copied, transitions
+from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
+from tests.storages.test_packed_refusals import assert_refused
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 NESTED = SCHEMAS["nested"]
@@ -52,16 +53,12 @@ def test_rows_are_the_same_wherever_they_live(place: str, ndim: int, tmp_path: P
     assert {"RAM": "cpu", "shared": "shared memory", "file": "mapped file"}[place] in repr(storage)
 
 
-@pytest.mark.parametrize("device_argument", ["auto", "own"])
-def test_rows_live_on_the_device_asked_for(device: torch.device, device_argument: str) -> None:
-    storage = PackedStorage(5, device="auto" if device_argument == "auto" else device)
+@pytest.mark.parametrize("auto", [True, False])
+def test_rows_live_on_the_device_asked_for(device: torch.device, auto: bool) -> None:
+    storage = PackedStorage(5, device="auto" if auto else device)
     storage.set(range(3), transitions(NESTED, 3, device=device))
-    assert (
-        torch.device(storage.device).type
-        == storage["first"].device.type
-        == storage[[0]]["first"].device.type
-        == device.type
-    )
+    for place in (torch.device(storage.device), storage["first"].device, storage[[0]]["first"].device):
+        assert place.type == device.type
     storage.set([3], transitions(NESTED, 1))
     assert_same(storage[3], transitions(NESTED, 1)[0])
 
@@ -76,19 +73,13 @@ def test_the_file_holds_capacity_times_row_bytes_and_the_rows_themselves(tmp_pat
 
 
 def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
-    first = stored("file", tmp_path)
+    stored("file", tmp_path)
     path = tmp_path / "rows" / ROWS_FILE
     before = path.read_bytes()
-    second = stored("file", tmp_path, steps=0)
-    for write in (
-        lambda: second.set(range(3), transitions(NESTED, 3)),
-        lambda: second.write(0, transitions(NESTED, 3)),
-    ):
-        with pytest.raises(FileExistsError, match="not overwritten: choose another scratch_dir, or delete the file"):
-            write()
-        assert (second.initialized, len(second), second.layout) == (False, 0, None)
-    assert path.read_bytes() == before
-    del first
+    second, data = stored("file", tmp_path, steps=0), transitions(NESTED, 3)
+    match = "not overwritten: choose another scratch_dir, or delete the file"
+    for write in (lambda: second.set(range(3), data), lambda: second.write(0, data)):
+        assert_refused(second, write, FileExistsError, match)
     assert path.read_bytes() == before
 
 
@@ -243,14 +234,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     ndim: int, steps: int, state: Any, match: str
 ) -> None:
     storage = stored("RAM", Path(), ndim=ndim, steps=steps)
-    rows = as_bytes(storage.rows.matrix) if steps else None
-    counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized)
-    with pytest.raises(ValueError, match=match):
-        storage.load_state_dict(state)
-    assert (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.initialized) == counters
-    assert (rows is None) == (storage.rows is None)
-    if rows is not None:
-        assert torch.equal(as_bytes(storage.rows.matrix), rows)
+    assert_refused(storage, lambda: storage.load_state_dict(state), ValueError, match)
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
