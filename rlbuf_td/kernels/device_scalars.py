@@ -37,11 +37,7 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 
 
 class DeviceScalars:
-    """``count`` float64 numbers, 0 at first. Integers up to 2**53 are exact.
-
-    Attributes:
-        tensor: ``[count]`` float64, always the same memory.
-    """
+    """``count`` float64 numbers in the same memory always, 0 at first. Integers up to 2**53 are exact."""
 
     def __init__(self, count: int, device: torch.device | str) -> None:
         with outside_inference_mode():

@@ -62,13 +62,10 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Return whether a Triton kernel may be used on a device: whether it does what the reference does.
+    """Return whether the Triton kernel of an operation does what the reference does, on this device.
 
-    Args:
-        operation: the kernel's name.
-        device: where it is to run.
-        compare: runs kernel and reference on a small random case, and raises if they differ. It is called once per
-            operation and device; if it raises (when compiling fails, too), one warning names the error.
+    ``compare`` runs both on a small random case, and raises if they differ. It is called once per operation and device;
+    if it raises (when compiling fails, too), one warning names the error.
     """
     key = operation, device
     if key not in _agrees:

@@ -10,9 +10,8 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     """Return ``B`` of the rows ``0 .. rows - 1``, none of them twice, each ordered selection as likely as any other.
 
     These are the first ``B`` steps of a shuffle by Fisher and Yates: step ``k`` takes what lies at a place drawn from
-    ``k .. rows - 1``, and puts there what lies at place ``k``. No row has to be moved to know what is taken: a place
-    holds its own row until a step puts another one there, which it has from an earlier step in the same way. All these
-    chains are followed at once, in doubled strides.
+    ``k .. rows - 1``, and puts there what lies at place ``k``. A place holds its own row until a step puts another one
+    there, which it has from an earlier step. All these chains are followed at once, in doubled strides.
 
     Args:
         uniform: ``[B]`` float64 in ``[0, 1)``, one number a step.
@@ -21,8 +20,7 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     Returns:
         ``[B]`` int64.
 
-    Cost: O(B log B), whatever the number of rows. Nothing waits for the device.
-
+    Cost: O(B log B), whatever the number of rows, without waiting for the device.
     Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.
 
     Example:

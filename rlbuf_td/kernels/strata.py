@@ -31,13 +31,7 @@ def step_of(batch: int, stratified: bool) -> int:
 
 
 def masses(uniform: Tensor, total: Tensor, stratified: bool) -> Tensor:
-    """Return the mass before each draw, ``[B]`` float64 in ``[0, total)``.
-
-    Args:
-        uniform: ``[B]`` float64 in ``[0, 1)``.
-        total: the mass of all rows, 0-dim.
-        stratified: one in each of ``B`` segments, rather than anywhere.
-    """
+    """Return the mass before each draw, ``[B]`` float64 in ``[0, total)``, for numbers in ``[0, 1)``."""
     batch = uniform.shape[0]
     step = step_of(batch, stratified)
     if not step:

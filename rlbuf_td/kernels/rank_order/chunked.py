@@ -21,8 +21,8 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
-    Has the methods of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. Which values are stored does not
-    matter: equal, monotone and adversarial ones cost the same.
+    Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. Which values are stored does
+    not matter: equal, monotone and adversarial ones cost the same.
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without; copied.

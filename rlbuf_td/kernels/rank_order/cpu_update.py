@@ -23,6 +23,7 @@ from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
 _HALF = WIDTH // 2
 _TOP_BIT = 0x7FFFFFFF
+_ONE = np.int64(1)  # for a literal, numba would compile a function again
 
 
 @compiled
@@ -127,7 +128,8 @@ def _arrange_afresh(st: Chunks) -> None:
     for p in range(st.head[GROUPS]):
         for s in range(st.size[st.top_group[p]]):
             c, count = chunk_at(st, p, s)
-            keys[n : n + count] = st.keys[c, :count]
+            for t in range(count):
+                keys[n + t] = st.keys[c, t]
             n += count
     _arrange(st, keys)
 
@@ -168,7 +170,7 @@ def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, sl
         c, count = chunk_at(st, pos[i], slot[i])
         at = count_below(st.keys, c, count, keys[i])
         move_items(st.keys, c, at, at + 1, count - at - 1)
-        _add_count(st, pos[i], slot[i], -1)
+        _add_count(st, pos[i], slot[i], -_ONE)
 
 
 @bare
@@ -181,7 +183,7 @@ def _insert(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> 
             fetch_chunk(st, pos[i + AHEAD], slot[i + AHEAD])
         if have_moved:
             find_places(st, keys[i : i + 1], pos[i : i + 1], slot[i : i + 1])
-        while _insert_run(st, pos[i], slot[i], keys[i], 1) == 0:
+        while _insert_run(st, pos[i], slot[i], keys[i], _ONE) == 0:
             if st.head[CHUNKS] == len(st.keys):
                 return i
             have_moved = True

@@ -67,12 +67,8 @@ def mass(law: RankLaw, ranks: Tensor) -> Tensor:
 def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     """Return the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64. O(1) each."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
-    y = (value - law.shift).clamp(min=0.0)
-    bend = 1.0 - law.alpha
-    if isinstance(bend, Tensor):
-        y = torch.where(bend == 0.0, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
-    elif bend != 0.0:
-        y = torch.log1p((bend * y).clamp(min=-1.0)) / bend
+    y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
+    y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
     # Bounded before it becomes an integer: mass at the very end of the law may point past every rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
     beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
@@ -81,10 +77,12 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
 
 def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
     """Return the integral of ``x^-alpha`` from 1, with the first correction."""
-    bend = 1.0 - alpha
-    y = torch.log(x)
+    bend, y = 1.0 - alpha, torch.log(x)
+    return _unless(bend, y, torch.expm1(bend * y) / bend) + alpha / 24.0 * x.pow(-alpha - 1.0)
+
+
+def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
+    """Return ``bent`` unless alpha is 1."""
     if isinstance(bend, Tensor):
-        y = torch.where(bend == 0.0, y, torch.expm1(bend * y) / bend)
-    elif bend != 0.0:
-        y = torch.expm1(bend * y) / bend
-    return y + alpha / 24.0 * x.pow(-alpha - 1.0)
+        return torch.where(bend == 0.0, straight, bent)
+    return bent if bend else straight

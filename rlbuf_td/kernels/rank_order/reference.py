@@ -59,11 +59,7 @@ class SortedOrder:
         return self._magnitude
 
     def share_memory_(self) -> None:
-        """Refuse: what is known of the order is known to one process.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError: what is known of the order is known to one process."""
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
@@ -74,11 +70,7 @@ class SortedOrder:
         self.forget_order()
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
-        """Copy host-side settings to where captured graphs read them.
-
-        Returns:
-            Where the largest magnitude seen is kept, a 0-dim tensor; ``None`` on the CPU.
-        """
+        """Copy settings to where captured graphs read them; return where the largest magnitude seen is kept."""
         state = self.device_state
         if law is not self._copied_law and self._captured_law is not None:
             self._copied_law = law
@@ -94,16 +86,7 @@ class SortedOrder:
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
         """Give rows ``|td_error|``; -1 is skipped, and the last error of a duplicate row stays. O(B log B).
 
-        Args:
-            index: ``[B]`` int64.
-            td_error: ``[B]`` float32 or float64.
-            rows: number of rows that may be named.
-            counts: whether these are errors that have been seen: on devices, whether the largest one is remembered.
-
-        Returns:
-            The largest magnitude of all updates, a 0-dim tensor that later ones change. Rows with NaN or infinite
-            errors keep what they have, and the errors are counted. On the CPU the largest magnitude given, -1 if none,
-            or ``REFUSED`` if a row is not in ``[-1, rows)`` or an error is NaN or infinite: then nothing has changed.
+        Arguments, refusals and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.update_`.
         """
         state = self.device_state
         named = state["named"] if is_capturing() else rows
@@ -145,7 +128,7 @@ class SortedOrder:
         power: float | Tensor = beta
         if is_capturing() and self._captured_law is not None:
             law, power = self._captured_law, self.device_state["beta"]
-        ranks, weight = draw_ranks(law, self._count, uniform, stratified=stratified, beta=power, norm=norm)
+        ranks, weight = _draw_ranks(law, self._count, uniform, stratified, power, norm)
         return self._by_rank[ranks - 1], weight
 
     def ranks_of(self, index: Tensor) -> Tensor:
@@ -162,13 +145,9 @@ class SortedOrder:
         return self._count
 
 
-def draw_ranks(
-    law: RankLaw, rows: Tensor, uniform: Tensor, *, stratified: bool, beta: float | Tensor, norm: str | None
+def _draw_ranks(
+    law: RankLaw, rows: Tensor, uniform: Tensor, stratified: bool, beta: float | Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the ranks that :meth:`SortedOrder.draw` draws, and their float32 weights.
-
-    ``rows`` is how many rows have a magnitude, 0-dim.
-    """
     total = mass(law, rows)
     ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
     power = law.alpha * beta

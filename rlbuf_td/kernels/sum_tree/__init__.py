@@ -26,19 +26,10 @@ from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
-from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST, Number, SumTree, padded
+from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree
 
-__all__ = ["BLOCK", "LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "padded", "prepare_capture"]
-__all__ += ["rebuild_", "reweigh_", "tree_over", "update_", "weight_of"]
-
-
-def tree_over(magnitude: Tensor, weight: Tensor) -> SumTree:
-    """Return the tree over these magnitudes and weights, bit for bit as updates would have made it. O(N)."""
-    tree = SumTree.empty(weight.shape[0], weight.device)
-    tree.magnitude.copy_(magnitude)
-    tree.weight.copy_(weight)
-    rebuild_(tree)
-    return tree
+__all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "prepare_capture", "rebuild_", "reweigh_"]
+__all__ += ["update_", "weight_of"]
 
 
 def update_(
@@ -47,8 +38,7 @@ def update_(
     """Set the priority of rows; the last error of a duplicate row stays. O(B log N).
 
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
-    or infinite. On other devices, where looking would wait for the device, such rows are skipped, and bad errors
-    counted.
+    or infinite. On other devices, where looking would wait for the device, they are skipped, and bad errors counted.
 
     Args:
         tree: changed in place.
@@ -57,11 +47,11 @@ def update_(
         rows: number of rows that may be named; it, alpha and eps may be 0-dim tensors, for graphs that see them change.
         alpha: exponent, not negative.
         eps: added to the magnitude, not negative.
-        counts: whether these are errors that have been seen: on devices, whether the largest one is remembered.
+        counts: on devices, whether the largest error is remembered.
 
     Returns:
-        The largest magnitude set, -1 if none, or :data:`REFUSED`; on devices other than the CPU the largest seen since
-        the tree was cleared, a 0-dim tensor that later updates change.
+        The largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest seen since the tree was
+        cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -107,15 +97,13 @@ def draw(
     Args:
         tree: the weights.
         uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
-        stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole; see
-            :mod:`rlbuf_td.kernels.strata`.
+        stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
         rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
 
     Returns:
-        ``[B]`` int64 rows and ``[B]`` float32 importance weights; ``None`` if no weight is positive (only on the CPU:
-        elsewhere looking would wait for the device).
+        ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
     """
     if backend_of(tree.weight) != "numba":
         kernels = _device_kernels(tree)
@@ -130,11 +118,7 @@ def draw(
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy host-side settings to the device tensors that captured draws and updates read.
-
-    Returns:
-        Where the largest magnitude seen is kept, a 0-dim tensor; ``None`` on the CPU, where nothing is captured.
-    """
+    """Copy settings to where captured graphs read them; return where the largest magnitude is kept, None on the CPU."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
@@ -142,7 +126,6 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
 
 
 def _device_kernels(tree: SumTree) -> ModuleType:
-    """Return the module whose ``draw``, ``repair`` and ``repair_range`` run on the tree's device."""
     memory = tree.weight
     if backend_of(memory) == "triton" and agrees_with_reference("sum tree", memory.device, _compare):
         return _triton()

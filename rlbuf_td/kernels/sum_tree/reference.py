@@ -44,7 +44,7 @@ def repair_range(tree: SumTree, start: int, count: int) -> None:
 
 def _repair_blocks(tree: SumTree, block: Tensor) -> None:
     weight = tree.weight.view(-1, BLOCK)[block]
-    tree.sums[block] = _block_sum(weight)
+    tree.sums[block] = _block_levels(weight)[0][:, 0]
     tree.minima[block] = torch.where(weight > 0, weight, torch.inf).amin(1)
     for start, above in pairwise(tree.starts):
         block = block // BLOCK
@@ -65,19 +65,12 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
     tree.minima[above + group] = tree.minima[start:above].view(-1, BLOCK)[group].amin(1)
 
 
-def _pairs(weight: Tensor) -> Tensor:
-    """Add neighbours: one level up, in the order of the other backends, so that all give the same bits."""
-    return weight[:, 0::2] + weight[:, 1::2]
-
-
-def _block_sum(weight: Tensor) -> Tensor:
-    return _pairs(_block_levels(weight)[0])[:, 0]
-
-
-def _block_levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of four, of two and of one of eight columns."""
-    twos = _pairs(weight)
-    return _pairs(twos), twos, weight
+def _block_levels(weight: Tensor) -> list[Tensor]:
+    """Return the sums of eight, four, two and one of eight columns, added in the order of the other backends."""
+    levels = [weight]
+    for _ in range(3):
+        levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])
+    return levels
 
 
 def draw(
@@ -92,8 +85,7 @@ def draw(
         member = (mass[:, None] >= before[:, 1:]).sum(1)
         mass = mass - before.gather(1, member[:, None])[:, 0]
         index = BLOCK * index + member
-    fours, twos, ones = _block_levels(tree.weight.view(-1, BLOCK)[index])
-    for sums in (fours, twos, ones):
+    for sums in _block_levels(tree.weight.view(-1, BLOCK)[index])[1:]:
         position = (2 * index) % sums.shape[1]
         left, right = (sums.gather(1, (position + side)[:, None])[:, 0] for side in (0, 1))
         go_right = (mass >= left) & (right > 0)

@@ -47,8 +47,8 @@ class SumTree:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows, none of which has a priority yet. Takes less than 20 bytes per row."""
-        rows = padded(capacity)
+        """Return a tree for ``capacity`` rows without priorities; less than 20 bytes per row."""
+        rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
         tree.clear_()
@@ -82,9 +82,7 @@ class SumTree:
 
     @property
     def device_state(self) -> PriorityState:
-        """What device backends and captured graphs read: the numbers of the law, the rows that are drawn from and that
-        updates may name, the magnitude of new rows. Made at first use.
-        """
+        """What device backends and captured graphs read, made at first use."""
         found = self.__dict__.get("_device_state")  # not as an attribute: torch.compile would compile twice
         if found is None:
             names = "alpha", "eps", "beta", "drawn", "named", "entry"
@@ -124,11 +122,6 @@ class SumTree:
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.tensors()  # without the addresses, which are wrong in a copy
-
-
-def padded(capacity: int) -> int:
-    """Return the number of rows that a tree for ``capacity`` rows has: whole blocks."""
-    return -(-capacity // BLOCK) * BLOCK
 
 
 def _starts(rows: int) -> list[int]:
