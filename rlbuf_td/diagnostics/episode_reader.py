@@ -26,10 +26,7 @@ class Steps(NamedTuple):
 
 
 class StepReader:
-    """Reads trajectory ids (if there are any), ends, metrics and reasons of steps.
-
-    ``reason_keys`` begins with the keys of ``terminated`` and ``truncated``; of these and ``done_key`` one is enough.
-    """
+    """Reads trajectory ids, ends, metrics and reasons, of which ``terminated`` and ``truncated`` are the first two."""
 
     def __init__(
         self,
@@ -45,12 +42,7 @@ class StepReader:
         self._columns += [(key, torch.bool) for key in self.reason_keys]
 
     def read(self, data: TensorDictBase, time_dim: int | None) -> Steps:
-        """Return the columns of steps; ``time_dim``: see :meth:`EpisodeStats.update`.
-
-        Raises:
-            KeyError: rewards, ends or metrics are missing.
-            ValueError: a key has not one number per step, or there is no such dim.
-        """
+        """Return the columns of steps, or raise what :meth:`EpisodeStats.update` does; ``time_dim``: see there."""
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
@@ -79,13 +71,9 @@ class StepReader:
                 return None
             x = self._implied(data, key)
         if x.numel() != rows:
-            raise ValueError(
-                f"EpisodeStats takes one number a step, got {show_key(key)} of shape {[*x.shape]} for {rows} steps: "
-                "give it the key of one that has"
-            )
-        if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
-            return x
-        return x.to(kind)
+            shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
+            raise ValueError(f"EpisodeStats takes one number a step, got {shape}: give it the key of one that has")
+        return x if kind is torch.float64 and x.dtype is torch.float32 else x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
         """Return a missing flag, which follows from the two others, or from the only one."""

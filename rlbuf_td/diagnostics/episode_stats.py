@@ -16,7 +16,9 @@ from rlbuf_td.diagnostics.episode_reader import StepReader, Steps
 
 Reduction = Literal["sum", "mean", "last"]
 
-_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
+_REDUCTIONS = ("sum", "mean", "last")  # numbered as in the kernel
+_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as there, too
+_SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
 _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
 
@@ -26,7 +28,7 @@ class EpisodeStats:
 
     Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then passes it every write before any
     transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the plain sum of
-    rewards and its length the number of steps, both over the steps that were seen.
+    rewards over the steps that were seen.
 
     **Which steps belong together.** With trajectory ids (TorchRL's collectors store them under ``("collector",
     "traj_ids")``), the steps of one id: also in flattened data, and in batches that come from several workers in turn.
@@ -79,10 +81,9 @@ class EpisodeStats:
         if window < 1 or history < 1:
             raise ValueError(f"window and history must be at least 1, got {window} and {history}")
         how = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, "sum")
-        reductions = ("sum", *how.values())
-        if not set(reductions) <= {"sum", "mean", "last"}:
+        if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
-        self.window, self.prefix = window, prefix
+        self.window, self.prefix, self._rows = window, prefix, max(window, history)
         self._reader = StepReader(
             trajectory_key, done_key, (reward_key, *how), (terminated_key, truncated_key, *reasons)
         )
@@ -91,8 +92,7 @@ class EpisodeStats:
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
                 raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
-        self._reduction = np.array([("sum", "mean", "last").index(each) for each in reductions], np.uint8)
-        self._rows = max(window, history)
+        self._reduction = np.array([_REDUCTIONS.index(each) for each in ("sum", *how.values())], np.uint8)
         self.reset()
 
     def reset(self) -> None:
@@ -104,9 +104,7 @@ class EpisodeStats:
         self._records = np.zeros((self._rows, 1 + len(self.metrics)))
         self._ends = np.zeros((self._rows, reasons), np.uint8)
         self._counters = np.zeros(3, np.int64)
-        self._lane_slot = np.zeros(0, np.int64)
-        self._keys = np.zeros(0, np.int64)
-        self._lengths, self._touched = self._keys.copy(), self._keys.copy()
+        self._lane_slot, self._keys, self._lengths, self._touched = (np.zeros(0, np.int64) for _ in range(4))
         self._sums = np.zeros((0, metrics))
 
     # -- steps in
@@ -133,13 +131,16 @@ class EpisodeStats:
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
-        while self._pending and (self._pending[0].ready is None or self._pending[0].ready.query()):
-            self._count(self._pending.popleft())
+        self._count_pending(wait=False)
 
-    def _catch_up(self) -> None:
+    def _count_pending(self, *, wait: bool = True) -> None:
+        """Count steps that are on the host; ``wait``: all of them."""
         while self._pending:
-            if self._pending[0].ready is not None:
-                self._pending[0].ready.synchronize()
+            ready = self._pending[0].ready
+            if ready is not None and wait:
+                ready.synchronize()
+            elif ready is not None and not ready.query():
+                return
             self._count(self._pending.popleft())
 
     def _count(self, steps: Steps) -> None:
@@ -154,13 +155,12 @@ class EpisodeStats:
             self._lane_slot = np.arange(shape[1])
         self._counters[_WRITES] += 1
         count_steps, how, out = _kernel(), (self._is_double, self._reduction), (self._records, self._ends)
-        total, done = shape[0] * shape[1], 0
-        while True:
+        done = -1
+        while done < shape[0] * shape[1]:
+            if done >= 0:
+                self._make_room(shape[1])
             slots = (self._keys, self._lengths, self._touched, self._sums, self._lane_slot)
-            done = count_steps(done, shape, strides, inputs, *how, *slots, *out, self._counters)
-            if done == total:
-                return
-            self._make_room(shape[1])
+            done = count_steps(max(done, 0), shape, strides, inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
         """Forget open episodes without recent steps; if there are none, double the number of open episodes."""
@@ -178,13 +178,13 @@ class EpisodeStats:
     @property
     def episodes(self) -> int:
         """The number of episodes that have ended."""
-        self._catch_up()
+        self._count_pending()
         return int(self._counters[_EPISODES])
 
     @property
     def steps(self) -> int:
         """The number of steps counted."""
-        self._catch_up()
+        self._count_pending()
         return int(self._counters[_STEPS])
 
     def summary(self) -> dict[str, float]:
@@ -197,10 +197,8 @@ class EpisodeStats:
         numbers, ends = self._latest(self.window)
         if not len(numbers):
             return {}
-        values: dict[str, Any] = {}
-        for name, column in zip(self.metrics, numbers.T[1:], strict=True):
-            for what in ("mean", "std", "min", "max"):
-                values[f"{name}_{what}"] = getattr(column, what)()
+        columns = dict(zip(self.metrics, numbers.T[1:], strict=True))
+        values = {f"{name}_{how}": getattr(x, how)() for name, x in columns.items() for how in _SUMMARIES}
         values |= {f"done_{name}_rate": rate for name, rate in zip(self.reasons, ends.mean(0), strict=True)}
         values |= {"episodes": self.episodes, "steps": self.steps}
         return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
@@ -226,7 +224,7 @@ class EpisodeStats:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all counts, of open episodes too, as tensors."""
-        self._catch_up()
+        self._count_pending()
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -236,16 +234,15 @@ class EpisodeStats:
             ValueError: the state has other metrics, reasons or length of history; nothing has changed.
         """
         arrays = {name: state_dict[name].numpy().copy() for name in _STATE}
-        slots = len(arrays["_keys"])
-        shapes = {name: getattr(self, name).shape for name in ("_records", "_ends", "_counters")}
-        shapes |= dict.fromkeys(("_keys", "_lengths", "_touched"), (slots,)) | {"_sums": (slots, len(self._reduction))}
+        lengths = dict.fromkeys(("_keys", "_lengths", "_touched", "_sums"), len(arrays["_keys"]))
+        lengths |= {"_records": self._rows, "_ends": self._rows, "_counters": 3}
         for name, array in arrays.items():
-            shape = shapes.get(name, array.shape[:1])
-            if array.shape != shape or array.dtype != getattr(self, name).dtype:
+            mine = getattr(self, name)
+            shape = (lengths.get(name, len(array)), *mine.shape[1:])
+            if (array.dtype, array.shape) != (mine.dtype, shape):
                 raise ValueError(
                     f"the saved statistics are {array.dtype} of shape {array.shape} ({name.strip('_')}), these "
-                    f"{getattr(self, name).dtype} of {shape}: make EpisodeStats with the same keys, reasons, window "
-                    "and history"
+                    f"{mine.dtype} of {shape}: make EpisodeStats with the same keys, reasons, window and history"
                 )
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have counted fewer than no steps")
@@ -253,14 +250,12 @@ class EpisodeStats:
         self.__dict__.update(arrays)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._catch_up()  # CUDA events cannot be copied
+        self._count_pending()  # CUDA events cannot be copied
         return self.__dict__
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(metrics={list(self.metrics)}, reasons={list(self.reasons)}, "
-            f"window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
-        )
+        names = f"metrics={list(self.metrics)}, reasons={list(self.reasons)}"
+        return f"{type(self).__name__}({names}, window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
 
 
 @cache

@@ -81,10 +81,8 @@ class ReplayCount:
     def restore(self, counts: torch.Tensor | None) -> None:
         """Continue with saved counts; start at 0 if they are ``None`` or of another shape."""
         mine = self.counts()
-        if counts is not None and counts.shape == mine.shape and counts.dtype is mine.dtype:
-            mine.copy_(counts)
-        else:
-            mine.zero_()
+        is_like = counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype)
+        mine.copy_(counts if is_like else torch.zeros_like(mine))
 
     def mark_range(self, start: int, count: int) -> None:
         """Start at 0 for the flat rows ``start, start + 1, ...``, which have just been written."""
@@ -105,14 +103,11 @@ def rows_of(index: Any, storage: Storage) -> torch.Tensor:
 def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
-    """Return the numbers that this module's docstring lists, as far as the parts have them.
-
-    Cost: O(N log N) with priorities or counts, else O(B log B).
-    """
+    """Return the numbers that this module's docstring lists; O(N log N) with priorities or counts, else O(B log B)."""
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
-        report |= _of_batch(ages(storage, writer, last_draw), last_draw[1])
+        report |= _quantiles("age", ages(storage, writer, last_draw)) | _of_weights(last_draw[1])
     if rows:
         probability = probabilities(storage, sampler)
         if probability is not None:
@@ -128,14 +123,17 @@ def health(
     return report
 
 
-def _of_batch(age: torch.Tensor | None, weight: torch.Tensor | None) -> dict[str, float]:
-    report = _quantiles("age", age)
-    if weight is not None:
-        weight = weight.double()
-        size = float(weight.sum() ** 2 / (weight**2).sum())
-        report["effective_sample_size"], report["effective_share"] = size, size / weight.numel()
-        report["weight_max_over_median"] = float(weight.max() / weight.median())
-    return report
+def _of_weights(weight: torch.Tensor | None) -> dict[str, float]:
+    if weight is None:
+        return {}
+    weight = weight.double()
+    size = float(weight.sum() ** 2 / (weight**2).sum())
+    ratio = float(weight.max() / weight.median())
+    return {
+        "effective_sample_size": size,
+        "effective_share": size / weight.numel(),
+        "weight_max_over_median": ratio,
+    }
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:

@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 
+from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.memory_budget import show_bytes
 from rlbuf_td.storages.schema import walk
 
@@ -27,17 +27,15 @@ _CELL = (
 def html_of(rb: Any) -> str:
     """Return a buffer as HTML without scripts and style sheets."""
     name = escape(type(rb).__name__)
-    if not rb._initialized:
+    if not rb.initialized:
         return f"<div><b>{name}</b> (not initialized)</div>"
-    storage = rb._storage
+    storage = rb.storage
     fields = list(_fields(storage))
-    parts: list[tuple[str, Any]] = [("storage", _storage(storage)), ("sampler", rb._sampler), ("writer", rb._writer)]
-    parts += [("transform", each) for each in getattr(rb._transform, "transforms", ())]
-    parts += [("batch size", rb._batch_size)] if rb._batch_size is not None else []
-    parts += [("episodes", rb.episode_stats)] if rb.episode_stats is not None else []
-    keys = "<i>no keys yet: nothing has been written</i>"
-    if fields:
-        keys = _table(("key", "dtype", "shape", "bytes"), fields)
+    parts: list[tuple[str, Any]] = [("storage", _storage(storage)), ("sampler", rb.sampler), ("writer", rb.writer)]
+    parts += [("transform", each) for each in getattr(rb.transform, "transforms", ())]
+    optional = {"batch size": rb.batch_size, "episodes": rb.episode_stats}
+    parts += [(name, value) for name, value in optional.items() if value is not None]
+    keys = _table(("key", "dtype", "shape", "bytes"), fields) if fields else "<i>no keys yet: nothing was written</i>"
     return (
         f'<div style="font-size:90%;line-height:1.45;max-width:46em"><b>{name}</b>'
         + _bar(len(storage), storage.max_size)
@@ -84,17 +82,15 @@ def _storage(storage: Any) -> str:
         words.append(f"{show_bytes(sum(saved.values()))} saved by deduplicating {', '.join(map('.'.join, saved))}")
     if getattr(storage, "scratch_dir", None) is not None:
         words.append(f"mapped file in {storage.scratch_dir}")
-    if getattr(storage, "shared", False):
-        words.append("shared memory")
-    if getattr(storage, "offload", False):
-        words.append("page-locked RAM")
+    kinds = {"shared": "shared memory", "offload": "page-locked RAM"}
+    words += [kind for name, kind in kinds.items() if getattr(storage, name, False)]
     return f"{type(storage).__name__}({', '.join(words)})"
 
 
 def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
     """Yield key, dtype, shape and bytes of each leaf of a row; nothing if the storage has no columns."""
-    rows, deduplicated = getattr(storage, "_storage", None), getattr(storage, "deduplicated", {})
-    if not isinstance(rows, TensorDictBase):
+    rows, deduplicated = stored_rows(storage), getattr(storage, "deduplicated", {})
+    if rows is None:
         return
     if not deduplicated:
         found = ((key, x.dtype, x.shape[storage.ndim :]) for key, x in walk(rows) if isinstance(x, torch.Tensor))

@@ -153,7 +153,7 @@ def plan(
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into what is free.
+    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit; ``print`` the result.
 
     Nothing is allocated. The bytes are those that :class:`PackedStorage` and the samplers of this package allocate.
 
@@ -163,17 +163,13 @@ def plan(
         capacity: in transitions; default: the storage's.
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
             else uniform.
-        device: the device of the rows, default: the storage's, else ``"cpu"``.
+        device: of the rows; default, as of the next three: the storage's.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
         offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
         share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
             keys that may be shared). One more observation per trajectory is not counted.
         frames: as for :class:`PackedStorage`.
-
-    Returns:
-        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``rows``, ``priorities``, ``fits`` ...;
-        ``print`` it.
 
     Raises:
         ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.
@@ -222,13 +218,7 @@ def plan(
 
 
 def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cpu") -> int:
-    """Return the bytes of a sampler's state for ``capacity`` rows; ``sampler`` as for :func:`plan`.
-
-    TorchRL's ``PrioritizedSampler`` has two float32 trees, a sampler without replacement the order of an epoch.
-
-    Raises:
-        TypeError: ``sampler`` is no sampler, or the class of a wrapper, which does not say what it wraps.
-    """
+    """Return the bytes of a sampler's state for ``capacity`` rows; ``sampler`` as for :func:`plan`."""
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     if isinstance(sampler, str):
@@ -241,7 +231,7 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
     if issubclass(kind, Prioritized):
         return kind.nbytes_for(capacity, device)
     if issubclass(kind, PrioritizedSampler):
-        return 2 * 4 * 2 * (1 << int(capacity).bit_length())
+        return 2 * 4 * 2 * (1 << int(capacity).bit_length())  # two float32 trees
     return 8 * capacity if issubclass(kind, SamplerWithoutReplacement) else 0
 
 

@@ -145,12 +145,11 @@ class GymnasiumRecorder:
         stored = {} if storage.layout is None else {leaf.key: leaf for leaf in storage.layout.leaves}
         for key, value in list(walk(schema)):
             leaf = stored.get(key)
+            if leaf is None and not storage.is_reserved:
+                raise SchemaError(f"the buffer's rows have no {show_key(key)}, which the recorder writes: {_REMEDY}")
             if leaf is None:
-                if not storage.is_reserved:
-                    raise SchemaError(
-                        f"the buffer's rows have no {show_key(key)}, which the recorder writes: {_REMEDY}"
-                    )
-            elif key == _REWARD and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
+                continue
+            if key == _REWARD and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
                 schema.set(key, value.to(leaf.dtype))
             elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
                 raise SchemaError(

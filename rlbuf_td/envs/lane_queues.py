@@ -17,12 +17,9 @@ class LaneQueues:
     Take either time steps or stretches, not both. ``example``: transitions ``[E]`` like the rows.
 
     Attributes:
-        now: the rows being filled, ``[E]``.
+        now: the rows being filled, ``[E]``; ``columns``: their leaves as arrays ``[E, ...]`` to write to.
         step: the time step that was taken last, ``[E]``.
-        columns: the leaves of ``now`` as arrays ``[E, ...]`` to write to.
         pending: the number of rows in all queues.
-
-    Cost: a row is copied once when it is queued and once when it is taken.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -75,10 +72,9 @@ class LaneQueues:
         self.pending = 0
 
     def _grow(self) -> None:
-        size = len(self._ring)
-        steps = self._head + np.arange(size)
-        ring = np.zeros((2 * size, *self._now.shape), np.int64)
-        ring[steps % (2 * size)] = self._ring[steps % size]
+        steps, size = self._head + np.arange(len(self._ring)), 2 * len(self._ring)
+        ring = np.zeros((size, *self._now.shape), np.int64)
+        ring[steps % size] = self._ring[steps % len(self._ring)]
         self._ring = ring
 
     def take_step(self) -> bool:

@@ -75,16 +75,11 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
 def transition_schema(
     observation_space: Any, action_space: Any, num_envs: int | None = None, *, extras: Any = None
 ) -> TensorDict:
-    """Return the schema of a transition from the spaces of observations and actions.
+    """Return the schema of a transition from the spaces of observations and actions of one environment.
 
     It has the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
-    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL.
-
-    Args:
-        observation_space: a Gymnasium space or a TorchRL spec, of one environment.
-        action_space: a Gymnasium space or a TorchRL spec, of one environment.
-        num_envs: E, for a schema of batch size ``[E]``; ``None`` for ``[]``.
-        extras: see :func:`schema_of`.
+    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL. Spaces are Gymnasium's or TorchRL
+    specs. The batch size is ``[num_envs]``, or ``[]``. ``extras``: see :func:`schema_of`.
 
     Raises:
         SchemaError: see :func:`schema_of`; or an observation has a key that a transition needs for itself.
@@ -95,17 +90,14 @@ def transition_schema(
         >>> schema = transition_schema(Unbounded(4), Categorical(2), num_envs=3)
         >>> schema.batch_size, schema["next", "reward"].shape
         (torch.Size([3]), torch.Size([3, 1]))
-        >>> sorted(schema.keys())
-        ['action', 'next', 'observation']
     """
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
     lanes = () if num_envs is None else (num_envs,)
     for role, space in (("observation", observation_space), ("action", action_space)):
         if not _is_space(space):
-            raise TypeError(
-                f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {type(space).__name__}"
-            )
+            kind = type(space).__name__
+            raise TypeError(f"the {role} space must be a Gymnasium space or a TorchRL spec, got a {kind}")
     observation = _observation(observation_space, lanes)
     flag = torch.empty((*lanes, 1), dtype=torch.bool, device="meta")
     reward = torch.empty((*lanes, 1), dtype=torch.float32, device="meta")
@@ -125,10 +117,8 @@ def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
     for key, value in leaves_of(more):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
-            raise SchemaError(
-                f"the extra {show_key(key)} has shape {tuple(value.shape)}, expected {tuple(schema.batch_size)} in "
-                "front, as in every entry of the schema"
-            )
+            expected = f"expected {tuple(schema.batch_size)} in front, as in every entry of the schema"
+            raise SchemaError(f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}")
         result.set(key, torch.empty_like(value, device="meta"))
     return result
 
@@ -136,9 +126,7 @@ def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
 def refuse_taken(keys: Any) -> None:
     """Raise a :class:`SchemaError` if an observation has a key that a transition needs for itself."""
     for key in _TAKEN.intersection(keys):
-        raise SchemaError(
-            f"the observation has a key {key!r}, which a transition needs for itself: rename it with a wrapper"
-        )
+        raise SchemaError(f"the observation has a key {key!r}, which a transition needs for itself: rename it")
 
 
 # -- values: nested dicts and tuples of arrays and numbers

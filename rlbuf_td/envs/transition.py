@@ -49,10 +49,8 @@ def make_transition(
     """
     flags = {"terminated": _flag(terminated, "terminated"), "truncated": _flag(truncated, "truncated")}
     lanes = flags["terminated"].shape
-    if flags["truncated"].shape != lanes:
-        raise SchemaError(
-            f"'truncated' has shape {tuple(flags['truncated'].shape)}, expected that of 'terminated', {tuple(lanes)}"
-        )
+    if (shape := flags["truncated"].shape) != lanes:
+        raise SchemaError(f"'truncated' has shape {tuple(shape)}, expected that of 'terminated', {tuple(lanes)}")
     root = _observation(obs) | {"action": tensors_of(action, "action")}
     after = _observation(next_obs, "next") | {"reward": _reward(reward, lanes)}
     after |= {name: flag.unsqueeze(-1) for name, flag in flags.items()}
@@ -95,15 +93,11 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
     """Return nested dicts of tensors as a TensorDict; refuse tensors that do not start with ``lanes``."""
-    checked: dict[str, Any] = {}
     for key, value in parts.items():
-        if isinstance(value, dict):
-            checked[key] = _batch(value, lanes, *path, key)
-        elif value.shape[: len(lanes)] != lanes:
+        if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
             raise SchemaError(
                 f"{show_key((*path, key))} has shape {tuple(value.shape)}, expected {tuple(lanes)} in front, as in "
                 "'terminated': one entry for each environment"
             )
-        else:
-            checked[key] = value
-    return TensorDict(checked, lanes)
+    nested = {key: _batch(value, lanes, *path, key) for key, value in parts.items() if isinstance(value, dict)}
+    return TensorDict(parts | nested, lanes)

@@ -16,14 +16,12 @@ from matplotlib.ticker import PercentFormatter
 WIDTH = 3.4  # inches
 INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"
 SMALL = 7  # points
-LINES: tuple[dict[str, Any], ...] = (
-    {"color": INK, "linestyle": "-", "linewidth": 1.2},
-    {"color": ACCENT, "linestyle": "--", "linewidth": 1.2},
-    {"color": "0.55", "linestyle": "-", "linewidth": 1.2},
-    {"color": "#2a6f97", "linestyle": "-.", "linewidth": 1.2},
-    {"color": "0.35", "linestyle": ":", "linewidth": 1.2},
-    {"color": "0.75", "linestyle": "--", "linewidth": 1.2},
+BARS: dict[str, Any] = {"color": SHADE, "edgecolor": INK, "linewidth": 0.5}
+_LOOKS = {INK: "-", ACCENT: "--", "0.55": "-", "#2a6f97": "-.", "0.35": ":", "0.75": "--"}
+LINES = tuple[dict[str, Any], ...](
+    {"color": color, "linestyle": style, "linewidth": 1.2} for color, style in _LOOKS.items()
 )
+LEGEND: dict[str, Any] = {"fontsize": SMALL - 0.5, "frameon": False}
 
 
 class Picture(Figure):
@@ -64,19 +62,9 @@ def title(figure: Figure, words: str) -> None:
     figure.suptitle(words, fontsize=SMALL + 0.5)
 
 
-def histogram(axes: Axes, x: np.ndarray, bins: Any, **settings: Any) -> None:
-    """Draw a histogram."""
-    axes.hist(x, bins, color=SHADE, edgecolor=INK, linewidth=0.5, **settings)
-
-
 def guide(axes: Axes, x: Any, y: Any) -> None:
     """Draw a dashed line."""
     axes.plot(x, y, color=GUIDE, linestyle="--", linewidth=0.9)
-
-
-def legend(axes: Axes, **settings: Any) -> None:
-    """Name the lines of a panel."""
-    axes.legend(fontsize=SMALL - 0.5, frameon=False, **settings)
 
 
 def in_percent(axes: Axes) -> None:

@@ -18,19 +18,11 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot what :meth:`ReplayBuffer.health` measures: ages and weights of the last batch, probabilities and draws.
 
-    A panel is left out if the buffer has no numbers for it: weights and probabilities without priorities, draws without
-    ``count_replays=True``.
-
-    Args:
-        rb: a buffer that has been sampled.
-
-    Returns:
-        A figure with one to four panels.
+    Returns a figure with one to four panels: weights and probabilities need priorities, draws ``count_replays=True``.
+    Cost: O(N log N) with priorities or counts.
 
     Raises:
         RuntimeError: nothing has been sampled yet.
-
-    Cost: O(N log N) with priorities or counts.
 
     Example:
         >>> import torch
@@ -60,24 +52,22 @@ def plot_health(rb: ReplayBuffer) -> Figure:
         counts = style.numbers_of(replays.counts()[: len(storage)])
         draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
     figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
-    for draw, each in zip(draws, axes, strict=False):
+    for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
-    for each in axes[len(draws) :]:
-        each.remove()
     style.title(figure, f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
     return figure
 
 
 def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
     bins = np.linspace(0, steps, min(20, steps) + 1).tolist()
-    style.histogram(axes, age, bins)
+    axes.hist(age, bins, **style.BARS)
     style.guide(axes, [0, steps], [len(age) / (len(bins) - 1)] * 2)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     style.dress(axes, "age of the last batch\n(dashed: uniform)", "time steps since written", "rows")
 
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
-    style.histogram(axes, weight, 20, range=(0, float(weight.max())))
+    axes.hist(weight, 20, range=(0, float(weight.max())), **style.BARS)
     style.dress(axes, f"weights of the last batch\n(worth {share:.0%} of its size)", "importance weight", "rows")
 
 
@@ -109,9 +99,7 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
 
 def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
     doublings = np.bincount(np.frexp(counts)[1])  # 0, 1, 2 to 3, 4 to 7, ...
-    axes.bar(
-        range(len(doublings)), doublings / len(counts), width=1, color=style.SHADE, edgecolor=style.INK, linewidth=0.5
-    )
+    axes.bar(range(len(doublings)), doublings / len(counts), width=1, **style.BARS)
     edges = ["0", "1", *(f"{2**k:,}+" for k in range(1, len(doublings) - 1))]
     every = -(-len(edges) // 4)
     axes.set_xticks(range(len(edges))[::every], edges[::every])
@@ -120,19 +108,13 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
 
 
 def plot_priorities(rb: ReplayBuffer) -> Figure:
-    """Plot the magnitudes of the TD errors of all rows, and their probabilities.
-
-    Args:
-        rb: a buffer with a prioritized sampler, wrapped or not.
-
-    Returns:
-        A figure with two panels: a histogram, and the probabilities, the largest first.
-
-    Raises:
-        TypeError: the buffer's sampler has no priorities.
-        RuntimeError: the buffer is empty.
+    """Plot a histogram of the TD errors' magnitudes of all rows, and their probabilities, the largest first.
 
     Cost: O(N log N).
+
+    Raises:
+        TypeError: the buffer's sampler, wrapped or not, has no priorities.
+        RuntimeError: the buffer is empty.
 
     Example:
         >>> import torch
@@ -165,7 +147,7 @@ def _draw_magnitudes(axes: Axes, magnitude: np.ndarray) -> None:
     if len(positive):
         low, high = positive.min(), positive.max()
         bins = np.geomspace(low, high, 31).tolist() if high > low else [low / 2, low * 2]
-        style.histogram(axes, positive, bins, weights=np.full(len(positive), 1 / len(magnitude)))
+        axes.hist(positive, bins, weights=np.full(len(positive), 1 / len(magnitude)), **style.BARS)
         axes.axvline(float(np.median(magnitude)), color=style.ACCENT, linewidth=1.0)
         axes.set_xscale("log")
     zeros = 1 - len(positive) / len(magnitude)

@@ -16,18 +16,11 @@ from rlbuf_td.writers import RolloutWriter
 def plot_episodes(stats: EpisodeStats) -> Figure:
     """Plot each metric of the recorded episodes over the steps, and how episodes ended.
 
-    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
-
-    Args:
-        stats: statistics of episodes, such as ``rb.episode_stats``.
-
-    Returns:
-        A figure with a panel per metric, and one for the share of each way to end.
+    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation. There is
+    a panel per metric, and one for the share of each way to end. Cost: O(episodes in the history).
 
     Raises:
         RuntimeError: no episode has ended.
-
-    Cost: O(episodes in the history).
 
     Example:
         >>> import torch
@@ -43,28 +36,25 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     history = {name: style.numbers_of(column) for name, column in stats.history().items()}
     if not len(history["step"]):
         raise RuntimeError("there is nothing to draw: no episode has ended")
-    metrics = ["return", "length", *stats.metrics[2:]]
+    metrics, words = ["return", "length", *stats.metrics[2:]], {"length": "length, steps"}
     if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
         metrics.remove("length")
+        words["return"] = "return = length, steps"
     figure, axes = style.panels(len(metrics) + 1, 1, 1.15, sharex=True)
     for name, each in zip(metrics, axes, strict=False):
         mean, deviation = _running(history[name], stats.window)
         each.plot(history["step"], history[name], ".", color="0.6", markersize=2, zorder=1)
-        each.fill_between(
-            history["step"], mean - deviation, mean + deviation, color=style.SHADE, alpha=0.6, linewidth=0
-        )
+        band = mean - deviation, mean + deviation
+        each.fill_between(history["step"], *band, color=style.SHADE, alpha=0.6, linewidth=0)
         each.plot(history["step"], mean, color=style.INK, linewidth=1.3)
-        is_both = len(metrics) < len(stats.metrics) and name == "return"
-        style.dress(
-            each, "", "", "return = length, steps" if is_both else "length, steps" if name == "length" else name
-        )
+        style.dress(each, "", "", words.get(name, name))
     for line, name in zip(style.LINES, stats.reasons, strict=False):
         rate, _ = _running(history[f"done_{name}"].astype(float), stats.window)
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
     style.in_percent(axes[-1])
     style.dress(axes[-1], "", "environment steps", "ended so")
-    style.legend(axes[-1], loc="best", borderaxespad=0.2)
+    axes[-1].legend(loc="best", borderaxespad=0.2, **style.LEGEND)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     style.title(figure, f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
     return figure
@@ -82,18 +72,12 @@ def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot a rollout: values, targets and ends of one lane, the advantages, and values against their targets.
+    """Plot a complete rollout: values, targets and ends of one lane, all advantages, and values against targets.
 
-    Args:
-        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
-
-    Returns:
-        A figure with three panels.
+    Cost: O(rows of the rollout).
 
     Raises:
         RuntimeError: the rollout is not complete.
-
-    Cost: O(rows of the rollout).
 
     Example:
         >>> import torch
@@ -121,9 +105,9 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     done = data.get(writer.estimator.done_key, None)
     for end in [] if done is None else np.flatnonzero(style.numbers_of(done.reshape(len(data), -1))[:, 0]):
         top.axvline(end + 0.5, color=style.SHADE, linewidth=0.8, zorder=0)
-    style.legend(top, ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97))
+    top.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 0.97), **style.LEGEND)
     style.dress(top, "", "time step of the first lane (grey: an episode ends)", "return")
-    style.histogram(left, advantage.ravel(), 30)
+    left.hist(advantage.ravel(), 30, **style.BARS)
     left.axvline(0, color=style.GUIDE, linestyle="--", linewidth=0.9)
     style.dress(left, f"mean {advantage.mean():.2g}, deviation {advantage.std():.2g}", "advantage", "steps")
     low, high = min(value.min(), target.min()), max(value.max(), target.max())

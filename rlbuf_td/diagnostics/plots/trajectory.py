@@ -25,10 +25,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     Args:
         rb: a buffer over a storage of TensorDicts with ``("next", "done")`` or trajectory ids.
         row: a flat row, or its coordinates ``(t, e)``.
-        keys: the keys to plot; default: reward, action and the first observation of up to 64 numbers.
-
-    Returns:
-        A figure with a panel per key, over time steps from the row.
+        keys: a panel for each; default: reward, action and the first observation of up to 64 numbers.
 
     Raises:
         IndexError: nothing is stored at this row.
@@ -68,7 +65,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         _draw_components(each, steps, components)
         each.axvline(0, color=ACCENT, linestyle=":", linewidth=1.2)
         shown = f"\n({len(LINES)} of {components.shape[1]})" if components.shape[1] > len(LINES) else ""
-        dress(each, "", "", _key_words(key) + shown)
+        dress(each, "", "", (key if isinstance(key, str) else ".".join(key)) + shown)
     axes[-1].set_xlabel("time steps from the row (dotted)", fontsize=SMALL)
     axes[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     where = f"row {flat:,}" if lanes == 1 else f"row {flat:,} (step {flat // lanes:,}, lane {flat % lanes})"
@@ -96,7 +93,3 @@ def _default_keys(data: Any) -> list[NestedKey]:
         if is_small and key[0] not in ("next", "action") and "observation" in key:
             return [*found, key]
     return found
-
-
-def _key_words(key: NestedKey) -> str:
-    return key if isinstance(key, str) else ".".join(key)
