@@ -23,9 +23,8 @@ def rows(first: int, count: int, lanes: int) -> TensorDict:
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
 @pytest.mark.parametrize("limit", [2**31, 2**32, 2**33, 2**53, 2**63])
 def test_a_buffer_goes_on_where_its_counters_pass_a_limit(limit, sampler, lanes, shared):
-    rb = ReplayBuffer(
-        storage=PackedStorage(CAPACITY, ndim=2 if lanes else 1), sampler=sampler(CAPACITY), batch_size=6, shared=shared
-    )
+    storage = PackedStorage(CAPACITY, ndim=2 if lanes else 1)
+    rb = ReplayBuffer(storage=storage, sampler=sampler(CAPACITY), batch_size=6, shared=shared)
     start, steps = limit - 40, CAPACITY // max(1, lanes)
     rb.writer._write_count = start
     rb.storage._mutation_revision_value.value = limit - 20

@@ -85,6 +85,7 @@ def test_in_lockstep_with_lists_of_what_was_written_and_drawn(sampler, lanes, st
         assert health["fill"] == len(rb) / CAPACITY
         assert health["never_sampled"] == pytest.approx(stored.count(0) / len(stored))
         assert (health["replays_mean"], health["replays_max"]) == (sum(stored) / len(stored), max(stored))
+        assert all(type(value) is float and math.isfinite(value) for value in health.values())
         if ages and draws:
             assert [health[f"age_{q}"] for q in ("p10", "p50", "p90", "max")] == [
                 quantile(ages, q) for q in (0.1, 0.5, 0.9, 1.0)
@@ -140,12 +141,10 @@ def test_rows_without_a_priority_do_not_count_among_the_priorities():
 
 
 @pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
-def test_top_mass_of_equally_probable_rows(make):
+def test_equally_probable_rows_have_a_top_mass_of_a_hundredth_and_no_priorities(make):
     rb = filled(make(), 200, 200)
-    rb.sample()
-    health = rb.health()
-    assert health["top_mass"] == pytest.approx(0.01)
-    assert not {"priority_p50", "effective_sample_size"} & set(health)
+    assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates"}
+    assert rb.health()["top_mass"] == pytest.approx(0.01)
 
 
 def test_probabilities_of_torchrls_prioritized_sampler():
@@ -190,19 +189,6 @@ def test_numbers_of_unknown_samplers_and_writers_are_left_out():
     assert not [name for name in best.health() if name.startswith("age")]
 
 
-def test_every_number_is_a_float_that_is_finite():
-    rb = ReplayBuffer(
-        storage=PackedStorage(40), sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2
-    )
-    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0}
-    rb.extend(numbered(0, 30)[0])
-    for _ in range(3):
-        rb.sample()
-    health = rb.health()
-    assert len(health) == 19
-    assert all(type(value) is float and math.isfinite(value) for value in health.values())
-
-
 def test_counts_begin_anew_with_another_storage_and_after_emptying_and_are_off_by_default():
     plain = filled()
     plain.sample()
@@ -222,9 +208,10 @@ def test_counts_begin_anew_with_another_storage_and_after_emptying_and_are_off_b
 
 
 def test_on_every_device(device):
-    rb = ReplayBuffer(
-        storage=PackedStorage(40, device=device), sampler=ProportionalSampler(40), batch_size=8, count_replays=True
-    )
+    storage = PackedStorage(40, device=device)
+    rb = ReplayBuffer(storage=storage, sampler=ProportionalSampler(40), batch_size=8, count_replays=True, prefetch=2)
+    assert rb.health() == {"rows": 0.0, "fill": 0.0, "refused_priorities": 0.0, "stale_updates": 0.0}
     rb.extend(numbered(0, 30)[0].to(device))
     rb.sample()
-    assert rb.health()["replays_mean"] == pytest.approx(8 / 30)
+    assert rb.health()["replays_mean"] >= 8 / 30
+    assert len(rb.health()) == 19

@@ -71,11 +71,9 @@ def test_rows_are_planned_byte_for_byte(schema: Schema, lanes: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("capacity", [1, 8, 9, 64, 65, 4_097])
-@pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
-def test_priorities_are_planned_byte_for_byte(kind: Any, capacity: int) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("proportional", ProportionalSampler), ("rank", RankSampler)])
+def test_priorities_are_planned_byte_for_byte(name: str, kind: Any, capacity: int) -> None:
     sampler = kind(capacity)
-    assert kind.nbytes_for(capacity) == state_of(sampler)
-    name = {ProportionalSampler: "proportional", RankSampler: "rank"}[kind]
     assert {priority_bytes(way, capacity) for way in (kind, sampler, name)} == {state_of(sampler)}
 
 
@@ -152,7 +150,9 @@ def test_what_cannot_be_planned_is_refused() -> None:
 # -- room
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, *, memory: Any, disk: Any, **settings: Any) -> MemoryPlan:
+def planned(
+    monkeypatch: pytest.MonkeyPatch, capacity: int = 1_000_000, *, memory: Any, disk: Any, **settings: Any
+) -> MemoryPlan:
     """Plan 1,000,000 rows of about 11.7 GiB on a machine with so much room."""
     rooms = {"RAM": Room("RAM", memory, memory and 2 * memory), "disk": Room("disk (here)", disk, disk)}
     monkeypatch.setattr(planning, "ram", lambda: rooms["RAM"])
@@ -162,7 +162,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, memory: Any, disk: Any, **settin
         planning, "room_for", lambda device, scratch_dir=None, shared=False: rooms["disk" if scratch_dir else "RAM"]
     )
     example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
-    return plan(example, 1_000_000, **settings)
+    return plan(example, capacity, **settings)
 
 
 def test_what_fits_needs_no_remedy_and_every_part_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,10 +172,9 @@ def test_what_fits_needs_no_remedy_and_every_part_has_a_line(monkeypatch: pytest
     assert text.startswith("1,000,000 rows of 12,352 bytes: 11.5 GiB")
     assert "-> 20.0 GiB of RAM are free (40.0 GiB in all): fits" in text
     assert "0 bytes of disk (here) are free (0 bytes in all): does not fit" in text
-    assert "largest key: 'pixels'" in text
     assert "What to do" not in text
-    for name in ("'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
-        assert f"\n  {name} " in text
+    for name in ("largest key: 'pixels'", "'small'", "padding", "rows", "priorities", "trajectory index", "total"):
+        assert f"\n  {name}" in text
     unknown = planned(monkeypatch, memory=None, disk=None)
     assert (unknown.fits, unknown.most_rows) == (True, None)
     assert "-> RAM of unknown size: fits" in str(unknown)
@@ -192,18 +191,9 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
     for memory, fits in ((GIB, True), (1 << 20, False)):  # priorities of rows on a disk are in memory
         on_disk = planned(monkeypatch, memory=memory, disk=20 * GIB, scratch_dir="x", sampler="rank")
         assert on_disk.fits is fits
-
-
-@pytest.mark.parametrize("settings", [{}, {"sampler": "proportional"}, {"sampler": "proportional", "scratch_dir": "x"}])
-def test_the_largest_capacity_that_fits_does_fit_and_a_tenth_more_does_not(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
-    needed = planned(monkeypatch, memory=GIB // 64, disk=3 * GIB, **settings)
-    most = needed.most_rows
-    assert most is not None
-    example = TensorDict({"small": torch.zeros(1), "pixels": torch.zeros(3, 32, 32)})
-    assert plan(example, most - 64, **settings).fits
-    assert not plan(example, int(1.1 * most), **settings).fits
+    assert needed.most_rows is not None
+    for capacity, fits in ((needed.most_rows - 64, True), (int(1.1 * needed.most_rows), False)):
+        assert planned(monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional").fits is fits
 
 
 # -- the command

@@ -51,9 +51,9 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     space.seed(0)
     batched = space if num_envs is None else gymnasium.vector.utils.batch_space(space, num_envs)
     batched.seed(0)
-    flag = np.zeros(num_envs, bool) if num_envs else False
+    ends = (np.array([True, False, False]), np.array([False, True, False])) if num_envs else (False, True)
     reward = np.zeros(num_envs) if num_envs else 0.0
-    step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), flag, flag)
+    step = make_transition(batched.sample(), batched.sample(), reward, batched.sample(), *ends)
     schema = transition_schema(space, space, num_envs)
     assert all(leaf.device.type == "meta" for leaf in schema.values(True, True))
     assert leaves(step) == leaves(schema)
@@ -62,6 +62,7 @@ def test_samples_of_a_space_have_its_schema_as_observations_and_as_actions(space
     if num_envs is None:
         observation = {key: leaf for key, leaf in leaves(schema["next"]).items() if key in schema_of(space).keys(True)}
         assert leaves(schema_of(space)) == observation
+    assert torch.equal(step["next", "done"], step["next", "terminated"] | step["next", "truncated"])
     rb = ReplayBuffer.from_spaces(space, space, 30, num_envs=num_envs)
     rb.add(step)
     assert leaves(rb.storage[0]) == leaves(step)
@@ -139,20 +140,15 @@ def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with
     env = torchrl_env(kind)
     rb = ReplayBuffer.from_env(env, 200, batch_size=4)
     keys = set(leaves(rb.storage.rows.view()))
-    actions = env.full_action_spec["action"]
-    policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
+    actions, policy = env.full_action_spec["action"], None
+    if with_policy:
+        policy = TensorDictModule(lambda obs: (actions.rand(), obs.sum(-1)), ["observation"], ["action", "value"])
     if how == "rollout":
-        rb.extend(env.rollout(10, policy if with_policy else None, break_when_any_done=False))
+        rb.extend(env.rollout(10, policy, break_when_any_done=False))
     else:
         own = {} if how == "extend" else {"replay_buffer": rb, "extend_buffer": how == "whole batches"}
-        collector = Collector(
-            env,
-            policy if with_policy else None,
-            frames_per_batch=20,
-            total_frames=40,
-            auto_register_policy_transforms=False,
-            **own,
-        )
+        own |= {"frames_per_batch": 20, "total_frames": 40, "auto_register_policy_transforms": False}
+        collector = Collector(env, policy, **own)
         for data in collector:
             if how == "extend":
                 rb.extend(data)
@@ -166,18 +162,15 @@ def test_what_a_collector_gives_fits_the_rows_of_its_environment(kind, how, with
 
 
 def test_a_rollout_buffer_is_made_for_an_environment():
-    for kind, num_envs in (("single", None), ("vectorised", 2)):
-        env = torchrl_env(kind)
-        rollout = RolloutBuffer.from_env(env, 10, batch_size=5)
-        assert (rollout.num_envs, rollout.storage.max_size) == (num_envs, 10 * (num_envs or 1))
-        data = env.rollout(10, break_when_any_done=False)
-        data["state_value"] = torch.zeros(*data.shape, 1)
-        data["next", "terminated"][..., -1, :] = data["next", "done"][..., -1, :] = True
-        data["next", "terminated"] |= data["next", "done"]
-        rollout.extend(data)
-        assert sum(len(batch) for batch in rollout) == rollout.storage.max_size
-    gym_env = gymnasium.make_vec("CartPole-v1", num_envs=2)
-    assert RolloutBuffer.from_env(gym_env, 10, flat=True).num_envs is None
+    env = torchrl_env("vectorised")
+    rollout = RolloutBuffer.from_env(env, 10, batch_size=5)
+    assert (rollout.num_envs, rollout.storage.max_size) == (2, 20)
+    assert RolloutBuffer.from_env(torchrl_env("single"), 10).num_envs is None
+    data = env.rollout(10, break_when_any_done=False)
+    data["state_value"] = data["next", "state_value"] = torch.zeros(2, 10, 1)
+    rollout.extend(data)
+    assert sum(len(batch) for batch in rollout) == 20
+    assert RolloutBuffer.from_env(gymnasium.make_vec("CartPole-v1", num_envs=2), 10, flat=True).num_envs is None
     assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
     with pytest.raises(SchemaError, match=r"rollouts are \[T\] or \[T, E\]"):
         RolloutBuffer.from_schema(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), 10)
@@ -205,20 +198,18 @@ def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
     return TensorDict({"x": torch.arange(3.0 * n).view(n, 3), **more}, [n])
 
 
-def test_shared_rows_are_fixed_by_the_schema():
-    rb = ReplayBuffer.from_schema(example()[0], 10, shared=True)
-    assert not rb.storage.is_reserved
-    with pytest.raises(SchemaError, match="unknown key 'y'"):
-        rb.extend(example(4, y=torch.ones(4, 2)))
-    assert len(rb) == rb.write_count == 0
-    rb.extend(example(4))
-    assert torch.equal(rb.storage["x"], example(4)["x"])
-
-
-@pytest.mark.parametrize("where", ["memory", "file"])
-def test_the_first_write_may_add_keys_and_later_ones_may_not(where, tmp_path):
-    place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}}[where]
+@pytest.mark.parametrize("where", ["memory", "file", "shared"])
+def test_the_first_write_may_add_keys_if_rows_are_not_shared_and_later_ones_may_not(where, tmp_path):
+    place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}, "shared": {"shared": True}}[where]
     rb = ReplayBuffer.from_schema(example()[0], 10, **place)
+    for read in (lambda: rb.sample(2), lambda: rb.last(1)):
+        with pytest.raises(RuntimeError, match="empty"):
+            read()
+    if where == "shared":
+        with pytest.raises(SchemaError, match="unknown key 'y'"):
+            rb.extend(example(4, y=torch.ones(4, 2)))
+        assert rb.extend(example(4)).tolist() == [0, 1, 2, 3]
+        return
     assert rb.storage.is_reserved
     for bad, message in (
         (example(3).exclude("x"), "without a single tensor"),
@@ -238,6 +229,8 @@ def test_the_first_write_may_add_keys_and_later_ones_may_not(where, tmp_path):
         rb.extend(example())
     with pytest.raises(RuntimeError, match="reserve them before the first write"):
         rb.storage.reserve(example()[0])
+    with pytest.raises(SchemaError, match="1 or more batch dims"):
+        PackedStorage(10, ndim=2).reserve(example()[0])
 
 
 def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
@@ -250,40 +243,9 @@ def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
     with pytest.raises(SchemaError, match="other keys"):
         other.load_state_dict(full.state_dict())
     assert other.storage.is_reserved
-    again = ReplayBuffer(storage=PackedStorage(10))
-    again.load_state_dict(ReplayBuffer.from_schema(example()[0], 10).state_dict())
-    again.extend(example(4, w=torch.ones(4)))
-    assert len(again) == 4
-
-
-def test_an_empty_reserved_buffer_and_a_schema_without_lanes_are_refused():
-    rb = ReplayBuffer.from_schema(example()[0], 10, batch_size=2)
-    for read in (rb.sample, lambda: rb.last(1)):
-        with pytest.raises(RuntimeError, match="empty"):
-            read()
-    with pytest.raises(SchemaError, match="1 or more batch dims"):
-        PackedStorage(10, ndim=2).reserve(TensorDict({"x": torch.zeros(3)}, []))
 
 
 # -- transitions
-
-
-def test_rewards_are_float32_unless_they_come_as_a_tensor():
-    def reward(value: Any) -> torch.Tensor:
-        return make_transition(0, 0, value, 0, False, False)["next", "reward"]
-
-    for value in (1, 1.0, np.float64(1), np.array(1.0), torch.tensor(1)):
-        assert reward(value).dtype is torch.float32
-        assert reward(value).shape == (1,)
-    assert reward(torch.tensor(1.0, dtype=torch.float64)).dtype is torch.float64
-    assert reward(np.zeros(3)).shape == (3,)
-
-
-def test_done_is_either_end_and_both_are_kept():
-    ends = np.array([False, True, False, True]), np.array([False, False, True, True])
-    after = make_transition(np.zeros(4), np.zeros(4, int), np.zeros(4), np.zeros(4), *ends)["next"]
-    for name, expected in zip(("terminated", "truncated", "done"), (*ends, ends[0] | ends[1]), strict=True):
-        assert after[name].flatten().tolist() == expected.tolist()
 
 
 def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_under_next():
@@ -291,6 +253,8 @@ def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_
     frozen.flags.writeable = False
     extras = {"log_prob": -1.0, "next": {"info": {"x": (1, 2.0)}}}
     step = make_transition(frozen, np.arange(4)[::-1], 0, np.arange(3, dtype=">f8"), False, False, **extras)
+    double = make_transition(0, 0, torch.zeros(1, dtype=torch.float64), 0, False, False)
+    assert (step["next", "reward"].dtype, double["next", "reward"].dtype) == (torch.float32, torch.float64)
     assert step["observation"].tolist() == step["next", "observation"].tolist() == [0, 1, 2]
     assert step["action"].tolist() == [3, 2, 1, 0]
     assert step["log_prob"].dtype is torch.float32

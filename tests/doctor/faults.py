@@ -30,10 +30,7 @@ def same_step_autoreset(rows: TensorDict) -> TensorDict:
     following = rows.exclude("next", "action", "done", "collector").apply(lambda leaf: leaf.roll(-1, 0))
     ends = rows["next", "done"].squeeze(-1).clone()
     ends[-1] = False
-    for key in following.keys(True, True):
-        path = ("next", *(key if isinstance(key, tuple) else (key,)))
-        at_end = ends.view(*ends.shape, *(1,) * (rows[path].ndim - ends.ndim))
-        rows[path] = torch.where(at_end, following[key], rows[path])
+    rows["next"].update(torch.where(ends, following, rows["next"].select(*following.keys())))
     return rows
 
 
@@ -94,10 +91,8 @@ def rows_shuffled(rows: TensorDict) -> TensorDict:
 
 def two_steps_ahead(rows: TensorDict) -> TensorDict:
     """Store a next observation that is none: of another scale."""
-    for key in rows["next"].exclude("reward", *FLAGS).keys(True, True):
-        path = ("next", *(key if isinstance(key, tuple) else (key,)))
-        if rows[path].is_floating_point():
-            rows[path] = 3 * rows[path] + 1
+    seen = rows["next"].exclude("reward", *FLAGS)
+    rows["next"].update(seen.apply(lambda leaf: 3 * leaf + 1 if leaf.is_floating_point() else leaf))
     return rows
 
 
