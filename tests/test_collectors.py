@@ -1,48 +1,51 @@
-"""Real environments, through TorchRL's collectors, into our buffers."""
+"""Real environments, through TorchRL's collectors of one and of several processes, into our buffers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
-
-
-def environment(ndim: int = 2) -> EnvBase:
-    """Return one CartPole, or for two dims three of them."""
-
-    def single() -> EnvBase:
-        return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=30))
-
-    env = single() if ndim == 1 else SerialEnv(3, single)
-    env.set_seed(0)
-    return env
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+KEYS = ["observation", "step_count", ("next", "observation"), ("collector", "traj_ids")]
 
 
-def buffer(cls, ndim: int, capacity: int = 240) -> TensorDictReplayBuffer:
-    return cls(
-        storage=PackedStorage(capacity, ndim=ndim),
-        sampler=ProportionalSampler(capacity),
-        writer=RingWriter(),
-        batch_size=16,
-    )
+def single() -> EnvBase:
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=30))
 
 
-def check_rows(rows: TensorDict) -> None:
-    """Within a trajectory the next observation is the following row's, and its steps count up by one."""
-    same = (rows["collector", "traj_ids"][1:] == rows["collector", "traj_ids"][:-1]).flatten()
-    same &= ~rows["next", "done"][:-1].flatten()
-    assert same.any()
-    nxt, root = rows["next", "observation"][:-1].flatten(0, -2), rows["observation"][1:].flatten(0, -2)
-    assert torch.equal(nxt[same], root[same])
-    assert torch.equal((rows["step_count"][1:] - rows["step_count"][:-1]).flatten()[same], torch.ones(int(same.sum())))
+def three() -> EnvBase:
+    return SerialEnv(3, single)
+
+
+def buffer(cls: Any, ndim: int, sampler: Any = ProportionalSampler) -> Any:
+    return cls(storage=PackedStorage(240, ndim=ndim), sampler=sampler(240), writer=RingWriter(), batch_size=16)
+
+
+def learn(rb: Any) -> None:
+    rb.update_tensordict_priority(rb.sample().set("td_error", torch.rand(16)))
+
+
+def check_trajectories(rb: Any) -> None:
+    """Rows that the index joins are one worker's, one trajectory's, and follow each other."""
+    rows, lanes = rb.storage[:], rb.storage.shape[1:].numel() if rb.storage.ndim > 1 else 1
+    flat = TensorDict({key: rows[key].flatten(0, rb.storage.ndim - 1) for key in KEYS}, [len(rb)])
+    cells = torch.arange(len(rb))
+    joined = cells[TrajectoryIndex.of(rb.storage).steps_ahead(cells) > 0]
+    assert len(joined) > len(rb) // 2
+    here, following = flat[joined], flat[(joined + lanes) % len(rb)]
+    assert torch.equal(here["collector", "traj_ids"], following["collector", "traj_ids"])
+    assert torch.equal(here["next", "observation"], following["observation"])
+    assert torch.equal(here["step_count"] + 1, following["step_count"])
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
@@ -51,22 +54,17 @@ def check_rows(rows: TensorDict) -> None:
 def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):
     if cls is TensorDictReplayBuffer and ndim == 2 and not extend_buffer:
         pytest.skip("TensorDictReplayBuffer.add fails on ndim=2 with TorchRL's own parts too (shown below)")
-    rb, env = buffer(cls, ndim), environment(ndim)
-    collector = Collector(
-        env, None, frames_per_batch=60, total_frames=480, replay_buffer=rb, extend_buffer=extend_buffer
-    )
+    rb, env = buffer(cls, ndim), (single, three)[ndim - 1]()
+    env.set_seed(0)
+    settings = {"frames_per_batch": 60, "total_frames": 480, "replay_buffer": rb, "extend_buffer": extend_buffer}
+    collector = Collector(env, None, **settings)
     for nothing in collector:
         assert nothing is None
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(16)
-        rb.update_tensordict_priority(batch)
+        learn(rb)
     collector.shutdown()
     assert len(rb) == 240
     assert rb.write_count == 480 // (3 if ndim == 2 else 1)
-    ours = rb if cls is ReplayBuffer else ReplayBuffer(storage=rb.storage, writer=rb.writer)
-    rows = ours.chronological()
-    for lane in [rows] if ndim == 1 else rows.unbind(1):
-        check_rows(lane)
+    check_trajectories(rb)
 
 
 def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_has():
@@ -83,7 +81,7 @@ def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_ha
 def test_steps_of_several_lanes_can_be_rows_of_a_storage_of_one_dim(cls):
     rb = buffer(cls, 1)
     settings = {"frames_per_batch": 60, "total_frames": 120, "replay_buffer": rb, "extend_buffer": False}
-    collector = Collector(environment(), None, **settings)
+    collector = Collector(three(), None, **settings)
     for _ in collector:
         assert rb.sample()["observation"].shape == (16, 3, 4)
     collector.shutdown()
@@ -92,7 +90,7 @@ def test_steps_of_several_lanes_can_be_rows_of_a_storage_of_one_dim(cls):
 
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_loop_over_a_collector_extends_the_buffer(ndim):
-    rb, flat, env = buffer(ReplayBuffer, ndim), buffer(ReplayBuffer, 1), environment(ndim)
+    rb, flat, env = buffer(ReplayBuffer, ndim), buffer(ReplayBuffer, 1), (single, three)[ndim - 1]()
     policy = TensorDictModule(lambda obs: env.full_action_spec["action"].rand(), ["observation"], ["action"])
     collector = Collector(env, policy, frames_per_batch=60, total_frames=300, auto_register_policy_transforms=False)
     collected = []
@@ -101,10 +99,41 @@ def test_a_loop_over_a_collector_extends_the_buffer(ndim):
         flat.extend(data.reshape(-1))
         collected.append(data.transpose(0, 1) if ndim == 2 else data)
     collector.shutdown()
-    everything = torch.cat(collected)
-    steps = 240 // (3 if ndim == 2 else 1)
-    stored = rb.chronological()
-    for key in ("observation", "action", ("next", "reward"), ("next", "terminated"), ("collector", "traj_ids")):
-        assert torch.equal(stored[key], everything[key][-steps:]), key
-    assert len(flat) == 240
+    stored, steps = rb.chronological(), 240 // (3 if ndim == 2 else 1)
+    for key in (*KEYS, "action", ("next", "reward"), ("next", "terminated")):
+        assert torch.equal(stored[key], torch.cat(collected)[key][-steps:]), key
     assert flat.sample()["observation"].shape == (16, 4)
+
+
+class Coin(torch.nn.Module):
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = torch.rand(observation.shape[:-1]) < 0.5
+        return torch.stack((heads, ~heads), -1).long(), heads[..., None].float()
+
+
+def coin() -> TensorDictModule:
+    return TensorDictModule(Coin(), in_keys=["observation"], out_keys=["action", "heads"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ndim", "sampler"), [(2, ProportionalSampler), (1, RankSampler)])
+def test_workers_write_while_the_learner_samples_and_updates(ndim, sampler):
+    rb, workers = buffer(ReplayBuffer, ndim, sampler), {"frames_per_batch": 60, "total_frames": 480}
+    trajectories = TrajectoryIndex.of(rb.storage)
+    if ndim == 2:
+        collecting = MultiSyncCollector([three] * 2, policy=None, replay_buffer=rb, **workers)
+    else:  # policies that are made in the workers: only they know what a row holds, so that one of them makes the rows
+        collecting = MultiAsyncCollector([single] * 2, policy_factory=[coin, coin], replay_buffer=rb, **workers)
+    assert rb.shared
+    for nothing in collecting:
+        assert nothing is None
+        for _ in range(5):
+            learn(rb)
+    collecting.shutdown()
+    assert len(rb) == 240
+    assert rb.write_count >= (480 // 3 if ndim == 2 else 480)
+    assert ("heads" in rb.storage[:].keys()) == (ndim == 1)
+    assert (rb.sampler.priority(torch.arange(240)) > 0).all()
+    assert trajectories is TrajectoryIndex.of(rb.storage)
+    check_trajectories(rb)
+    assert len(rb.storage["collector", "traj_ids"].unique()) > 4
