@@ -37,17 +37,18 @@ class Plan(ABC):
         storage: its rows are ``[T]`` or ``[T, E]``.
         sampler: draws the rows.
         size: B, rows per batch.
+        gathers: whether a batch holds the leaves of the rows, beside the index and the report.
     """
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # what the sampler adds to a batch beside the index
 
-    def __init__(self, storage: PackedStorage, sampler: Any, size: int) -> None:
+    def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size = storage, sampler, size
         self.rows, self.generator = storage.all_rows(), sampler._rng
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
-        leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves]
+        leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves if gathers]
         self.gather = Gather(self.rows.flat, leaves, more, size)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size = torch.Size([size])
@@ -105,8 +106,8 @@ class PrioritizedPlan(Plan, ABC):
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
 
-    def __init__(self, storage: PackedStorage, sampler: Any, size: int) -> None:
-        super().__init__(storage, sampler, size)
+    def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
+        super().__init__(storage, sampler, size, gathers)
         self.settings, self.clock = sampler.settings.values, storage.clock.values
         self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
 
@@ -143,8 +144,8 @@ class PrioritizedPlan(Plan, ABC):
 class ProportionalPlan(PrioritizedPlan):
     """Draws rows in proportion to their weights in a sum tree."""
 
-    def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int) -> None:
-        super().__init__(storage, sampler, size)
+    def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int, gathers: bool = True) -> None:
+        super().__init__(storage, sampler, size, gathers)
         self.step, self.tree = step_of(size, True), sampler.table.addresses
         self.fixed = self.tree, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
         self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
@@ -176,8 +177,8 @@ class ProportionalPlan(PrioritizedPlan):
 class RankPlan(PrioritizedPlan):
     """Draws rows by rank."""
 
-    def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int) -> None:
-        super().__init__(storage, sampler, size)
+    def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, gathers: bool = True) -> None:
+        super().__init__(storage, sampler, size, gathers)
         order, self.law = cast(ChunkedOrder, sampler.table), sampler.law
         self.step, self.order, self.lock = step_of(size, True), order.addresses, order.lock
         numbers = self.law.head.numpy(), self.law.alpha, self.law.shift
@@ -225,29 +226,24 @@ def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[Tensor]:
     )
 
 
-_PLANS: dict[type, type[Plan]] = {
+PLANS: dict[type, type[Plan]] = {
     UniformSampler: UniformPlan,
     ProportionalSampler: ProportionalPlan,
     RankSampler: RankPlan,
 }
 
 
-def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | None:
-    """Return a plan for these parts, ``None`` if they need the general path."""
-    kind = _PLANS.get(type(sampler))
-    if (
-        kind is None
-        or not size
-        or type(storage) is not PackedStorage
-        or type(storage.rows) is not PlainRows
-        or backend_of(storage.rows.flat) != "numba"
-        or storage.rows.is_mapped
-        or storage.ndim > 2
-        or storage.is_reserved
-        or storage.shared_rows is not None
-        or (sampler._rng is not None and sampler._rng.device.type != "cpu")
-        or getattr(sampler, "unique", False)
-    ):
-        return None
-    with torch.inference_mode(False):  # the scratch memory outlives a call that was made in inference mode
-        return kind(storage, sampler, size)
+def can_plan(storage: Any, sampler: Any) -> bool:
+    """Whether there is a plan that draws by ``sampler``, which wraps none, from ``storage``."""
+    return (
+        type(sampler) in PLANS
+        and type(storage) is PackedStorage
+        and type(storage.rows) is PlainRows
+        and backend_of(storage.rows.flat) == "numba"
+        and not storage.rows.is_mapped
+        and storage.ndim <= 2
+        and not storage.is_reserved
+        and storage.shared_rows is None
+        and (sampler._rng is None or sampler._rng.device.type == "cpu")
+        and not getattr(sampler, "unique", False)
+    )

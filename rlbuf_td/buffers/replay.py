@@ -17,7 +17,8 @@ from rlbuf_td.buffers import abilities, priorities, writing
 from rlbuf_td.buffers.device.graph import capture
 from rlbuf_td.buffers.device.prefetch import DevicePrefetcher
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.buffers.plan import Plan, make_plan
+from rlbuf_td.buffers.plan import Plan
+from rlbuf_td.buffers.wrapped_plan import WrappedPlan, make_plan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.diagnostics.html import html_of
@@ -91,7 +92,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self._count_replays = count_replays
-        self._plan: Plan | None = None
+        self._plan: Plan | WrappedPlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
         self._prefetcher = None if device is None else DevicePrefetcher(self, torch.device(device), ahead)
@@ -243,7 +244,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch = batch.exclude(*info)
         return (batch, info) if return_info else batch
 
-    def _sample_by(self, plan: Plan) -> TensorDictBase | None:
+    def _sample_by(self, plan: Plan | WrappedPlan) -> TensorDictBase | None:
         """Return a batch by the plan, ``None`` if it is outdated."""
         parts = self._parts
         if len(parts.transforms) or self._service_shutdown:

@@ -133,7 +133,7 @@ class HindsightSampler(SamplerWrapper):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
         self._her_ratio = float(value)
-        self._law = Law(tuple(self._her_ratio * share for share in self._shares), self._only_finished)
+        self.law = Law(tuple(self._her_ratio * share for share in self._shares), self._only_finished)
 
     @property
     def only_finished(self) -> bool:
@@ -143,13 +143,13 @@ class HindsightSampler(SamplerWrapper):
     @only_finished.setter
     def only_finished(self, value: bool) -> None:
         self._only_finished = bool(value)
-        self._law = self._law._replace(only_finished=self._only_finished)
+        self.law = self.law._replace(only_finished=self._only_finished)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
-            put_law(boundaries, self._law, len(storage))
+            put_law(boundaries, self.law, len(storage))
         return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
@@ -170,10 +170,10 @@ class HindsightSampler(SamplerWrapper):
         boundaries: Any = bound.trajectories.boundaries()
         if is_blank:  # read the rows and relabel them in one pass
             block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
-            given = boundaries, drawn, uniform, self._law, len(storage), bound.outcomes
+            given = boundaries, drawn, uniform, self.law, len(storage), bound.outcomes
             mask = read_relabelled_(*given, bound.base, block, bound.offsets)
         else:
-            rows, mask = choose_goals(boundaries, drawn, uniform, self._law, len(storage))
+            rows, mask = choose_goals(boundaries, drawn, uniform, self.law, len(storage))
             if owner is not None:
                 rows, mask = rows[owner], mask[owner]
             outcomes = bound.outcomes.column
@@ -182,7 +182,10 @@ class HindsightSampler(SamplerWrapper):
                 rows = torch.arange(len(rows), device=rows.device)
             for key in bound.goal_keys:
                 copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
-        reward = leaf_of(batch, self.reward_key)
+        self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
+
+    def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
+        """Compute ``reward`` and flags of the rows that have got a goal, ``[B]`` bool, and note which rows they are."""
         new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:

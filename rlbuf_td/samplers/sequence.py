@@ -108,7 +108,8 @@ class SequenceSampler(SamplerWrapper):
             raise ValueError(f"eta must be between 0 and 1, got {eta}")
         self.length, self.burn_in, self.boundary = int(length), int(burn_in), boundary
         self.priority_rule, self.eta = priority, float(eta)
-        self.init_key = as_tuple(init_key)
+        beside = self.done_key[:-1]
+        self.flag_keys = as_tuple(init_key), (*beside, "truncated"), (*beside, "done")
 
     @property
     def window(self) -> int:
@@ -190,17 +191,14 @@ class SequenceSampler(SamplerWrapper):
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
         first[:, 0].fill_(True)
-        for key, flag in ((self.init_key, first), (self._beside("truncated"), last), (self._beside("done"), last)):
+        for key, flag in zip(self.flag_keys, (first, last, last), strict=True):
             stored = leaf_of(batch, key)
             if stored is not None:
                 stored |= flag.view(-1, *[1] * (stored.ndim - 1))
 
-    def _beside(self, name: str) -> tuple[str, ...]:
-        return (*self.done_key[:-1], name)
-
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
-        yield from (self.init_key, self._beside("truncated"), self._beside("done"))
+        yield from self.flag_keys
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` of other than windows."""

@@ -79,3 +79,11 @@ def loops() -> ModuleType:
     from rlbuf_td.kernels.batch import cpu
 
     return cpu
+
+
+@cache
+def wrapped_loops() -> ModuleType:
+    """Return the compiled kernels of the wrappers; see :func:`loops`."""
+    from rlbuf_td.kernels.batch import wrapped_cpu
+
+    return wrapped_cpu

@@ -35,7 +35,8 @@ _LARGE = 1_024  # bytes of a row from which on the processor's own prefetching d
 
 
 @inlined
-def _copy(target, source, nbytes):
+def copy(target, source, nbytes):
+    """Copy bytes from one address to another, few of them without a call."""
     if nbytes == 4:
         store_int32(target, load_int32(source))
     elif nbytes == 1:
@@ -68,7 +69,7 @@ def gather(rows, row_bytes, index, leaves, targets):
         row = rows + index[i] * row_bytes
         for leaf in range(leaves.shape[0]):
             width = leaves[leaf, 1]
-            _copy(targets[leaf] + i * width, row + leaves[leaf, 0], width)
+            copy(targets[leaf] + i * width, row + leaves[leaf, 0], width)
 
 
 @kernel

@@ -33,7 +33,7 @@ _SMALL = 64  # bytes that a loop copies in less time than a call to ``memcpy`` t
 
 
 @inlined
-def _choose(bitmap, thresholds, only_finished, live, cell, pick):
+def choose(bitmap, thresholds, only_finished, live, cell, pick):
     """Return the row that gives ``cell`` its goal, -1 for none."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
@@ -57,7 +57,7 @@ def _choose(bitmap, thresholds, only_finished, live, cell, pick):
 def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, mask):
     """Write the rows chosen for ``cells``, and whether each is relabelled."""
     for i in range(len(cells)):
-        row = _choose(bitmap, thresholds, only_finished, live, cells[i], uniform[i])
+        row = choose(bitmap, thresholds, only_finished, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
 
@@ -81,7 +81,7 @@ def relabel(
             cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
             if cell < 0 or cell >= live:
                 return False
-            row = _choose(bitmap, thresholds, only_finished, live, cell, pick)
+            row = choose(bitmap, thresholds, only_finished, live, cell, pick)
             rows[begun] = row
             store_bool(mask + begun, row >= 0)
             if base:
@@ -141,7 +141,7 @@ def _reward_at(address, double):
 
 
 @inlined
-def _walk(bitmap, cell, n):
+def walk(bitmap, cell, n):
     """Return how many steps, at most n, a trajectory goes on from ``cell``, itself included, and the last row."""
     steps, lanes = bitmap[4], bitmap[5]
     t, lane = split(cell, lanes)
@@ -153,7 +153,7 @@ def _walk(bitmap, cell, n):
 
 
 @inlined
-def _sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
+def sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
     """Return the discounted sum of ``k`` rewards from row ``cell`` on."""
     total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
     for _ in range(1, k):
@@ -182,7 +182,7 @@ def n_step(
             cell = load_int64(rows + 8 * begun)
             if reads and (cell < 0 or cell >= live):
                 return False
-            k, lasts[begun] = _walk(bitmap, cell, n)
+            k, lasts[begun] = walk(bitmap, cell, n)
             store_int64(taken + 8 * begun, k)
             _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k, reads)
         i = begun - _STEPS_AHEAD
@@ -197,7 +197,7 @@ def n_step(
             _copy_parts(to, source + cell * row_bytes, kept, end)
         for feature in range(features):
             at = reward + feature * width
-            total = _sum_rewards(source + at, row_bytes, cell, lanes, steps * lanes, k, gamma, double)
+            total = sum_rewards(source + at, row_bytes, cell, lanes, steps * lanes, k, gamma, double)
             if double:
                 store_float64(to + at, total)
             else:
