@@ -5,9 +5,9 @@ not follow it: its trajectory ended there, or the write head stands there. It is
 From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
 beginning of one.
 
-Two classes offer the same. :class:`FlagBoundaries` is the reference, in torch ops on any device: a look-up scans all
-steps, once after a write; with Triton it reads a trajectory. :class:`BitBoundaries`, on the CPU, is a bitmap with
-summaries of 64 bits each: a look-up reads one word per level, four for a million steps.
+Two classes offer the same. :class:`FlagBoundaries` is the reference, in torch ops on any device: a look-up
+scans all steps, once after a write; with Triton it reads a trajectory. :class:`BitBoundaries`, on the CPU, is a bitmap
+with summaries of 64 bits each: a look-up reads one word per level, four for a million steps.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a lane that has been written has at least one cut; while the
 ring fills, its last step is cut; a step that is over is cut.
@@ -15,7 +15,8 @@ ring fills, its last step is cut; a step that is over is cut.
 
 from __future__ import annotations
 
-from functools import cache
+from abc import ABC, abstractmethod
+from functools import cache, cached_property
 from types import ModuleType
 from typing import TypeAlias
 
@@ -29,22 +30,18 @@ from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
 WORD = 64
 
 
-class FlagBoundaries:
-    """The reference: one flag per row.
+class BoundariesBase(ABC):
+    """Where the trajectories of ``[T, E]`` rows are cut.
 
     Attributes:
-        cut: ``[T, E]`` bool.
-        over: ``[T, E]`` bool.
+        lanes: E.
         head: ``[1]`` int64 on the host, the step that was written last, -1 before any.
     """
 
-    def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
-        with outside_inference_mode():
-            self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
-            self.over = torch.zeros_like(self.cut)
-            self.head = torch.full((1,), -1, device="cpu")
-        self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
+    lanes: int
+    head: Tensor
 
+    @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Take in steps ``start, ..., start + count - 1`` of all lanes, which have just been written in this order.
 
@@ -54,16 +51,54 @@ class FlagBoundaries:
             end: ``[T, E]`` bool of the whole storage: the trajectory ends with this row.
             name: ``[T, E]`` integers of the whole storage that name trajectories: where the name changes, one ends.
         """
+
+    @abstractmethod
+    def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they end there.
+
+        Args:
+            cells: flat rows ``t * E + e``, ``[B]`` int64.
+            within: largest number of steps returned, at least 0; Triton's kernel reads no further.
+
+        Returns:
+            ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state, as it is, by name."""
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what :meth:`tensors` returned."""
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        nothing = {name: torch.zeros_like(mine) for name, mine in self.tensors().items()}
+        self.restore(nothing | {"head": torch.full_like(self.head, -1)})
+
+
+class FlagBoundaries(BoundariesBase):
+    """The reference: one flag per row, ``cut`` and ``over``, ``[T, E]`` bool each."""
+
+    def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
+        self.lanes = lanes
+        with outside_inference_mode():
+            self.cut = torch.zeros(steps, lanes, dtype=torch.bool, device=device)
+            self.over = torch.zeros_like(self.cut)
+            self.head = torch.full((1,), -1, device="cpu")
+        self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
+
+    def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
+        """See :meth:`BoundariesBase.write`."""
         self._reach = None
         steps, stop = len(self.cut), start + count
         before = (start - 1) % steps
         follows = self.head.numpy()[0] == before  # on the host
-        if follows:
-            if name is not None:
-                self.over[before] |= name[before] != name[start]
-            self.cut[before] = self.over[before]
-        else:
-            self.cut[before] = True
+        if follows and name is not None:
+            self.over[before] |= name[before] != name[start]
+        self.cut[before] = self.over[before] if follows else True
         over = end[start:stop].clone()
         if name is not None:
             over[:-1] |= name[start : stop - 1] != name[start + 1 : stop]
@@ -72,22 +107,13 @@ class FlagBoundaries:
         self.head.fill_(stop - 1)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they end there.
-
-        Args:
-            cells: flat rows ``t * E + e``, ``[B]`` int64.
-            within: how many steps are asked about, at least 0: those that reach further are said to reach so far.
-                With Triton no more is read.
-
-        Returns:
-            ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
-        """
+        """See :meth:`BoundariesBase.reach`."""
         if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
             return _triton().reach(self, cells, within)
         return self.scan(cells, within)
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Do as :meth:`reach`, in torch ops: look at all rows once after each write."""
+        """:meth:`reach` in torch ops, which look at all rows once after each write."""
         if is_capturing():  # rows will have been written by the next time
             back, ahead = self._scan()
         else:
@@ -97,18 +123,10 @@ class FlagBoundaries:
         back, ahead = (x.view(-1)[cells].clamp(max=most) for x in (back, ahead))
         return back, ahead, self.over.view(-1)[(cells + ahead * lanes) % (steps * lanes)]
 
-    @property
-    def lanes(self) -> int:
-        """Number of lanes."""
-        return self.cut.shape[1]
-
-    @property
+    @cached_property
     def numbers(self) -> DeviceScalars:
-        """What kernels that look rows up here read: a law of goals, a discount factor."""
-        found = self.__dict__.get("_numbers")
-        if found is None:
-            found = self.__dict__["_numbers"] = DeviceScalars(7, self.cut.device)
-        return found
+        """What captured graphs read along with the flags: a law of goals, a discount factor."""
+        return DeviceScalars(7, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
         """Return the steps back and ahead of all rows, ``[T, E]`` each."""
@@ -119,32 +137,22 @@ class FlagBoundaries:
         last_cut = torch.where(twice, at, -1).cummax(0).values[steps - 1 : -1]
         return at[:steps] + (steps - 1) - last_cut, next_cut - at[:steps]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._reach = None
-        self.cut.zero_()
-        self.over.zero_()
-        self.head.fill_(-1)
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state, as it is, by name."""
+        """See :meth:`BoundariesBase.tensors`."""
         return {"cut": self.cut, "over": self.over, "head": self.head}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Copy what :meth:`tensors` returned."""
+        """See :meth:`BoundariesBase.restore`."""
         self._reach = None
-        for name, mine in self.tensors().items():
-            mine.copy_(tensors[name])
+        super().restore(tensors)
 
 
-class BitBoundaries:
+class BitBoundaries(BoundariesBase):
     """Boundaries on the CPU: one bit per row, one bit per 64 of these that says whether any is set, and so on.
 
     Attributes:
-        bits: ``[E, words]`` int64. Of each lane first the cuts, the rows' own level and then the levels above it, and
-            last which rows are over.
+        bits: ``[E, words]`` int64: per lane the cuts, level after level, then which rows are over.
         starts: where the levels of cuts begin, and where they end.
-        head: as in :class:`FlagBoundaries`.
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
@@ -157,51 +165,38 @@ class BitBoundaries:
             self.bits = torch.zeros(lanes, int(self.starts[-1]) + sizes[0], dtype=torch.int64, device=device)
             self.head = torch.full((1,), -1, device="cpu")
 
-    @property
+    @cached_property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
         """What the loops of the CPU take; right as long as this object lives and is not shared anew."""
-        numbers = self.__dict__.get("_bitmap")
-        if numbers is None:
-            addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
-            numbers = self.__dict__["_bitmap"] = *addresses, len(self.starts) - 1, self.steps, self.lanes
-        return numbers
+        addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
+        return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Do as :meth:`FlagBoundaries.write` says; O(count * E)."""
+        """See :meth:`BoundariesBase.write`; O(count * E)."""
         names = _NO_NAMES if name is None else name.numpy()
         bits = self.bits.numpy().view(np.uint64)
         _cpu().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Do as :meth:`FlagBoundaries.reach` says; O(B * levels)."""
+        """See :meth:`BoundariesBase.reach`; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
         _cpu().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.bits.zero_()
-        self.head.fill_(-1)
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state, as it is, by name."""
+        """See :meth:`BoundariesBase.tensors`."""
         return {"bits": self.bits, "head": self.head}
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Copy what :meth:`tensors` returned."""
-        for name, mine in self.tensors().items():
-            mine.copy_(tensors[name])
 
     def share_memory_(self) -> None:
         """Move the state into shared memory: a process that is given this object reads and writes the same bits."""
         for tensor in self.tensors().values():
             tensor.share_memory_()
-        self.__dict__.pop("_bitmap", None)
+        self.__dict__.pop("bitmap", None)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_bitmap"}
+        return {name: value for name, value in self.__dict__.items() if name != "bitmap"}
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries

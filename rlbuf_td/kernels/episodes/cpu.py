@@ -1,12 +1,12 @@
 """The bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries` on the CPU.
 
 In ``bits[e]`` lie the cuts of lane ``e``, level ``k`` from word ``starts[k]`` on, and from ``starts[-1]`` on which
-steps end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next one says whether any bit of
+steps end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next level says whether any bit of
 word ``w`` below is set.
 
-Loops that read take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane,
-address of the starts of the levels, how many levels, time steps, lanes. Numba would count references to arrays at each
-call of a function, which takes longer than the look-up.
+Look-ups take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane, address
+of the starts of the levels, number of levels, time steps, lanes. Numba would count references to arrays at each call,
+which takes longer than the look-up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _trailing_zeros, _leading_zeros = _counter("cttz"), _counter("ctlz")  # of a wor
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; that after the last one begins what is over."""
+    """Return the first word of a level; behind the last level lie the bits of what is over."""
     return np.uint64(load_int64(bitmap[2] + 8 * level))
 
 
@@ -175,53 +175,25 @@ def reach(bitmap, cells, within, back, ahead, ended):
 # -- writing
 
 
+@inlined
+def _put(bits, lane, first, t, value):
+    """Set or clear bit ``t`` of the level that begins with word ``first``; return the word before and after."""
+    word, bit = first + (t >> _SIX), _ONE << (t & _63)
+    old = bits[lane, word]
+    new = old | bit if value else old & ~bit
+    bits[lane, word] = new
+    return old, new
+
+
 @kernel
-def _set(bits, lane, starts, t):
-    """Set bit ``t``, and those above it."""
+def _put_cut(bits, lane, starts, t, value):
+    """Set or clear a cut, and the summaries above it."""
     t = np.uint64(t)
     for level in range(len(starts) - 1):
-        word = np.uint64(starts[level]) + (t >> _SIX)
-        old = bits[lane, word]
-        bits[lane, word] = old | (_ONE << (t & _63))
-        if old != 0:
+        old, new = _put(bits, lane, np.uint64(starts[level]), t, value)
+        if (old if value else new) != 0:  # the word above says so already
             return
         t >>= _SIX
-
-
-@kernel
-def _clear(bits, lane, starts, t):
-    """Clear bit ``t``, and those above it that have nothing set below any more."""
-    t = np.uint64(t)
-    for level in range(len(starts) - 1):
-        word = np.uint64(starts[level]) + (t >> _SIX)
-        new = bits[lane, word] & ~(_ONE << (t & _63))
-        bits[lane, word] = new
-        if new != 0:
-            return
-        t >>= _SIX
-
-
-@kernel
-def _is_over(bits, lane, starts, t):
-    """Return whether a trajectory ended with step ``t``."""
-    t = np.uint64(t)
-    return (bits[lane, np.uint64(starts[-1]) + (t >> _SIX)] >> (t & _63)) & _ONE != 0
-
-
-@kernel
-def _put_over(bits, lane, starts, t, value):
-    """Set whether a trajectory ended with step ``t``."""
-    t = np.uint64(t)
-    word, bit = np.uint64(starts[-1]) + (t >> _SIX), _ONE << (t & _63)
-    bits[lane, word] = bits[lane, word] | bit if value else bits[lane, word] & ~bit
-
-
-@kernel
-def _assign(bits, lane, starts, t, value):
-    if value:
-        _set(bits, lane, starts, t)
-    else:
-        _clear(bits, lane, starts, t)
 
 
 @kernel
@@ -230,20 +202,17 @@ def write(bits, starts, head, end, name, named, start, count):
     steps, lanes = end.shape
     stop = start + count
     before = start - 1 if start > 0 else steps - 1
-    follows = head[0] == before
+    follows, last, over = head[0] == before, np.uint64(before), np.uint64(starts[-1])
     for lane in range(lanes):
-        if follows:
-            ended = _is_over(bits, lane, starts, before)
-            if named and not ended and name[before, lane] != name[start, lane]:
-                ended = True
-                _put_over(bits, lane, starts, before, True)
-            _assign(bits, lane, starts, before, ended)
-        else:
-            _set(bits, lane, starts, before)
+        ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
+        if follows and named and not ended and name[before, lane] != name[start, lane]:
+            ended = True
+            _put(bits, lane, over, last, True)
+        _put_cut(bits, lane, starts, before, ended or not follows)
         for t in range(start, stop):
             ended = end[t, lane]
             if named and t + 1 < stop:
                 ended = ended or name[t, lane] != name[t + 1, lane]
-            _put_over(bits, lane, starts, t, ended)
-            _assign(bits, lane, starts, t, ended or t + 1 == stop)
+            _put(bits, lane, over, np.uint64(t), ended)
+            _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
     head[0] = stop - 1

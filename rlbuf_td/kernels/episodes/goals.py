@@ -1,8 +1,4 @@
-"""Hindsight: which rows give new goals to a batch, and putting them there.
-
-Costs are per batch of ``B``. On the CPU numba's loops run, elsewhere the torch ops of this module, without waiting for
-the device.
-"""
+"""Hindsight: which rows give new goals to a batch, by numba on the CPU, elsewhere by torch ops that never wait."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ class Law(NamedTuple):
     """Who gets a goal, and from where.
 
     Attributes:
-        thresholds: one for each of :data:`STRATEGIES`, not falling, at most 1. A row is relabelled by the first
-            strategy whose threshold its uniform number is below; where it lies between two chooses the row.
-        only_finished: leave rows of unfinished trajectories alone, but for ``random``.
+        thresholds: one per strategy, not falling, at most 1. The first threshold above a row's uniform number names
+            the row's strategy; where the number lies between two thresholds chooses the row that gives the goal.
+        only_finished: leave rows of unfinished trajectories alone, except for ``random``.
     """
 
     thresholds: tuple[float, ...]
@@ -33,12 +29,7 @@ class Law(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """The column of a storage that goals are read from; :meth:`of` makes it.
-
-    Attributes:
-        column: ``[T * E, ...]``, each row contiguous.
-        address, stride, width: where it lies, in bytes.
-    """
+    """The column that goals are read from, ``[T * E, ...]``, each row contiguous; address, stride, width in bytes."""
 
     column: Tensor
     address: int
@@ -68,16 +59,16 @@ def read_relabelled_(
     Args:
         boundaries: where trajectories are cut.
         cells: the batch's flat rows, ``[B]`` int64, contiguous.
-        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: what :func:`choose_goals` decides by.
+        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: decides by the law.
         law: who gets a goal, and from where.
-        live: how many rows are written.
-        outcomes: a column of the rows.
+        live: number of rows written.
+        outcomes: the column that goals are read from.
         base: address of all rows.
-        block: address of the batch's.
+        block: address of the batch's rows.
         offsets: of the two goals in a row; twice the same if there is one.
 
     Returns:
-        Which rows have got a goal, ``[B]`` bool.
+        Which rows have a new goal, ``[B]`` bool.
 
     Raises:
         IndexError: a row has not been written.
@@ -92,7 +83,7 @@ def read_relabelled_(
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
-    """Put a law and the number of rows where kernels and captured graphs read it."""
+    """Copy a law and the number of rows to the device, where captured graphs read them."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
 
@@ -101,7 +92,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     """Choose the rows whose outcomes become goals; arguments as for :func:`read_relabelled_`.
 
     Returns:
-        ``[B]`` int64, the flat rows chosen (the row itself where it is left alone), and ``[B]`` bool, which are not.
+        ``[B]`` int64, the flat rows chosen (the row itself if it keeps its goal); ``[B]`` bool, which get a goal.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
@@ -123,7 +114,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
 
 def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor]:
-    """Return a law, as the edges between strategies, and the rows, as torch ops are to read them, for graphs."""
+    """Return the edges between strategies, the number of rows, and ``only_finished``, as graphs read them."""
     if torch.compiler.is_compiling():
         edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=boundaries.cut.device)
         return edges, live, torch.full((), law.only_finished, device=boundaries.cut.device)

@@ -1,8 +1,4 @@
-"""n-step returns: rewards added up along a trajectory, and where the sum ends.
-
-Costs are per batch of ``B``. On the CPU numba works in place on rows of bytes; elsewhere :func:`sums_ahead`, in torch
-ops, reads rewards and says which rows to copy from.
-"""
+"""n-step returns: on the CPU numba works in place on rows of bytes, elsewhere :func:`sums_ahead` uses torch ops."""
 
 from __future__ import annotations
 
@@ -26,16 +22,13 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of rewards, and of how many.
+    """Return discounted sums of rewards, ``[B, ...]``, added up in float64, and how many each adds, ``[B]`` int64.
 
     Args:
         reward: ``[B, n, ...]``.
         end: ``[B, n]`` bool, the trajectory ends with this row.
-        ahead: ``[B]``, how many of the rows behind the first belong to its trajectory.
+        ahead: ``[B]``, number of rows after the first that belong to its trajectory.
         gamma: the discount factor, a number or a 0-dim tensor.
-
-    Returns:
-        ``[B, ...]`` of the dtype of ``reward``, added up in float64; ``[B]`` int64, 1 to n.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -49,17 +42,17 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the rewards that are stored from each row on, up to the end of its trajectory.
+    """Add up to ``n`` rewards from each row on, up to the end of its trajectory.
 
     Args:
         boundaries: where trajectories are cut.
         rows: ``[B]`` int64, contiguous.
         reward: ``[T * E, ...]``, of a floating dtype.
-        n: at most so many.
+        n: most rewards per sum.
         gamma: the discount factor.
 
     Returns:
-        ``[B, ...]`` discounted sums; ``[B]`` int64, how many, 1 to n; ``[B]`` int64, the last row of each.
+        ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
     """
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
@@ -68,12 +61,12 @@ def sums_ahead(
 
 
 def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
-    """Put the discount factor where kernels and captured graphs read it."""
+    """Copy the discount factor to the device, where captured graphs read it."""
     boundaries.numbers.set_(_GAMMA, gamma)
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor as torch ops are to read it: on a device path from memory, for graphs."""
+    """Return the discount factor; off the CPU as a tensor that captured graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)
@@ -85,12 +78,12 @@ class Parts(NamedTuple):
 
     Attributes:
         reward: offset of the reward in bytes.
-        features: how many numbers a reward is.
+        features: numbers per reward.
         double: whether they are float64 rather than float32.
-        row_bytes: bytes a row.
-        address, taken, number: where the offsets and widths of byte ranges lie, two int64 each: first the ``taken``
-            ones that come from the last row, then those that stay. The reward is among neither.
-        ranges: these numbers.
+        row_bytes: bytes per row.
+        address, taken, number: where ``ranges`` lies; how many ranges come from the last row; how many there are.
+        ranges: ``[number, 2]`` int64, offset and width of byte ranges: first those from the last row, then those that
+            stay. The reward is in none.
     """
 
     reward: int
@@ -106,7 +99,7 @@ class Parts(NamedTuple):
     def of(
         cls, reward: tuple[int, int, bool], row_bytes: int, taken: list[tuple[int, int]], kept: list[tuple[int, int]]
     ) -> Parts:
-        """Put them together."""
+        """Return them with the address of their ranges."""
         ranges = np.array(taken + kept, np.int64)
         return cls(*reward, row_bytes, ranges.ctypes.data, len(taken), len(taken) + len(kept), ranges)
 
@@ -122,18 +115,18 @@ def n_step_(
     dims: int,
     live: int = 0,
 ) -> Tensor:
-    """Turn one-step transitions into n-step ones, in place, and return of how many steps, ``[B, 1, ...]`` int64.
+    """Turn one-step transitions into n-step ones, in place; return their numbers of steps, ``[B, 1, ...]`` int64.
 
     Args:
         boundaries: where trajectories are cut.
         source: address of all rows of a storage, one after the other.
         batch: address of ``[B]`` such rows, which are changed in place.
         parts: what to take from the last row.
-        rows: which ones they are, flat, ``[B]`` int64, contiguous.
-        n: at most so many steps.
+        rows: flat rows of the batch, ``[B]`` int64, contiguous.
+        n: most steps per transition.
         gamma: the discount factor.
-        dims: of what is returned.
-        live: how many rows are written, if ``batch`` is still to be read; 0 if it has been.
+        dims: number of dims of the result.
+        live: number of rows written, if ``batch`` is still to be read; 0 if it has been.
 
     Raises:
         IndexError: a row that is to be read has not been written.

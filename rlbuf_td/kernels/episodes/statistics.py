@@ -6,9 +6,8 @@ Steps are walked in the order of time, lanes inside, so that episodes come out i
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 
-from rlbuf_td.kernels.compiled import compiled, pointer
+from rlbuf_td.kernels.compiled import compiled, load_float32, load_float64, load_int64, load_uint8
 
 SUM, MEAN, LAST = 0, 1, 2
 FREE = np.iinfo(np.int64).min  # the key of a slot that no episode uses
@@ -30,26 +29,6 @@ def _slot(keys, key, hint):
 
 
 @compiled
-def _key(address, row, lane):
-    """Return the trajectory number of a row, a number of its lane if there are none."""
-    if address == 0:
-        return np.int64(-2 - lane)  # lanes and trajectory numbers never meet
-    return carray(pointer(address), row + 1, np.int64)[row]
-
-
-@compiled
-def _number(address, row, is_double):
-    if is_double:
-        return carray(pointer(address), row + 1, np.float64)[row]
-    return np.float64(carray(pointer(address), row + 1, np.float32)[row])
-
-
-@compiled
-def _flag(address, row):
-    return carray(pointer(address), row + 1, np.uint8)[row]
-
-
-@compiled
 def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
     """Record when an episode ended, its length, its metrics and the reasons for its end; free its slot."""
     at = counters[EPISODES] % records.shape[0]
@@ -58,7 +37,7 @@ def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, c
     for m in range(reduction.shape[0]):
         records[at, 2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
     for r in range(ends.shape[1]):
-        ends[at, r] = _flag(reasons[r], row)
+        ends[at, r] = load_uint8(reasons[r] + row)
     keys[slot] = FREE
     counters[EPISODES] += 1
 
@@ -68,9 +47,7 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from number ``start`` on; return how many of them are done.
-
-    Fewer than there are means: no slot is free. Make room, and call again from there.
+    """Count the steps of one write from number ``start`` on; return how many of them are done, fewer if slots ran out.
 
     Args:
         start: number of the first step, time-major.
@@ -94,7 +71,7 @@ def count_steps(
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
-        key = _key(inputs[0], row, lane)
+        key = load_int64(inputs[0] + 8 * row) if inputs[0] else np.int64(-2 - lane)  # never a trajectory number
         if key == PADDING:
             continue
         slot = _slot(keys, key, lane_slot[lane])
@@ -109,8 +86,9 @@ def count_steps(
         lengths[slot] += 1
         counters[STEPS] += 1
         for m in range(metrics):
-            x = _number(inputs[2 + m], row, is_double[m])
+            at = inputs[2 + m]
+            x = load_float64(at + 8 * row) if is_double[m] else np.float64(load_float32(at + 4 * row))
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
-        if _flag(inputs[1], row):
+        if load_uint8(inputs[1] + row):
             _finish(slot, row, inputs[2 + metrics :], reduction, keys, lengths, sums, records, ends, counters)
     return steps * lanes
