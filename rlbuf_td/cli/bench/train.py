@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -37,34 +35,10 @@ from torchrl.objectives.value import GAE
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.cli.bench.timing import OURS, one_thread
 from rlbuf_td.cli.demos import dqn, ppo
+from rlbuf_td.cli.demos.report import Clock
 
 SIDES = (OURS, "TorchRL")
 CAPACITY, WARM_UP, CPU = 100_000, 1_000, torch.device("cpu")
-T = TypeVar("T")
-
-
-class Clock:
-    """The time of a run, and the part of it that the buffer takes."""
-
-    def __init__(self) -> None:
-        self.start, self.in_buffer = time.perf_counter(), 0.0
-
-    @contextmanager
-    def buffer(self) -> Iterator[None]:
-        """Count the time inside the ``with`` block as the buffer's."""
-        start = time.perf_counter()
-        yield
-        self.in_buffer += time.perf_counter() - start
-
-    def batches(self, epoch: Iterable[T]) -> Iterator[T]:
-        """Iterate, and count the time until each batch arrives as the buffer's."""
-        iterator, end = iter(epoch), object()
-        while True:
-            with self.buffer():
-                batch: Any = next(iterator, end)
-            if batch is end:
-                return
-            yield batch
 
 
 def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffer:
@@ -83,16 +57,16 @@ def learn_by_replay(
     """Write what is collected, and learn ``updates`` times from each piece."""
     prioritized = isinstance(rb.sampler, PrioritizedSampler)
     for data in collector:
-        with clock.buffer():
+        with clock.in_buffer():
             rb.extend(data.reshape(-1))
         if len(rb) < WARM_UP:
             continue
         for _ in range(updates):
-            with clock.buffer():
+            with clock.in_buffer():
                 batch = rb.sample()
             learn(batch)
             if prioritized:
-                with clock.buffer():
+                with clock.in_buffer():
                     rb.update_tensordict_priority(batch)
     collector.shutdown()
 
@@ -157,7 +131,7 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
     advantage = GAE(gamma=settings.gamma, lmbda=0.95, value_network=critic, average_gae=False, vectorized=True)
     collector = collect(env, actor, frames, steps)
     for data in collector:
-        with clock.buffer():
+        with clock.in_buffer():
             rollout: list[Any] = [ours] if side == OURS else [theirs] * 10
             if side == OURS:
                 ours.extend(data)
@@ -186,26 +160,26 @@ STEPS = {"dqn": 8_192, "sac": 4_000, "ppo": 16_384}
 
 
 def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Tensor]]:
-    """Run a script; return its seconds, those in the buffer, and the final weights of the policy."""
+    """Run a script; return its seconds, the buffer's share of them, and the final weights of the policy."""
     torch.manual_seed(0)
     clock = Clock()
     policy = SCRIPTS[script](side, clock, steps)
-    return time.perf_counter() - clock.start, clock.in_buffer, list(policy.parameters())
+    return clock.seconds, clock.share, list(policy.parameters())
 
 
 def compare(script: str, steps: int, rounds: int) -> list[str]:
     """Run a script with both sides' buffers in turns; return a line of the table."""
-    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+    runs: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     weights: dict[str, list[torch.Tensor]] = {}
     for side in SIDES:
         run(script, side, 1_500)  # compiles kernels, fills caches
     for _ in range(rounds):
         for side in SIDES:
             total, in_buffer, weights[side] = run(script, side, steps)
-            seconds[side].append((total, in_buffer))
-    speed = {side: steps / statistics.median(total for total, _ in seconds[side]) for side in SIDES}
-    share = {side: statistics.median(inside / total for total, inside in seconds[side]) for side in SIDES}
-    both = zip(*(seconds[side] for side in SIDES), strict=True)
+            runs[side].append((total, in_buffer))
+    speed = {side: steps / statistics.median(total for total, _ in runs[side]) for side in SIDES}
+    share = {side: statistics.median(inside for _, inside in runs[side]) for side in SIDES}
+    both = zip(*(runs[side] for side in SIDES), strict=True)
     faster = statistics.median(theirs / ours for (ours, _), (theirs, _) in both)
     equal = all(torch.equal(ours, theirs) for ours, theirs in zip(*weights.values(), strict=True))
     figures = [f"{speed[side]:,.0f}" for side in SIDES] + [f"{share[side]:.1%}" for side in SIDES]

@@ -24,24 +24,11 @@ from rlbuf_td.cli import UsageError, refuse_missing_device
 T = TypeVar("T")
 
 
-class Run:
-    """A training run: its progress bar, its scores, and the best policy so far.
+class Clock:
+    """The time of a run, and the part of it that the buffer takes."""
 
-    Args:
-        make_env: makes an environment to evaluate in.
-        out: folder of the policy and the picture.
-        seed: of the evaluations.
-        steps: environment steps at most, for the bar.
-        threshold: mean return from which on the environment counts as solved.
-    """
-
-    def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
-        self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
-        self.steps = 0
-        self.final = float("nan")  # mean return of the best policy, over episodes that did not choose it
-        self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
-        self.evaluations: list[tuple[int, float]] = []
-        self._bar, self._start, self._in_buffer = tqdm(total=steps, unit=" steps"), time.perf_counter(), 0.0
+    def __init__(self) -> None:
+        self._start, self._in_buffer = time.perf_counter(), 0.0
 
     @contextmanager
     def in_buffer(self) -> Iterator[None]:
@@ -63,15 +50,45 @@ class Run:
                     return
             yield item
 
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def share(self) -> float:
+        """The buffer's part of the time."""
+        return self._in_buffer / self.seconds
+
+
+class Run(Clock):
+    """A training run: its progress bar, its scores, and the best policy so far.
+
+    Args:
+        make_env: makes an environment to evaluate in.
+        out: folder of the policy and the picture.
+        seed: of the evaluations.
+        steps: environment steps at most, for the bar.
+        threshold: mean return from which on the environment counts as solved.
+    """
+
+    def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
+        super().__init__()
+        self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
+        self.steps = 0
+        self.final = float("nan")  # mean return of the best policy, over episodes that did not choose it
+        self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
+        self.evaluations: list[tuple[int, float]] = []
+        self._bar = tqdm(total=steps, unit=" steps")
+
     def count(self, data: TensorDictBase, **shown: str) -> None:
         """Count collected steps and the episodes that ended among them, and show both."""
         self.steps += data.numel()
         ended = data["next", "done"].squeeze(-1)
         self.episodes += [(self.steps, float(total)) for total in data["next", "episode_reward"][ended]]
         last = [total for _, total in self.episodes[-20:]] or [float("nan")]
-        share = self._in_buffer / (time.perf_counter() - self._start)
         self._bar.update(data.numel())
-        self._bar.set_postfix({"return": f"{sum(last) / len(last):.0f}", **shown, "in buffer": f"{share:.1%}"})
+        self._bar.set_postfix({"return": f"{sum(last) / len(last):.0f}", **shown, "in buffer": f"{self.share:.1%}"})
 
     @torch.no_grad()
     def evaluate(self, policy: TensorDictModuleBase, seed: int, episodes: int = 10) -> float:
