@@ -73,7 +73,9 @@ class StepReader:
         if x.numel() != rows:
             shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
             raise ValueError(f"EpisodeStats takes one number a step, got {shape}: give it the key of one that has")
-        return x if kind is torch.float64 and x.dtype is torch.float32 else x.to(kind)
+        if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
+            return x
+        return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
         """Return a missing flag, which follows from the two others, or from the only one."""

@@ -45,10 +45,7 @@ _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 
 class ReplayCount:
-    """How often each row of a storage has been drawn since it was written. It is attached to the storage.
-
-    Cost: 4 bytes per row; O(rows of the batch) per draw and write.
-    """
+    """How often each row of a storage has been drawn since it was written; attached to the storage, 4 bytes per row."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

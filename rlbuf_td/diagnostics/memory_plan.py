@@ -240,10 +240,8 @@ def _time_step(storage: Storage) -> Any:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
     if (rows := stored_rows(storage)) is None:
-        raise TypeError(
-            f"the {type(storage).__name__} has not been written yet, so that its rows have no keys: plan with the "
-            "environment, or with a TensorDict that holds one transition"
-        )
+        unwritten = f"the {type(storage).__name__} has not been written yet, so that its rows have no keys"
+        raise TypeError(f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition")
     return rows[0]
 
 

@@ -41,15 +41,13 @@ _FAR_AHEAD = 1_024
 class GymnasiumRecorder:
     """Step a Gymnasium environment through this object to store its transitions in a buffer.
 
-    ``reset`` and ``step`` return exactly what the environment's return. The rows are right in every autoreset mode:
+    ``reset`` and ``step`` return exactly what the environment's return. In every autoreset mode ``("next", ...)`` is
+    the true next observation (at an end ``final_obs`` of same-step autoreset), and the step with which next-step
+    autoreset begins an episode is not stored. ``done`` is ``terminated`` or ``truncated``.
 
-    - ``("next", ...)`` is the true next observation, at the end of an episode too (``final_obs`` of same-step
-      autoreset);
-    - the step with which next-step autoreset begins a new episode is no transition and is not stored;
-    - ``terminated`` and ``truncated`` are kept apart, and ``done`` is either;
-    - ``("collector", "traj_ids")`` numbers the episodes, so that one that ``reset`` breaks off does not run into the
-      next. Recorders of one buffer never give a number twice. Loading a checkpoint into the buffer breaks off the
-      episodes and drops what is :attr:`pending`.
+    ``("collector", "traj_ids")`` numbers the episodes, so that one that ``reset`` breaks off does not run into the
+    next. Recorders of one buffer never give a number twice. Loading a checkpoint into the buffer breaks off the
+    episodes and drops what is :attr:`pending`.
 
     **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as soon as every lane
     has its transition: at once, except in next-step mode, where a lane that began a new episode is a step behind, and
@@ -166,11 +164,11 @@ class GymnasiumRecorder:
         """
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
-        broken = lanes & ~self._ended & ~self._fresh
-        if self._trajectory_key is None and broken.any():
+        broken = (lanes & ~self._ended & ~self._fresh).nonzero()[0].tolist()
+        if self._trajectory_key is None and broken:
             raise RuntimeError(
-                f"reset breaks off episodes in lanes {broken.nonzero()[0].tolist()}, and without trajectory_key "
-                "nothing in the rows would tell: let them end, or store trajectory numbers"
+                f"reset breaks off episodes in lanes {broken}, and without trajectory_key nothing in the rows would "
+                "tell: let them end, or store trajectory numbers"
             )
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._notice_load()
@@ -211,7 +209,7 @@ class GymnasiumRecorder:
         if self._queues is None:
             self._queues = self._make_queues(extras, info)
             self._fill_before(*before, extras)
-        done = self._fill_after((*result[:4], info), lanes)
+        done = self._fill_after(result, info, lanes)
         self._store(self._queues, lanes, done)
         self._obs = result[0]
         self._fresh[:] = False
@@ -293,9 +291,9 @@ class GymnasiumRecorder:
             for key, value in given.items():
                 fill_(columns[key], value, key)
 
-    def _fill_after(self, result: Any, lanes: np.ndarray | None) -> np.ndarray:
+    def _fill_after(self, result: Any, info: Mapping[str, Any], lanes: np.ndarray | None) -> np.ndarray:
         """Copy the results of a step into the rows; return the lanes whose episode has ended, ``[E]``."""
-        obs, reward, terminated, truncated, info = result
+        obs, reward, terminated, truncated, _ = result
         for flag, value, name in zip(self._flags, (reward, terminated, truncated), _GIVEN, strict=True):
             fill_(flag, value, name)
         done = np.logical_or(self._terminated, self._truncated, out=self._done)

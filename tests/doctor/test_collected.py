@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
@@ -17,7 +17,6 @@ from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffe
 from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
 
 from rlbuf_td import (
-    GymnasiumRecorder,
     PackedStorage,
     ReplayBuffer,
     RolloutBuffer,
@@ -25,7 +24,6 @@ from rlbuf_td import (
 )
 from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.faults import FAULTS
-from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
 
@@ -101,31 +99,6 @@ def test_faults_in_what_a_collector_gave_are_found() -> None:
     assert check(plain.reshape(-1)).codes == ["lanes-mixed"]
     single = fill(ReplayBuffer(storage=PackedStorage(900)), collected(cartpole, 0)).chronological()
     assert check(FAULTS["done never"][0](single)).codes == ["done-never"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind", "flat"),
-    [
-        (AutoresetMode.NEXT_STEP, "box", False),
-        (AutoresetMode.SAME_STEP, "dict", True),
-        (AutoresetMode.DISABLED, "dict", False),
-    ],
-)
-def test_what_the_recorder_fills_is_healthy(kind: str, flat: bool, mode: AutoresetMode) -> None:
-    env = SyncVectorEnv([lambda: Walk(kind, longest=9)] * 3, autoreset_mode=mode)
-    rb = ReplayBuffer.from_env(env, 600, flat=flat)
-    recorder = GymnasiumRecorder(rb, env, stretch=40)
-    recorder.reset(seed=0)
-    env.action_space.seed(0)
-    for _ in range(350):
-        _, _, terminated, truncated, _ = recorder.step(env.action_space.sample())
-        ended = terminated | truncated
-        if mode is AutoresetMode.DISABLED and ended.any():
-            recorder.reset(options={"reset_mask": ended})
-    report = check(rb, space=env)
-    assert report.codes == [], str(report)
-    assert report.rows == 600
-    env.close()
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])

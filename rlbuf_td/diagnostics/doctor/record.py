@@ -71,10 +71,7 @@ class Record:
             raise ValueError("the buffer is empty: there is nothing to read")
         rows = stored_rows(storage)
         if rows is None:
-            raise TypeError(
-                "the doctor reads storages of TensorDicts (PackedStorage, LazyTensorStorage, LazyMemmapStorage), "
-                f"not a {type(storage).__name__} of something else"
-            )
+            raise TypeError(f"the doctor reads storages of TensorDicts, not a {type(storage).__name__}")
         lanes = tuple(rows.shape[1 : storage.ndim])
         self.lanes, self.rows = torch.Size(lanes).numel(), len(storage)
         self.steps = self.rows // self.lanes
@@ -233,10 +230,8 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
         return source, None, None
     if isinstance(source, TensorDictBase):
         return storage_of(source, source.numel()), None, None
-    raise TypeError(
-        f"the doctor looks at a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer, "
-        f"not at a {type(source).__name__}"
-    )
+    accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
+    raise TypeError(f"the doctor looks at {accepted}, not at a {type(source).__name__}")
 
 
 def _open_saved(path: Path) -> Storage:
