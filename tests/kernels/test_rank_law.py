@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td.kernels.rank_order.law import HEAD, cumulative, mass, rank_law, ranks_of_mass
+from rlbuf_td.kernels.rank_order.law import HEAD, mass, rank_law, ranks_of_mass
 
 ALPHAS = [0.0, 0.3, 0.5, 0.7, 1.0 - 1e-9, 1.0, 1.0 + 1e-6, 1.5]
 ROWS = 1_000_000
@@ -22,16 +22,9 @@ def exact(alpha: float) -> np.ndarray:
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_mass_is_the_sum_of_powers(alpha: float) -> None:
-    ranks = torch.tensor([1, 2, 7, HEAD - 1, HEAD, HEAD + 1, HEAD + 2, 5_000, 100_000, ROWS])
+    ranks = torch.tensor([1, 2, 7, HEAD - 1, HEAD, HEAD + 1, HEAD + 2, HEAD + 50, 5_000, 100_000, ROWS])
     expected = exact(alpha)[ranks.numpy() - 1]
     np.testing.assert_allclose(mass(rank_law(alpha), ranks).numpy(), expected.astype(float), rtol=2e-14)
-
-
-@pytest.mark.parametrize("alpha", ALPHAS)
-def test_mass_grows_by_each_ranks_own_weight_across_the_end_of_the_table(alpha: float) -> None:
-    ranks = torch.arange(HEAD - 5, HEAD + 50)
-    steps = mass(rank_law(alpha), ranks).diff()
-    torch.testing.assert_close(steps, ranks[1:].to(torch.float64).pow(-alpha), rtol=1e-8, atol=0.0)
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -52,8 +45,3 @@ def test_mass_at_either_end_gives_the_first_and_the_last_rank(alpha: float, n: i
     first, *others = ranks_of_mass(law, value, rows).tolist()
     assert first == 1
     assert others == [n, n]
-
-
-def test_golden_cumulative_weights() -> None:
-    expected = torch.tensor([1, 1.707, 2.284, 2.784, 3.232, 3.640, 4.018], dtype=torch.float64)
-    torch.testing.assert_close(cumulative(0.5, 7), expected, rtol=0.0, atol=5e-4)

@@ -20,15 +20,16 @@ def reference_update(tree: SumTree, index: torch.Tensor, td_error: torch.Tensor,
     return float(largest)
 
 
-def naive_weights(capacity: int, history: list[tuple[torch.Tensor, torch.Tensor]], alpha: float, eps: float) -> dict:
+def naive_weights(history: list[tuple[torch.Tensor, torch.Tensor]], alpha: float, eps: float) -> dict[int, float]:
     """Apply updates one row after the other, in Python."""
     weights: dict[int, float] = {}
     for index, td_error in history:
         for row, error in zip(index.tolist(), td_error.tolist(), strict=True):
             if row >= 0:
                 priority = abs(error) + eps
-                weight = 1.0 if alpha == 0 else 0.0 if priority == 0 else priority**alpha
-                weights[row] = min(max(weight, SMALLEST), LARGEST) if weight else 0.0
+                with np.errstate(over="ignore", under="ignore"):
+                    weight = float(np.float64(priority) ** alpha)
+                weights[row] = min(max(weight, SMALLEST), LARGEST) if priority else float(alpha == 0)
     return weights
 
 
@@ -39,7 +40,7 @@ def histories(draw: st.DrawFn):
     for _ in range(draw(st.integers(1, 8))):
         batch = draw(st.integers(1, 40))
         rows = draw(st.lists(st.integers(-1, capacity - 1), min_size=batch, max_size=batch))
-        sizes = st.sampled_from([0.0, 1e-30, 1e-6, 0.3, 1.0, 7.0, 1e6, 1e30])
+        sizes = st.sampled_from([0.0, 1e-300, 1e-30, 1e-6, 0.3, 1.0, 7.0, 1e6, 1e30, 1e300])
         errors = draw(st.lists(st.tuples(sizes, st.sampled_from([-1.0, 1.0])), min_size=batch, max_size=batch))
         history.append((torch.tensor(rows), torch.tensor([s * sign for s, sign in errors], dtype=torch.float64)))
     return capacity, history
@@ -56,7 +57,7 @@ def test_cpu_and_reference_agree_bit_for_bit_after_every_update(case, alpha, eps
         check_tree(tree, alpha, eps)
         for name, tensor in tree.tensors().items():
             torch.testing.assert_close(tensor, spec.tensors()[name], rtol=1e-14, atol=0.0)
-        weights = naive_weights(capacity, history[: step + 1], alpha, eps)
+        weights = naive_weights(history[: step + 1], alpha, eps)
         expected = torch.tensor([weights.get(row, 0.0) for row in range(capacity)], dtype=torch.float64)
         torch.testing.assert_close(tree.weight[:capacity], expected, rtol=1e-12, atol=0.0)
         torch.testing.assert_close(float(tree.total), float(sum(weights.values())), rtol=1e-12, atol=0.0)
@@ -99,22 +100,12 @@ def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
         assert torch.equal(tensor, updated.tensors()[name]), name
 
 
-def test_the_last_error_of_a_duplicate_row_stays(device):
-    tree = SumTree.empty(10, device)
-    index = torch.tensor([3, 3, 5, 3], device=device)
-    sum_tree.update_(tree, index, torch.tensor([9.0, 8.0, 7.0, 2.0], device=device), 10, 1.0, 0.0)
-    assert tree.magnitude[3] == 2.0
-    assert tree.total == 9.0
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_batch_with_a_bad_error_is_refused_whole(bad):
+def test_a_batch_with_a_bad_row_or_error_is_refused_whole():
     tree = SumTree.empty(10)
     sum_tree.update_(tree, torch.arange(10), torch.ones(10), 10, 0.6, 1e-6)
     before = {name: tensor.clone() for name, tensor in tree.tensors().items()}
-    assert sum_tree.update_(tree, torch.tensor([1, 2]), torch.tensor([5.0, bad]), 10, 0.6, 1e-6) == REFUSED
-    assert sum_tree.update_(tree, torch.tensor([1, 10]), torch.tensor([5.0, 5.0]), 10, 0.6, 1e-6) == REFUSED
-    assert sum_tree.update_(tree, torch.tensor([1, -2]), torch.tensor([5.0, 5.0]), 10, 0.6, 1e-6) == REFUSED
+    for row, error in ((2, torch.nan), (2, torch.inf), (2, -torch.inf), (10, 5.0), (-2, 5.0)):
+        assert sum_tree.update_(tree, torch.tensor([1, row]), torch.tensor([5.0, error]), 10, 0.6, 1e-6) == REFUSED
     for name, tensor in tree.tensors().items():
         assert torch.equal(tensor, before[name])
 
@@ -147,14 +138,6 @@ def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():
     probability = (tree.weight[:capacity] / tree.total).numpy()
     assert power(probability, int(counts.sum()), bias=0.1) > 0.99
     assert_follows(counts, probability)
-
-
-def test_huge_and_tiny_priorities_stay_finite_and_positive():
-    tree = SumTree.empty(3)
-    sum_tree.update_(tree, torch.arange(3), torch.tensor([1e300, 1e-300, 1.0], dtype=torch.float64), 3, 2.0, 0.0)
-    assert tree.weight.tolist()[:3] == [LARGEST, SMALLEST, 1.0]
-    assert tree.total.isfinite()
-    check_tree(tree, 2.0, 0.0)
 
 
 def test_a_tree_takes_less_than_twenty_bytes_a_row():
