@@ -58,11 +58,7 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device, monkeypatc
     assert rb._rng is generator
     parts.restore_default_generators({device: state})
     saved = {"buffer": {"batch_size": 1, "consume_after_n_samples": None, "prefetched": ()}, "writer": {"state": {}}}
-    rest = {
-        "trajectories": [],
-        "generator": {"device": device, "state": state},
-        "default_generator": {"cuda:2": state},
-    }
-    parts.refuse_malformed(rb, saved | rest)
+    saved |= {"trajectories": [], "generator": {"device": device, "state": state}}
+    parts.refuse_malformed(rb, saved | {"default_generator": {"cuda:2": state}})
     with pytest.raises((RuntimeError, TypeError)):
-        parts.refuse_malformed(rb, saved | rest | {"default_generator": {"cpu": state[:5]}})
+        parts.refuse_malformed(rb, saved | {"default_generator": {"cpu": state[:5]}})

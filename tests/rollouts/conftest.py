@@ -56,20 +56,10 @@ class World:
         rows = []
         for t in range(n):
             following = self.observation + torch.randn(self.lanes, 2, generator=g)
-            term, trunc = terminated[:, t, None], truncated[:, t, None]
-            done = term | trunc
-            after = {
-                "observation": following,
-                "reward": torch.randn(self.lanes, 1, generator=g),
-                "done": done,
-                "terminated": term,
-                "truncated": trunc,
-            }
-            row = {
-                "observation": self.observation,
-                "next": after,
-                "collector": {"traj_ids": self.trajectory.clone()},
-            }
+            flags = {"terminated": terminated[:, t, None], "truncated": truncated[:, t, None]}
+            done = flags["terminated"] | flags["truncated"]
+            after = {"observation": following, "reward": torch.randn(self.lanes, 1, generator=g), "done": done, **flags}
+            row = {"observation": self.observation, "next": after, "collector": {"traj_ids": self.trajectory.clone()}}
             if values:
                 row["state_value"] = self.value(self.observation)
             rows.append(TensorDict(row, [self.lanes]))
@@ -81,16 +71,9 @@ class World:
     def estimates(self, data: TensorDict, gamma: float = 0.9, lmbda: float = 0.8) -> tuple[Tensor, Tensor]:
         """Return what TorchRL's GAE would give with the values of all true next observations, ``[E, n, 1]``."""
         after = data["next"]
-        return generalized_advantage_estimate(
-            gamma,
-            lmbda,
-            self.value(data["observation"]),
-            self.value(after["observation"]),
-            after["reward"],
-            after["done"],
-            after["terminated"],
-            time_dim=1,
-        )
+        values = self.value(data["observation"]), self.value(after["observation"])
+        ends = after["done"], after["terminated"]
+        return generalized_advantage_estimate(gamma, lmbda, *values, after["reward"], *ends, time_dim=1)
 
     def rows_to_ask(self, data: TensorDict) -> int:
         """Count the rows at which a trajectory breaks off."""

@@ -41,21 +41,8 @@ def make_env():
 def make_collector(actor, frames=STEPS * LANES, total=3, *, lanes=LANES, **kwargs):
     env = SerialEnv(lanes, make_env) if lanes else make_env()
     env.set_seed(0)
-    return Collector(
-        env,
-        actor,
-        frames_per_batch=frames,
-        total_frames=total * frames,
-        auto_register_policy_transforms=False,
-        **kwargs,
-    )
-
-
-def one_batch(actor):
-    collector = make_collector(actor, total=1)
-    data = next(iter(collector))
-    collector.shutdown()
-    return data
+    kwargs |= {"frames_per_batch": frames, "total_frames": total * frames, "auto_register_policy_transforms": False}
+    return Collector(env, actor, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +73,9 @@ def test_a_collector_fills_rollouts_in_both_of_its_modes(agent, extend_buffer, v
 def test_a_ppo_update_is_that_of_torchrls_recipe(agent):
     """The same rollout, the same order of rows, the same weights before and after four epochs of minibatches."""
     actor, critic = agent
-    data = one_batch(actor)
+    collector = make_collector(actor, total=1)
+    data = next(iter(collector))
+    collector.shutdown()
     results = []
     for ours in (True, False):
         loss_module = ClipPPOLoss(copy.deepcopy(actor), copy.deepcopy(critic), normalize_advantage=True)
@@ -150,12 +139,7 @@ def test_the_buffer_drops_into_the_ppo_trainer(agent, epochs):
         )
     before = [p.detach().clone() for p in loss_module.parameters()]
     batches = []
-
-    def watch(batch):
-        batches.append(batch)
-        return batch
-
-    trainer.register_op("process_optim_batch", watch)
+    trainer.register_op("process_optim_batch", lambda batch: batches.append(batch) or batch)
     trainer.train()
     assert len(batches) == 2 * 4 * 4
     assert all("advantage" in batch for batch in batches)
