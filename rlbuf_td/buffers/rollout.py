@@ -35,10 +35,9 @@ def _statistic(name: str, doc: str) -> property:
 class RolloutBuffer(ReplayBuffer):
     """Rollouts for on-policy learning: written whole or step by step, advantages once, then epochs of minibatches.
 
-    A composition of :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`, each of which works
-    in TorchRL's buffers as well. ``for batch in rollout`` runs all epochs over the current rollout, as often as you
-    like; the next write begins a new rollout. A batch holds what was written, with ``advantage``, ``value_target`` and
-    ``state_value``.
+    A composition of :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`. ``for batch in
+    rollout`` runs all epochs over the current rollout, as often as you like; the next write begins a new rollout. A
+    batch holds what was written, with ``advantage``, ``value_target`` and ``state_value``.
 
     Args:
         num_steps: T, steps per rollout.
@@ -65,8 +64,8 @@ class RolloutBuffer(ReplayBuffer):
 
     Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
 
-    Differs from TorchRL, where a ``GAE`` module runs over the data before a buffer takes it: each advantage is computed
-    once, the values that the policy stored are used, and rows keep their places in time and lane.
+    Differs from TorchRL, where a ``GAE`` module runs over the data first: each advantage is computed once, from the
+    values that the policy stored, and rows keep their places in time and lane.
 
     Example:
         >>> from tensordict import TensorDict
@@ -118,16 +117,10 @@ class RolloutBuffer(ReplayBuffer):
 
     @classmethod
     def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
-        """Return a buffer whose rows are allocated for transitions like an example.
+        """Return a buffer of ``capacity`` steps whose rows are allocated for transitions like an example.
 
-        Args:
-            schema: a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
-            capacity: T, in time steps of all lanes.
-            flat: ``capacity`` counts transitions, of all lanes one after the other.
-            **kwargs: as for this class.
-
-        Raises:
-            SchemaError: the schema has several lane dims, or an entry that cannot be packed.
+        ``schema`` is a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
+        ``flat`` makes one lane of all. A SchemaError is raised for several lane dims, or entries that cannot be packed.
         """
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
@@ -139,21 +132,14 @@ class RolloutBuffer(ReplayBuffer):
     # -- writing
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one step, ``[E]`` (or ``[]`` without lanes); the last one of a rollout makes the estimates.
-
-        Raises:
-            ValueError: ``data`` has another shape; nothing has changed.
-            SchemaError: the data does not match the rows; nothing has changed.
-        """
+        """Write one step, ``[E]`` (or ``[]`` without lanes), and return its index. Raises as :meth:`extend`."""
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
         """Write ``[E, n]`` steps, as collectors give them (or ``[n]`` without lanes): a rollout or a part of it.
 
-        Args:
-            tensordicts: the steps, ``n <= T``.
-            update_priority: of no effect here.
+        The last step of a rollout makes the estimates. ``update_priority`` has no effect here.
 
         Raises:
             ValueError: ``tensordicts`` has another shape, or more steps than the rollout has left; nothing has changed.
@@ -184,8 +170,7 @@ class RolloutBuffer(ReplayBuffer):
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Run all epochs over the rollout, from the start; after a load of what was saved within a run, the rest of it.
 
-        Raises:
-            RuntimeError: the rollout is not complete, or there is no batch size.
+        Raises RuntimeError if the rollout is not complete, or there is no batch size.
         """
         parts, sampler = self._initialize(), self._sampler
         self._require_estimates()
@@ -278,8 +263,7 @@ class RolloutBuffer(ReplayBuffer):
     def summary(self) -> dict[str, float]:
         """Return statistics of the current rollout to log, as a flat dict; computed once per rollout.
 
-        Raises:
-            RuntimeError: the rollout is not complete.
+        Raises RuntimeError if the rollout is not complete.
         """
         self._require_estimates()
         revision = self._storage._mutation_revision

@@ -53,10 +53,8 @@ def load_buffer(
             parts.restore_default_generators(load.saved["default_generator"])
     if load.rows and load.rows.fit.dropped:
         fit = load.rows.fit
-        warnings.warn(
-            f"the {fit.dropped} oldest time steps of the dump were dropped: the buffer has room for {fit.steps}",
-            stacklevel=3,
-        )
+        room = f"the buffer has room for {fit.steps}"
+        warnings.warn(f"the {fit.dropped} oldest time steps of the dump were dropped: {room}", stacklevel=3)
 
 
 class _Load:
@@ -97,15 +95,11 @@ class _Load:
         fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
         is_tied = isinstance(self.rb.writer, RolloutWriter) or "_generation" in saved["writer"]["state"]
         if is_tied and not fit.is_same:
-            raise CheckpointError(
-                f"the dump is of {saved['storage']['shape'][0]} time steps, this buffer of {capacity}: "
-                "rollouts and tracked generations can be loaded into the same capacity only"
-            )
+            sizes = f"the dump is of {saved['storage']['shape'][0]} time steps, this buffer of {capacity}"
+            raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
         if not self.rows_only:
-            moved, sampler = None if fit.is_same else fit.rows(lanes), saved["sampler"]
-            sampler["state"] = parts.resized_state(
-                self.rb.sampler, sampler["state"], moved, capacity * lanes, fit.moves
-            )
+            resized = None if fit.is_same else fit.rows(lanes), capacity * lanes, fit.moves
+            saved["sampler"]["state"] = parts.resized_state(self.rb.sampler, saved["sampler"]["state"], *resized)
         if fit.is_same:
             return
         state = saved["storage"]["state"]

@@ -70,10 +70,8 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         if all(type(key) is str and not key.startswith("$") for key, _ in encoded):
             return dict(encoded)
         return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds numbers, strings, lists, dicts and "
-        "tensors, and nothing that loading would have to execute"
-    )
+    content = "numbers, strings, lists, dicts and tensors, and nothing that loading would have to execute"
+    raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:

@@ -90,10 +90,8 @@ def _state_of(part: Any) -> dict[str, Any]:
 def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
     """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ."""
     if saved["max_size"] != storage.max_size:
-        raise CheckpointError(
-            f"the dump has max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}: "
-            "only a PackedStorage can be loaded into another capacity"
-        )
+        sizes = f"max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}"
+        raise CheckpointError(f"the dump has {sizes}: only a PackedStorage can be loaded into another capacity")
     if len(storage) or getattr(storage, "initialized", False):
         _refuse_other_content(storage.state_dict(), saved["state"], "the storage")
 
@@ -144,9 +142,8 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
         return sampler.resized_state(state, rows, capacity, moved)
     if rows is None or isinstance(sampler, RandomSampler):
         return state
-    raise CheckpointError(
-        f"a {type(sampler).__name__} can be loaded into the same capacity only; rows_only=True leaves its state out"
-    )
+    name = type(sampler).__name__
+    raise CheckpointError(f"a {name} can be loaded into the same capacity only; rows_only=True leaves its state out")
 
 
 # -- trajectories

@@ -46,10 +46,8 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
     if cursor is None:
-        raise CheckpointError(
-            f"a dump of {live} time steps does not fit a capacity of {capacity}, and its writer keeps no order of age "
-            "that would say which to drop: load it into the same capacity"
-        )
+        remedy = "its writer keeps no order of age that would say which to drop: load it into the same capacity"
+        raise CheckpointError(f"a dump of {live} time steps does not fit a capacity of {capacity}, and {remedy}")
     oldest = cursor if live == saved else 0
     kept = min(live, capacity)
     start = oldest + live - kept

@@ -189,10 +189,7 @@ class RolloutWriter(RingWriter):
         return rows
 
     def estimate(self) -> None:
-        """Estimate an incomplete rollout as if it ended with the last written step; see :attr:`is_estimated`.
-
-        More steps may follow; the last one estimates all again. Raises RuntimeError if nothing has been written.
-        """
+        """Estimate a rollout as if it ended with the last written step; more may follow. RuntimeError without steps."""
         if not self.steps:
             raise RuntimeError("there is nothing to estimate: no step has been written")
         if not self.is_estimated:
