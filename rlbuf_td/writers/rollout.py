@@ -168,7 +168,6 @@ class RolloutWriter(RingWriter):
         lanes = lanes_of(storage).numel()
         if not cursor:  # the first steps of a new rollout: the old one is gone
             storage._len = count * lanes
-            self._estimated_steps = 0
         if cursor + count == steps:
             try:
                 self._estimate_stored(steps)
