@@ -139,7 +139,12 @@ def test_the_buffer_drops_into_the_ppo_trainer(agent, epochs):
         )
     before = [p.detach().clone() for p in loss_module.parameters()]
     batches = []
-    trainer.register_op("process_optim_batch", lambda batch: batches.append(batch) or batch)
+
+    def watch(batch):
+        batches.append(batch)
+        return batch
+
+    trainer.register_op("process_optim_batch", watch)
     trainer.train()
     assert len(batches) == 2 * 4 * 4
     assert all("advantage" in batch for batch in batches)
