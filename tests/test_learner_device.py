@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -107,6 +108,18 @@ class Reference:
 
 def learn(batch: Any) -> None:
     batch["td_error"] = (batch["next", "reward"] % 7 - 3).clone()
+
+
+def run(rb: Any, first: int, last: int, writes: bool = True) -> list[Any]:
+    seen = []
+    for step in range(first, last):
+        batch = rb.sample()
+        seen.append(batch.clone().cpu())
+        learn(batch)
+        rb.update_tensordict_priority(batch)
+        if writes and step % 2:
+            write(rb, 3, STEPS + 3 * step)
+    return seen
 
 
 def priorities(rb: Any) -> torch.Tensor:
@@ -223,20 +236,16 @@ def test_a_batch_of_another_size_leaves_those_drawn_ahead(device):
 def test_updates_keep_their_order_whatever_they_name(device, ahead):
     rb, plain = both(SAMPLERS["proportional"], device, prefetch=ahead)
     batch = rb.sample()
-    batch["td_error"] = torch.arange(1.0, 1 + SIZE, device=device)
-    rb.update_tensordict_priority(batch)
     part = batch[:5].clone().cpu().set("td_error", torch.full((5,), 30.0))
-    rb.update_tensordict_priority(part)
-    if device.type == "cuda":  # errors on the CPU wait for those on their way
-        assert (priorities(rb)[part["index"]] == 30).all()
-    batch["td_error"] += 1
-    rb.update_tensordict_priority(batch)
-    rb.update_priority(batch["index"][:2].cpu(), 90.0)
-    for index, td_error in ((batch["index"], batch["td_error"] - 1), (part["index"], part["td_error"])):
-        plain.update_priority(index.cpu(), td_error.cpu())
-    assert not torch.equal(priorities(rb), priorities(plain))
-    plain.update_priority(batch["index"].cpu(), batch["td_error"].cpu())
-    plain.update_priority(batch["index"][:2].cpu(), 90.0)
+    for more in (0, 1):
+        batch["td_error"] = torch.arange(1.0, 1 + SIZE, device=device) + more
+        for update in (batch, part)[: 2 - more]:
+            rb.update_tensordict_priority(update)
+            plain.update_priority(update["index"].cpu(), update["td_error"].cpu())
+        if device.type == "cuda" and not more:  # errors on the CPU wait for those on their way
+            assert (priorities(rb)[part["index"]] == 30).all()
+    for each in (rb, plain):  # and so do those of rows that are named
+        each.update_priority(batch["index"][:2].cpu(), 90.0)
     assert torch.equal(priorities(rb), priorities(plain))
 
 
@@ -308,18 +317,15 @@ def test_threads_write_and_sample_meanwhile(device):
     stop = threading.Event()
 
     def writing() -> None:
-        first = STEPS
-        while not stop.is_set():
+        for first in count(STEPS, 3):
+            if stop.is_set():
+                return
             write(rb, 3, first)
-            first += 3
 
     def learning() -> None:
-        for _ in range(60):
-            batch = rb.sample()
+        for batch in run(rb, 0, 60, writes=False):
             assert torch.equal(batch["next", "reward"][:, 0], batch["action"].float())
             assert torch.equal(batch["next", "observation", "speed"], batch["observation", "speed"] + 1)
-            learn(batch)
-            rb.update_tensordict_priority(batch)
 
     with ThreadPoolExecutor(3) as pool:
         writer, learners = pool.submit(writing), [pool.submit(learning) for _ in range(2)]
@@ -355,18 +361,6 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
 
 
 # -- state
-
-
-def run(rb: Any, first: int, last: int) -> list[Any]:
-    seen = []
-    for step in range(first, last):
-        batch = rb.sample()
-        seen.append(batch.clone().cpu())
-        learn(batch)
-        rb.update_tensordict_priority(batch)
-        if step % 2:
-            write(rb, 3, STEPS + 3 * step)
-    return seen
 
 
 @pytest.mark.parametrize("way", ["dump", "state_dict", "pickle"])

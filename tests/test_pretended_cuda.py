@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.pretended_cuda import pretended_cuda
+from tests.pretended_cuda import pretended_cuda, why_not
 from tests.waiting import waiting_is_an_error
 
 triton = pytest.importorskip("triton")
@@ -131,3 +136,26 @@ def test_torch_is_as_before_afterwards():
             assert torch.cuda.is_available()
         assert not torch.cuda.is_available()
     assert before == (torch.tensor, torch.Generator, torch.Tensor.to, threading.Thread.run)
+
+
+#: What each process runs.
+PARTS = {
+    "storages": ["tests/storages"],
+    "learners": ["tests/capture", "tests/checkpoint", "tests/test_learner_device.py"],
+}
+PARTS["the others"] = ["tests", *(f"--ignore={path}" for part in PARTS.values() for path in part)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_tests_of_a_cuda_device_pass_on_a_pretended_one(part):
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    options = ["-p", "tests.pretended_cuda", "-p", "no:cacheprovider", "--tb=short", "-m", "cuda and not slow"]
+    command = [sys.executable, "-m", "pytest", *options, *PARTS[part]]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=environment)
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
+    assert passed is not None
+    assert int(passed[1]) >= 30

@@ -26,7 +26,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.processes import soak
 
@@ -327,16 +327,6 @@ def test_a_process_forked_while_a_thread_holds_the_lock_is_not_blocked_for_good(
     thread.join()
     process.join(180)
     assert process.exitcode == 0  # but not for a thread that it does not have
-
-
-def test_memory_may_be_sized_after_processes_have_parted():
-    file = NamelessFile()
-
-    def write() -> None:
-        file.map(1000)[999] = 7
-
-    elsewhere(write)
-    assert file.map(1000)[999] == 7
 
 
 def test_shared_numbers_copy_by_value_and_wrap_as_int64_does():
