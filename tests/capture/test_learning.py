@@ -32,8 +32,7 @@ def test_a_step_learns_and_updates_the_priorities_of_what_it_saw(device, capture
         return batch["x"].float().mean()
 
     captured = rb.capture(step, batch_size=64, warmup=1)
-    means = [float(captured()) for _ in range(4)]
-    assert len(set(means)) > 1
+    assert len({float(captured()) for _ in range(4)}) > 1
     assert int(seen.sum()) == 64 * (4 + captures)
     priority = rb.sampler.priority(torch.arange(20, device=device)).cpu()
     drawn = (seen > 0).cpu()
@@ -45,16 +44,14 @@ def test_a_step_learns_and_updates_the_priorities_of_what_it_saw(device, capture
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 def test_a_buffer_that_is_emptied_begins_anew(device, cls):
-    rb = buffer(cls(20), device)
-    errors = torch.full((50,), 9.0, device=device)
+    rb, errors = buffer(cls(20), device), torch.empty(50, device=device)
     captured = rb.capture(lambda batch: batch.set("td_error", errors), batch_size=50)
-    captured()
-    assert float(rb.sampler.default_priority) == 9.0
-    rb.empty()
-    rb.extend(data(20).to(device))
-    errors.fill_(0.5)
-    captured()
-    assert float(rb.sampler.default_priority) == 0.5
+    for error in (9.0, 0.5):
+        errors.fill_(error)
+        captured()
+        assert float(rb.sampler.default_priority) == error
+        rb.empty()
+        rb.extend(data(20).to(device))
 
 
 def test_a_batch_without_a_step_may_update_priorities_later(device):
