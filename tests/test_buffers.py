@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 
-SAMPLERS = {
+SAMPLERS: dict[str, Any] = {
     "uniform": UniformSampler,
     "unique": partial(UniformSampler, unique=True),
     "proportional": partial(ProportionalSampler, 60),
@@ -413,7 +414,7 @@ def test_consumed_items_are_left_to_torchrls_sampler():
 
 # -- our parts and TorchRL's, mixed
 
-MIXED = {
+MIXED: dict[str, Any] = {
     "ours": partial(ProportionalSampler, 60),
     "ours by rank": partial(RankSampler, 60),
     "our uniform": UniformSampler,

@@ -354,7 +354,7 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
     queue = rb._prefetcher._errors
     learn(batch)
     rb.update_tensordict_priority(batch)
-    queue.append(queue.pop()._replace(arrived=Event()))
+    queue.append((queue.pop()[0], Event()))
     assert waited == []  # nobody waits for the last one
     rb.synchronize()
     assert waited == [True]

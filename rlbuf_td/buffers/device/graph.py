@@ -128,7 +128,7 @@ class CapturedStep:
             with torch.cuda.device(device), capturing():
                 # A stream of this GPU: torch's own stream for captures is on the GPU that captured first.
                 stream = torch.cuda.Stream()
-                self._warm_up(storage, stream)
+                self._warm_up(storage, stream)  # which compiles kernels and allocates lasting memory
                 for _ in range(self._ring):
                     sampler.forget_order()  # every graph must contain the sort
                     self._graphs.append(self._record(storage, generator, stream))
@@ -140,7 +140,6 @@ class CapturedStep:
             sampler.forget_order()  # recorded operations have not run
 
     def _warm_up(self, storage: PackedStorage, stream: torch.cuda.Stream) -> None:
-        """Run steps on another stream, which compile all kernels and allocate all lasting memory."""
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):

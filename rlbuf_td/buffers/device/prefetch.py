@@ -29,13 +29,6 @@ class _Batch(NamedTuple):
     place: Any  # of a sampler with epochs, before the draw
 
 
-class _Errors(NamedTuple):
-    """The TD errors of an update on their way to the host, there once ``arrived`` has happened."""
-
-    update: Any  # the arguments of write_priorities
-    arrived: torch.cuda.Event | None
-
-
 class DevicePrefetcher:
     """Copies batches of a buffer in host memory to a device, ``ahead`` batches before they are asked for.
 
@@ -55,7 +48,7 @@ class DevicePrefetcher:
         self._buffer = buffer
         self._lock = RLock()
         self._batches: deque[_Batch] = deque()
-        self._errors: deque[_Errors] = deque()
+        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()  # updates, and their arrival
         self._drawn_from: tuple[Any, ...] = ()
         self._last: Packet | None = None
         self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
@@ -166,7 +159,7 @@ class DevicePrefetcher:
                 given = index, td_error, sampled_at  # from a GPU, into page-locked memory
                 on_host = [None if x is None else x.to("cpu", non_blocking=True, copy=True) for x in given]
                 arrived = torch.cuda.current_stream(index.device).record_event() if index.is_cuda else None
-                self._errors.append(_Errors((*on_host, dims), arrived))
+                self._errors.append(((*on_host, dims), arrived))
             self.flush(self.ahead if is_queued else 0)
         return is_queued
 
