@@ -144,16 +144,17 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
         if value.dtype is not leaf.dtype or value.shape != lead + leaf.shape:
             remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
             raise SchemaError(
-                f"key {show_key(key)} came as {_kind(value.dtype, value.shape)}, "
-                f"expected {_kind(leaf.dtype, lead + leaf.shape)}: {remedy}."
+                f"key {show_key(key)} came as {kind(value.dtype, value.shape)}, "
+                f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}."
             )
     for leaf in leaves:
         if leaf.key not in given:
             raise SchemaError(
-                f"key {leaf.name} is missing, expected as {_kind(leaf.dtype, lead + leaf.shape)}: "
+                f"key {leaf.name} is missing, expected as {kind(leaf.dtype, lead + leaf.shape)}: "
                 "every write must hold all keys of the rows."
             )
 
 
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+def kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return a dtype and a shape as an error message shows them."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

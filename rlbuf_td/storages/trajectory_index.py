@@ -12,6 +12,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 DONE_KEY = ("next", "done")
@@ -262,12 +263,15 @@ class TrajectoryIndex:
         name = column(self.traj_key)
         if name is not None:
             if name.shape[2:].numel() != 1 or name.dtype in _NO_NAMES or name.is_floating_point():
-                raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {_kind(name)}")
+                got = kind(name.dtype, name.shape[2:])
+                raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {got} a row")
             name = name.view(name.shape[:2])
         flags = [flag for flag in map(column, self.end_keys()) if flag is not None]
         for flag in flags:
             if flag.dtype is not torch.bool:
-                raise TypeError(f"done flags {self.done_key} must be bool, got {_kind(flag)}")
+                raise TypeError(
+                    f"done flags {self.done_key} must be bool, got {kind(flag.dtype, flag.shape[2:])} a row"
+                )
         if flags:
             return flags, name
         if name is None:
@@ -330,7 +334,3 @@ class TrajectoryIndex:
 
 def _as_tuple(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
-
-
-def _kind(column: torch.Tensor) -> str:
-    return f"{str(column.dtype).removeprefix('torch.')} of shape {tuple(column.shape[2:])} a row"

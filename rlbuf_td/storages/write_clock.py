@@ -49,14 +49,6 @@ class WriteClock:
     A ring writes in order, so that the count alone tells how long ago each row was written. From the first write out of
     order (at given rows, by a writer that keeps the best ones, ...) the clock notes the time of each row, 8 bytes per
     row. The count never goes back; it has 64 bits, and differences stay right where it wraps.
-
-    Example:
-        >>> clock, rows = WriteClock(), torch.arange(4)
-        >>> clock.advance(0, 4, torch.Size([4]))
-        >>> sampled_at = clock.stamp(clock.now, 4, rows.device)
-        >>> clock.advance(0, 2, torch.Size([4]))  # two of the four rows are replaced
-        >>> clock.skip_rewritten(rows, sampled_at, torch.Size([4]))
-        (tensor([-1, -1,  2,  3]), 2)
     """
 
     def __init__(self) -> None:

@@ -38,15 +38,10 @@ class DedupGroup:
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`, checked.
+    """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`, checked."""
 
-    Attributes:
-        share_next: ``"auto"``, a bool, or the keys.
-        frames: key, number of frames and dim of each stack.
-    """
-
-    share_next: bool | str | tuple[Key, ...] = False
-    frames: tuple[tuple[Key, int, int], ...] = ()
+    share_next: bool | str | tuple[Key, ...]
+    frames: tuple[tuple[Key, int, int], ...]  # key, number of frames and dim of each stack
 
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:

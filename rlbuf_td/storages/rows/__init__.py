@@ -287,12 +287,7 @@ class Rows(ABC):
 
 
 class PlainRows(Rows):
-    """Rows that hold all of their bytes.
-
-    Args:
-        layout: what a row holds.
-        matrix: ``[T, *lanes, row_bytes]`` in bytes, contiguous, of any dtype.
-    """
+    """Rows that hold all of their bytes, in a contiguous matrix ``[T, *lanes, row_bytes]`` in bytes."""
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
