@@ -63,50 +63,32 @@ def screen(dim: int = -3, padding: str = "same") -> EnvBase:
     return env
 
 
-def collected(make: Any, how: dict[str, Any], lanes: int, frames: int, capacity: int) -> tuple[ReplayBuffer, ...]:
-    """Return a plain buffer and one that shares, with the same content."""
-    ndim = 1 + (lanes > 1)
+CASES: dict[str, tuple[Any, dict[str, Any], int, int, float]] = {  # how, capacity, lanes, entries per row at most
+    "all keys": (cart_pole, {"share_next": True}, 70, 3, 1.15),
+    "auto": (cart_pole, {"share_next": "auto"}, 500, 1, 1.15),
+    "one key": (cart_pole, {"share_next": ["observation"]}, 70, 1, 1.15),
+    "frames": (screen, {"frames": {"observation": 4}}, 70, 2, 1.6),
+    "constant padding": (partial(screen, padding="constant"), {"frames": {"observation": 4}}, 500, 1, 1.6),
+    "frames along another dim": (partial(screen, dim=-1), {"frames": {"observation": (4, -1)}}, 70, 1, 1.6),
+}
+
+
+@pytest.mark.parametrize(("make", "how", "capacity", "lanes", "most"), CASES.values(), ids=CASES)
+def test_rows_of_a_collector_are_those_of_a_plain_storage_in_less_memory(make, how, capacity, lanes, most) -> None:
     kinds: list[Any] = [PackedStorage, partial(PackedStorage, **how)]
-    buffers = tuple(ReplayBuffer(storage=kind(capacity * lanes, ndim=ndim), batch_size=32) for kind in kinds)
+    buffers = [ReplayBuffer(storage=kind(capacity * lanes, ndim=1 + (lanes > 1)), batch_size=32) for kind in kinds]
     env = make() if lanes == 1 else SerialEnv(lanes, make)
     env.set_seed(0)
-    for data in Collector(env, None, frames_per_batch=20 * lanes, total_frames=frames * lanes):
+    for data in Collector(env, None, frames_per_batch=20 * lanes, total_frames=200 * lanes):
         for rb in buffers:
             rb.extend(data.clone())
-    return buffers
-
-
-def check(plain: ReplayBuffer, pooled: ReplayBuffer, most: float) -> None:
-    """Compare all rows; each takes at most so many entries."""
+    plain, pooled = buffers
     assert_same(plain[:], pooled[:])
-    torch.manual_seed(0)
-    index = torch.randint(len(plain.storage[:].reshape(-1)), (50,))
+    index = torch.randint(len(plain.storage), (50,))
     assert_same(plain.storage.gather(index), pooled.storage.gather(index))
     rows = pooled.storage.rows
     assert isinstance(rows, DedupRows)
     check_pool(rows.table)
-    assert max(rows.in_use) <= most * len(plain)
-    pooled.sample()
-
-
-@pytest.mark.parametrize(("share", "capacity", "lanes"), [(True, 70, 3), ("auto", 500, 1), (["observation"], 70, 1)])
-def test_observations_of_cart_pole(share, capacity, lanes) -> None:
-    plain, pooled = collected(cart_pole, {"share_next": share}, lanes, 200, capacity)
     assert ("observation",) in pooled.storage.saved_bytes
-    check(plain, pooled, most=1.15)
-
-
-@pytest.mark.parametrize(
-    ("make", "frames", "capacity", "lanes"),
-    [
-        (screen, 4, 70, 2),
-        (partial(screen, padding="constant"), 4, 500, 1),
-        (partial(screen, dim=-1), (4, -1), 70, 1),
-    ],
-    ids=["same", "constant", "another dim"],
-)
-def test_stacks_of_frames(make, frames, capacity, lanes) -> None:
-    plain, pooled = collected(make, {"frames": {"observation": frames}}, lanes, 200, capacity)
-    check(plain, pooled, most=1.6)
-    assert make is screen or pooled.storage.nbytes < plain.storage.nbytes
+    assert max(rows.in_use) <= most * len(plain.storage)
     assert make is not screen or pooled.storage.nbytes < 0.3 * plain.storage.nbytes

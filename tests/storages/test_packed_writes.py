@@ -175,7 +175,6 @@ def forms(data: TensorDict) -> dict[str, Any]:
     named.names = ["time"]
     return {
         "list": list(data.unbind(0)),
-        "tuple": tuple(data.unbind(0)),
         "lazy stack": lazy_stack(list(data.unbind(0))),
         "lazy stack below the root": TensorDict(
             {key: lazy_stack(list(value)) if key == "next" else value for key, value in data.items()}, [3]
@@ -183,11 +182,9 @@ def forms(data: TensorDict) -> dict[str, Any]:
         "locked": copied(data).lock_(),
         "not contiguous": strided,
         "transposed": wide.transpose(0, 1)[0],
-        "expanded batch": data,
         "named dims": named,
         "memory-mapped": data.memmap(),
         "consolidated": data.clone().consolidate(),
-        "on a device": data.to("cpu"),
     }
 
 
