@@ -280,3 +280,5 @@ def test_a_large_random_ring_by_numpy():
     assert np.array_equal(back.numpy(), at - first)
     assert np.array_equal(ahead.numpy(), last - at)
     assert np.array_equal(ended.numpy(), kept[last])
+    assert 0 < index.nbytes < capacity / 2
+    assert f"{index.nbytes:,} bytes" in repr(index)
