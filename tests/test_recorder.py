@@ -391,6 +391,12 @@ def test_a_step_needs_a_reset_before_it_and_without_trajectory_numbers_no_reset_
     recorder.step(0)
     with pytest.raises(RuntimeError, match="breaks off episodes in lanes"):
         recorder.reset()
+    with pytest.raises(RuntimeError, match="newest rows end no episode"):
+        GymnasiumRecorder(rb, env, trajectory_key=None)
+    rb.load_state_dict(rb.state_dict())
+    with pytest.raises(RuntimeError, match="newest rows end no episode"):
+        recorder.step(0)
+    rb.storage["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
     while not recorder._ended.any():
         recorder.step(0)
     with pytest.raises(RuntimeError, match="the episode has ended in lanes"):
@@ -412,7 +418,7 @@ def test_mismatches_are_refused_at_construction():
     with pytest.raises(SchemaError, match=r"the buffer has lanes \(1,\), the environment \(3,\)"):
         GymnasiumRecorder(ReplayBuffer.from_env(SyncVectorEnv([Walk]), 100), env)
     rb = ReplayBuffer.from_env(env, 100)
-    rb.add(make_transition(env.reset()[0], np.zeros(3, int), np.zeros(3), *[env.reset()[0]], *[np.zeros(3, bool)] * 2))
+    rb.add(make_transition(env.reset()[0], np.zeros(3, int), np.zeros(3), *[env.reset()[0]], *[np.ones(3, bool)] * 2))
     with pytest.raises(SchemaError, match="no \\('collector', 'traj_ids'\\)"):
         GymnasiumRecorder(rb, env)
     GymnasiumRecorder(rb, env, trajectory_key=None)
