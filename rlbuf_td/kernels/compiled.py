@@ -47,15 +47,31 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
-    """Copy ``count`` bytes from one address to another."""
+def address_of(typing_context: Any, array: Any) -> Any:
+    """Return the address of an array's first element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, to, since, arguments[2], 1)
-        return context.get_dummy_value()
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(array.data, ir.IntType(64))
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.int64(array), generate
+
+
+def _copier(emit: Callable[..., Any]) -> Any:
+    """Return a function that copies ``count`` bytes from one address to another."""
+
+    def copy(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+            emit(builder, to, since, arguments[2], 1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return intrinsic(copy)
+
+
+copy_bytes, move_bytes = _copier(cgutils.raw_memcpy), _copier(cgutils.raw_memmove)  # move_bytes: they may overlap
 
 
 @intrinsic
@@ -63,49 +79,14 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     """Start loading the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_prefetch(builder, builder.inttoptr(arguments[0], cgutils.voidptr_t))
+        line = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+        builder.call(function, [line, for_reading, keep, data])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
-
-
-@intrinsic
-def prefetch_item(typing_context: Any, array: Any, row: Any, column: Any) -> Any:
-    """Start loading the cache line of ``array[row, column]`` (int64); indices are not checked."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_prefetch(builder, _item(context, builder, signature, arguments, arguments[2]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate
-
-
-def _emit_prefetch(builder: Any, address: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [address.type, *[ir.IntType(32)] * 3])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    for_reading, keep, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
-    builder.call(function, [address, for_reading, keep, data])
-
-
-@intrinsic
-def move_items(typing_context: Any, array: Any, row: Any, to: Any, start: Any, count: Any) -> Any:
-    """Copy ``array[row, start:start + count]`` (int64) to ``array[row, to:to + count]``; the two may overlap."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        target = _item(context, builder, signature, arguments, arguments[2])
-        source = _item(context, builder, signature, arguments, arguments[3])
-        size = builder.mul(arguments[4], ir.Constant(ir.IntType(64), 8))
-        cgutils.raw_memmove(builder, target, source, size, 1)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64, types.int64, types.int64), generate
-
-
-def _item(context: Any, builder: Any, signature: Any, arguments: Any, column: Any) -> Any:
-    """Emit the address of ``array[row, column]``."""
-    array = context.make_array(signature.args[0])(context, builder, arguments[0])
-    offset = builder.add(builder.mul(arguments[1], builder.extract_value(array.shape, 1)), column)
-    return builder.bitcast(builder.gep(array.data, [offset]), ir.IntType(8).as_pointer())
 
 
 @inlined

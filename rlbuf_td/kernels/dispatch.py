@@ -45,12 +45,7 @@ def backend_of(memory: Tensor) -> Backend:
 
 
 def enable_triton(enabled: bool = True) -> None:
-    """Let kernels on CUDA devices use Triton, where it is installed, or only torch ops.
-
-    Example:
-        >>> enable_triton(False)
-        >>> enable_triton()
-    """
+    """Let kernels on CUDA devices use Triton, where it is installed, or only torch ops."""
     global _triton_is_enabled
     _triton_is_enabled = enabled
 
@@ -91,12 +86,6 @@ def forced(backend: Backend) -> Iterator[None]:
 
     ``"triton"`` on the CPU needs Triton's interpreter: ``TRITON_INTERPRET=1``, set before anything imports Triton.
     Objects remember which backend they were made for: make them inside.
-
-    Example:
-        >>> from rlbuf_td.kernels.sum_tree import SumTree, update_
-        >>> with forced("torch"):
-        ...     update_(SumTree.empty(8), torch.tensor([3]), torch.tensor([2.0]), 8, 1.0, 0.0)
-        tensor(2., dtype=torch.float64)
     """
     global _forced
     before, _forced = _forced, backend

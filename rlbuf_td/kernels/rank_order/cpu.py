@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.compiled import bare, compiled, inlined, masses, pointer, prefetch_item
+from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, masses, pointer, prefetch
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.law import HEAD
 
@@ -94,13 +94,20 @@ def chunk_at(st: Chunks, p: int, s: int) -> tuple[int, int]:
 
 
 @bare
+def key_address(st: Chunks, c: int, at: int) -> int:
+    """Address of a key of a chunk."""
+    return address_of(st.keys) + 8 * (c * np.int64(WIDTH) + at)
+
+
+@bare
 def fetch_chunk(st: Chunks, p: int, s: int) -> None:
     """Start loading a chunk that is needed soon: its cache lines then arrive together.
 
     Of its 16 lines the last quarter is seldom in use; loading it costs more than it saves.
     """
-    for column in range(0, 3 * WIDTH // 4, 8):
-        prefetch_item(st.keys, st.child[st.top_group[p], s], column)
+    address = key_address(st, st.child[st.top_group[p], s], 0)
+    for line in range(0, 6 * WIDTH, 64):
+        prefetch(address + line)
 
 
 @bare

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import acceptable, bare, compiled, move_items
+from rlbuf_td.kernels.compiled import acceptable, bare, compiled, move_bytes
 from rlbuf_td.kernels.rank_order.chunks import ABSENT, CHUNKS, FULL, GROUPS, NO_KEY, ROOM, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.cpu import (
     AHEAD,
@@ -17,6 +17,7 @@ from rlbuf_td.kernels.rank_order.cpu import (
     count_below,
     fetch_chunk,
     find_places,
+    key_address,
     key_of,
 )
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
@@ -169,7 +170,7 @@ def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, sl
             fetch_chunk(st, pos[i + AHEAD], slot[i + AHEAD])
         c, count = chunk_at(st, pos[i], slot[i])
         at = count_below(st.keys, c, count, keys[i])
-        move_items(st.keys, c, at, at + 1, count - at - 1)
+        move_bytes(key_address(st, c, at), key_address(st, c, at + 1), 8 * (count - at - 1))
         _add_count(st, pos[i], slot[i], -_ONE)
 
 
@@ -206,7 +207,7 @@ def _insert_run(st: Chunks, p: int, s: int, key: int, count: int) -> int:
         return 0
     at = count_below(st.keys, c, n, key)
     count = min(count, WIDTH - n)
-    move_items(st.keys, c, at + count, at, n - at)
+    move_bytes(key_address(st, c, at + count), key_address(st, c, at), 8 * (n - at))
     for t in range(count):
         st.keys[c, at + t] = key + t
     _add_count(st, p, s, count)
