@@ -12,12 +12,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, Outcomes, choose_goals, put_law, read_relabelled_
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import copy_rows_, put_values_
 from rlbuf_td.samplers.common import uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
-from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
@@ -33,11 +32,9 @@ class _Bound:
     """What is looked up once per storage."""
 
     trajectories: TrajectoryIndex
-    outcomes: Outcomes
+    outcomes: torch.Tensor  # the column, [T * E, ...]
     rows: Rows | None  # if outcomes are deduplicated: then they are not a column
     goal_keys: list[tuple[str, ...]]
-    base: int  # address of all rows, if they are whole rows of bytes on the CPU, else 0
-    offsets: tuple[int, int]  # of the goals in such a row; twice the same if there is one
 
 
 class HindsightSampler(SamplerWrapper):
@@ -163,25 +160,18 @@ class HindsightSampler(SamplerWrapper):
         batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
-        is_blank: bool = False,
     ) -> None:
         """Give rows of ``batch`` the goals that ``uniform`` chooses for the drawn rows."""
         bound = self._bound_to(storage)
-        boundaries: Any = bound.trajectories.boundaries()
-        if is_blank:  # read the rows and relabel them in one pass
-            block = leaf_of(batch, bound.goal_keys[0]).data_ptr() - bound.offsets[0]
-            given = boundaries, drawn, uniform, self.law, len(storage), bound.outcomes
-            mask = read_relabelled_(*given, bound.base, block, bound.offsets)
-        else:
-            rows, mask = choose_goals(boundaries, drawn, uniform, self.law, len(storage))
-            if owner is not None:
-                rows, mask = rows[owner], mask[owner]
-            outcomes = bound.outcomes.column
-            if bound.rows is not None:
-                outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
-                rows = torch.arange(len(rows), device=rows.device)
-            for key in bound.goal_keys:
-                copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
+        rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
+        if owner is not None:
+            rows, mask = rows[owner], mask[owner]
+        outcomes = bound.outcomes
+        if bound.rows is not None:
+            outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
+            rows = torch.arange(len(rows), device=rows.device)
+        for key in bound.goal_keys:
+            copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
 
     def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
@@ -193,9 +183,6 @@ class HindsightSampler(SamplerWrapper):
         if self.terminated_fn is not None:
             self._end_(batch, mask)
         set_entries_(batch, {"relabeled": mask})
-
-    def _reads(self, storage: Storage) -> bool:
-        return self._bound_to(storage).base != 0
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
@@ -215,13 +202,8 @@ class HindsightSampler(SamplerWrapper):
                     f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
                     f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
                 )
-        rows = storage.rows if isinstance(storage, PackedStorage) else None
-        is_on_cpu = isinstance(trajectories.boundaries(), BitBoundaries)
-        base = rows.whole_rows_address if rows is not None and is_on_cpu else 0
-        offsets = [goal.data_ptr() - base for goal in goals.values()]
-        deduplicated = rows if outcomes.is_meta else None
-        outcome_column = Outcomes.of(outcomes)
-        return _Bound(trajectories, outcome_column, deduplicated, list(goals), base, (offsets[0], offsets[-1]))
+        rows = storage.rows if outcomes.is_meta else None
+        return _Bound(trajectories, outcomes, rows, list(goals))
 
     def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
         beside = self.reward_key[:-1]

@@ -19,11 +19,8 @@ from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
-Revise: TypeAlias = Callable[..., None]
-"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself).
-
-A reviser of a wrapper that says so in ``_reads`` takes a fourth argument: the batch is blank memory, to be read first.
-"""
+Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
+"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
 
 
 def _of_inner(name: str) -> Any:
@@ -89,20 +86,16 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
         flat, info = draw_from(self.innermost, storage, batch_size)
-        revise = self._reviser(storage, flat)
-        if revise is not None and self._inner is None and self._reads(storage):
-            storage.written_rows().read_ahead(flat)
-            batch = storage.all_rows().blank(flat.shape[0])
-            revise(batch, flat, None, True)
-        else:
-            batch = rows_at(storage, flat)
+        batch = self._read_revised(storage, flat)
+        if batch is None:
+            revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
             if revise is not None:
                 revise(batch, flat, None)
         return flat, info, batch
 
-    def _reads(self, storage: Storage) -> bool:
-        """Whether the reviser reads the rows itself, in the pass through memory that revises them."""
-        return False
+    def _read_revised(self, storage: Storage, drawn: Tensor) -> TensorDictBase | None:
+        """Read and revise drawn rows in one pass through memory; None if there is no loop for it."""
+        return None
 
     def _bind(self, storage: Storage) -> Any:
         """Look up what does not change while the storage keeps its columns; :meth:`_bound_to` returns it."""

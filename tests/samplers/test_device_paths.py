@@ -48,17 +48,6 @@ def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, g
     assert rb.sampler.refused_priorities == 3
 
 
-@both
-@pytest.mark.parametrize("written", [False, True])
-def test_an_empty_buffer_is_refused_as_on_the_cpu(path, gpu, cls, written):
-    rb = ReplayBuffer(storage=PackedStorage(20, device=gpu), sampler=cls(20), batch_size=4)
-    if written:
-        rb.extend(data(3).to(gpu))
-        rb.empty()
-    with pytest.raises(RuntimeError, match="cannot sample from an empty buffer: extend it first"):
-        rb.sample()
-
-
 class Descending(ProportionalSampler):
     """Changes what the direct way would not ask."""
 

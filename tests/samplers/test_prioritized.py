@@ -177,13 +177,6 @@ def test_bad_priorities_are_refused_and_change_nothing(index, td_error, error, m
     assert rb.sampler.default_priority == 1.0
 
 
-def test_a_row_named_minus_one_is_skipped_and_a_sign_does_not_matter():
-    rb = buffer(10, 10)
-    rb.update_priority(torch.tensor([-1, 4]), torch.tensor([9.0, -3.0]))
-    assert rb.sampler.priority([4, 9]).tolist() == [3.0, 1.0]
-    assert rb.sampler.default_priority == 3.0
-
-
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
 def test_errors_of_any_dtype_are_taken_and_gradients_left_behind(dtype, cls):
@@ -226,15 +219,6 @@ def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps_an
     check(rb)
     other.load_state_dict(rb.state_dict())
     torch.testing.assert_close(other.sampler.priority(torch.arange(12)), rb.sampler.priority(torch.arange(12)))
-
-
-def test_rows_of_priority_zero_are_never_drawn_and_all_zero_is_an_error():
-    rb = buffer(10, 10, eps=0.0)
-    rb.update_priority(torch.arange(10), torch.tensor([0.0, 1.0] * 5))
-    assert not draws(rb, 64, 200)[::2].any()
-    rb.update_priority(torch.arange(10), torch.zeros(10))
-    with pytest.raises(RuntimeError, match="no row has a positive priority"):
-        rb.sample()
 
 
 @both

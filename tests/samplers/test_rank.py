@@ -88,13 +88,6 @@ def test_rows_without_a_priority_have_rank_and_probability_zero() -> None:
     assert sampler.priority(torch.arange(5)).tolist() == [-1.0, 2.0, -1.0, 1.0, -1.0]
 
 
-def test_setting_alpha_changes_the_law_at_once() -> None:
-    sampler = sampler_of(torch.tensor([3.0, 2.0, 1.0]), alpha=1.0)
-    sampler.alpha = np.float32(2.0)
-    expected = torch.tensor([1.0, 1 / 4, 1 / 9], dtype=torch.float64) / (49 / 36)
-    torch.testing.assert_close(sampler.probability(torch.arange(3)), expected)
-
-
 def test_rows_that_the_sampler_was_never_told_of_are_an_error() -> None:
     with pytest.raises(RuntimeError, match="no row has a priority"):
         RankSampler(4).sample(filled(4), 2)

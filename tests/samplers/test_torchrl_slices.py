@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torchrl.data.replay_buffers import (
-    PrioritizedSliceSampler,
     RandomSampler,
     Sequence,
     SliceSampler,
@@ -53,19 +52,6 @@ def test_slices(by, kind, ndim, fill, cls):
     made = world(kind(slice_len=4, strict_length=True, truncated_key=None, **key), cls, ndim, fill)
     for _ in range(6):
         assert_slices(made, made.rb.sample(), 4)
-
-
-@pytest.mark.parametrize(("cls", "ndim", "fill"), PLACES[:3])
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # TorchRL's own, of its trees
-def test_slices_by_priority(ndim, fill, cls):
-    sampler = PrioritizedSliceSampler(60, 0.7, 0.5, slice_len=4, strict_length=True, truncated_key=None, end_key=END)
-    made = world(sampler, cls, ndim, fill)
-    for _ in range(6):
-        batch = made.rb.sample()
-        assert_slices(made, batch, 4)
-        assert batch["priority_weight"].shape == (24,)
-        batch["td_error"] = torch.rand(24)
-        made.rb.update_tensordict_priority(batch)
 
 
 @pytest.mark.parametrize(("cls", "ndim", "fill"), PLACES)

@@ -22,6 +22,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests.catalogue import assert_same
+from tests.test_plan import GeneralBuffer
 
 STEPS, LANES, BATCH = 24, 3, 12
 
@@ -50,13 +51,6 @@ INNER: dict[str, Any] = {
     "proportional": lambda: ProportionalSampler(STEPS * LANES),
     "rank": lambda: RankSampler(STEPS * LANES),
 }
-
-
-class GeneralBuffer(ReplayBuffer):
-    """Never takes the short path."""
-
-    def _make_plan(self) -> None:
-        pass
 
 
 def steps(count: int, lanes: int | None, seed: int) -> TensorDict:

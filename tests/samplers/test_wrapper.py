@@ -110,18 +110,6 @@ def test_the_generator_of_the_buffer_decides_everything(wrap, cls):
     assert not torch.equal(batches[0]["index"], batches[2]["index"])
 
 
-@wrapped
-def test_both_buffers_give_the_same_batches(wrap):
-    ours, theirs = (world(wrap(ProportionalSampler(40)), cls) for cls in BUFFERS)
-    for seed in range(4):
-        batches = []
-        for made in (ours, theirs):
-            torch.manual_seed(seed)
-            batches.append(made.rb.sample().exclude("sampled_at"))  # which ours adds
-        assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
-        assert (batches[0] == batches[1]).all()
-
-
 class Scaled(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict["seen"] = tensordict["next", "reward"] * 10

@@ -10,23 +10,17 @@ from rlbuf_td.kernels.compiled import (
     kernel,
     load_float32,
     load_float64,
-    load_int32,
     load_int64,
     prefetch,
     prefetch_row,
-    store_bool,
     store_float32,
     store_float64,
-    store_int32,
     store_int64,
 )
 from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
-_GOALS_SOON = 16  # rows whose bits begin to come before their goals are chosen
-_GOALS_AHEAD = 24  # goals that begin to come before the first one is copied
-_STEPS_SOON = 16  # the same for n-step sums
+_STEPS_SOON = 16  # rows whose bits begin to come before they are needed
 _STEPS_AHEAD = 9  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
-_SMALL = 64  # bytes that a loop copies in less time than a call to ``memcpy`` takes
 
 
 # -- hindsight
@@ -62,63 +56,18 @@ def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, 
         rows[i] = row if row >= 0 else cells[i]
 
 
-@kernel
-def relabel(
-    bitmap, thresholds, only_finished, live,
-    outcomes, stride, width, first, first_stride, second, second_stride, base, block, count, cells, uniform, mask,
-):  # fmt: skip
-    """Choose goals and copy them to one or two columns; columns, rows and numbers are given by their addresses.
-
-    If there is a ``base``, from where all rows of ``stride`` bytes lie, the rows are copied to ``block`` first. Return
-    whether these were among the ``live`` ones.
-    """
-    rows = np.empty(count, np.int64)
-    in_words = width <= _SMALL and width % 4 == 0
-    for begun in range(count + _GOALS_AHEAD):
-        if begun + _GOALS_SOON < count:
-            expect(bitmap, load_int64(cells + 8 * (begun + _GOALS_SOON)))
-        if begun < count:
-            cell, pick = load_int64(cells + 8 * begun), load_float64(uniform + 8 * begun)
-            if cell < 0 or cell >= live:
-                return False
-            row = choose(bitmap, thresholds, only_finished, live, cell, pick)
-            rows[begun] = row
-            store_bool(mask + begun, row >= 0)
-            if base:
-                prefetch_row(base + cell * stride, stride)
-            if row >= 0:
-                prefetch(outcomes + row * stride)
-        i = begun - _GOALS_AHEAD
-        if i >= 0 and base:
-            cell = load_int64(cells + 8 * i)
-            copy_bytes(block + i * stride, base + cell * stride, stride)
-        if i >= 0 and rows[i] >= 0:
-            outcome = outcomes + rows[i] * stride
-            if in_words:
-                for offset in range(0, width, 4):
-                    value = load_int32(outcome + offset)
-                    store_int32(first + i * first_stride + offset, value)
-                    store_int32(second + i * second_stride + offset, value)
-            else:
-                copy_bytes(first + i * first_stride, outcome, width)
-                copy_bytes(second + i * second_stride, outcome, width)
-    return True
-
-
 # -- n steps
 
 
 @inlined
-def _expect(source, lanes, row_bytes, reward, taken, kept, end, cell, last, k, reads):
+def _expect(source, lanes, row_bytes, reward, taken, kept, end, cell, last, k):
     """Start loading what an n-step transition of ``cell`` reads: few lines, for memory is what it waits for."""
     at = source + cell * row_bytes
     if k == 1:
-        if reads:
-            prefetch_row(at, row_bytes)
+        prefetch_row(at, row_bytes)
         return
-    if reads:
-        for part in range(kept, end, 16):
-            prefetch_row(at + load_int64(part), load_int64(part + 8))
+    for part in range(kept, end, 16):
+        prefetch_row(at + load_int64(part), load_int64(part + 8))
     for _ in range(k):
         prefetch(at + reward)
         at += lanes * row_bytes
@@ -168,11 +117,11 @@ def n_step(
     bitmap, reward, features, double, row_bytes, ranges, taken_parts, parts,
     source, batch, count, rows, taken, n, gamma, live,
 ):  # fmt: skip
-    """Make n-step transitions of ``batch``; see :func:`rlbuf_td.kernels.episodes.n_step.n_step_`.
+    """Read n-step transitions; see :func:`rlbuf_td.kernels.episodes.n_step.n_step_`.
 
-    Return whether all rows were among the ``live`` ones, which is asked only if there are any.
+    Return whether all rows were among the ``live`` ones.
     """
-    steps, lanes, width, reads = bitmap[4], bitmap[5], 8 if double else 4, live > 0
+    steps, lanes, width = bitmap[4], bitmap[5], 8 if double else 4
     kept, end = ranges + 16 * taken_parts, ranges + 16 * parts
     lasts = np.empty(count, np.int64)
     for begun in range(count + _STEPS_AHEAD):
@@ -180,21 +129,19 @@ def n_step(
             expect(bitmap, load_int64(rows + 8 * (begun + _STEPS_SOON)))
         if begun < count:
             cell = load_int64(rows + 8 * begun)
-            if reads and (cell < 0 or cell >= live):
+            if cell < 0 or cell >= live:
                 return False
             k, lasts[begun] = walk(bitmap, cell, n)
             store_int64(taken + 8 * begun, k)
-            _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k, reads)
+            _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k)
         i = begun - _STEPS_AHEAD
         if i < 0:
             continue
         cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), batch + i * row_bytes
         if k == 1:
-            if reads:
-                copy_bytes(to, source + cell * row_bytes, row_bytes)
+            copy_bytes(to, source + cell * row_bytes, row_bytes)
             continue
-        if reads:
-            _copy_parts(to, source + cell * row_bytes, kept, end)
+        _copy_parts(to, source + cell * row_bytes, kept, end)
         for feature in range(features):
             at = reward + feature * width
             total = sum_rewards(source + at, row_bytes, cell, lanes, steps * lanes, k, gamma, double)

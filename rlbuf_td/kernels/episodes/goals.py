@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
-from rlbuf_td.kernels.rows import refuse_rows
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -28,60 +27,6 @@ class Law(NamedTuple):
     only_finished: bool
 
 
-class Outcomes(NamedTuple):
-    """The column that goals are read from, ``[T * E, ...]``, each row contiguous; address, stride, width in bytes."""
-
-    column: Tensor
-    address: int
-    stride: int
-    width: int
-
-    @classmethod
-    def of(cls, column: Tensor) -> Outcomes:
-        """Describe a column."""
-        size = column.element_size()
-        return cls(column, column.data_ptr(), column.stride(0) * size, column.shape[1:].numel() * size)
-
-
-def read_relabelled_(
-    boundaries: BitBoundaries,
-    cells: Tensor,
-    uniform: Tensor,
-    law: Law,
-    live: int,
-    outcomes: Outcomes,
-    base: int,
-    block: int,
-    offsets: tuple[int, int],
-) -> Tensor:
-    """Read whole rows into a batch and give them the outcomes of other rows as goals, in one pass through memory.
-
-    Args:
-        boundaries: where trajectories are cut.
-        cells: the batch's flat rows, ``[B]`` int64, contiguous.
-        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: decides by the law.
-        law: who gets a goal, and from where.
-        live: number of rows written.
-        outcomes: the column that goals are read from.
-        base: address of all rows.
-        block: address of the batch's rows.
-        offsets: of the two goals in a row; twice the same if there is one.
-
-    Returns:
-        Which rows have a new goal, ``[B]`` bool.
-
-    Raises:
-        IndexError: a row has not been written.
-    """
-    stride = outcomes.stride
-    places = block + offsets[0], stride, block + offsets[1], stride
-    mask = torch.from_numpy(np.empty(cells.shape[0], np.bool_))  # half the time of torch.empty
-    given = *places, base, block, cells.shape[0], cells.data_ptr(), uniform.data_ptr(), mask.data_ptr()
-    if not batch_loops().relabel(boundaries.bitmap, *law, live, *outcomes[1:], *given):
-        refuse_rows(cells, live)
-    return mask
-
-
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
     """Copy a law and the number of rows to the device, where captured graphs read them."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
@@ -89,7 +34,14 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows whose outcomes become goals; arguments as for :func:`read_relabelled_`.
+    """Choose the rows whose outcomes become goals.
+
+    Args:
+        boundaries: where trajectories are cut.
+        cells: the batch's flat rows, ``[B]`` int64, contiguous.
+        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: decides by the law.
+        law: who gets a goal, and from where.
+        live: number of rows written.
 
     Returns:
         ``[B]`` int64, the flat rows chosen (the row itself if it keeps its goal); ``[B]`` bool, which get a goal.

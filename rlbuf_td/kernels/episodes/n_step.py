@@ -107,29 +107,29 @@ class Parts(NamedTuple):
 def n_step_(
     boundaries: BitBoundaries,
     source: int,
-    batch: int,
     parts: Parts,
     rows: Tensor,
     n: int,
     gamma: float,
     dims: int,
-    live: int = 0,
+    live: int,
+    batch: int,
 ) -> Tensor:
-    """Turn one-step transitions into n-step ones, in place; return their numbers of steps, ``[B, 1, ...]`` int64.
+    """Read n-step transitions, and return of how many steps each is, ``[B, 1, ...]`` int64.
 
     Args:
         boundaries: where trajectories are cut.
         source: address of all rows of a storage, one after the other.
-        batch: address of ``[B]`` such rows, which are changed in place.
         parts: what to take from the last row.
-        rows: flat rows of the batch, ``[B]`` int64, contiguous.
+        rows: flat rows to read, ``[B]`` int64, contiguous.
         n: most steps per transition.
         gamma: the discount factor.
         dims: number of dims of the result.
-        live: number of rows written, if ``batch`` is still to be read; 0 if it has been.
+        live: number of rows written.
+        batch: address of ``[B]`` rows to fill.
 
     Raises:
-        IndexError: a row that is to be read has not been written.
+        IndexError: a row has not been written.
     """
     steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
     given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live

@@ -177,21 +177,13 @@ class Rows(ABC):
     # -- reading by kernels that go from address to address
 
     @property
-    def whole_rows_address(self) -> int:
-        """Where the rows begin in memory if they are stored as whole rows, else 0."""
-        return self.matrix.data_ptr()
-
-    @property
     def can_assemble(self) -> bool:
         """Whether :meth:`assemble` works here."""
         return True
 
-    def assemble(self, copy: Callable[[int, bool], T], out: int, count: int, is_blank: bool) -> T:
-        """Let ``copy(address, is_blank)`` write ``count`` stored rows; make whole rows of them at the address ``out``.
-
-        ``is_blank`` says whether the memory at ``out``, or where ``copy`` is to write, holds nothing yet.
-        """
-        return copy(out, is_blank)
+    def assemble(self, copy: Callable[[int], T], out: int, count: int) -> T:
+        """Let ``copy(address)`` write ``count`` stored rows; make whole rows of them at the address ``out``."""
+        return copy(out)
 
     def id_ranges(self) -> list[tuple[int, int, bool]]:
         """Return the byte ranges of entry ids in a stored row: start, width, and whether of the next observation."""

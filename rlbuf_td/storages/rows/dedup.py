@@ -162,16 +162,12 @@ class DedupRows(Rows):
     # -- reading by kernels
 
     @property
-    def whole_rows_address(self) -> int:
-        return 0
-
-    @property
     def can_assemble(self) -> bool:
         return self.table.is_compiled
 
-    def assemble(self, copy: Callable[[int, bool], T], out: int, count: int, is_blank: bool) -> T:
+    def assemble(self, copy: Callable[[int], T], out: int, count: int) -> T:
         block = torch.empty((count, self.dedup.stored.row_bytes), dtype=torch.uint8, device="cpu")
-        result = copy(block.data_ptr(), True)
+        result = copy(block.data_ptr())
         assemble_(self.table, block, out)
         return result
 
