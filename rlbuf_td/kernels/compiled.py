@@ -1,8 +1,6 @@
 """What the loops that numba compiles share: decorators, memory by address, and where a batch's draws fall.
 
-Unboxing an array takes longer than many of these loops, so they take addresses. Callers vouch that the memory is there,
-and keep its tensors alive.
-
+Unboxing an array takes longer than many of these loops, so they take addresses of memory that callers keep alive.
 Numba's cache on disk notices a change of a function's own file only, and functions call each other across files: delete
 ``__pycache__`` after a change.
 """

@@ -99,11 +99,10 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write magnitudes to rows ``index``, of which ``rows`` may be named; the last one of a duplicate row stays.
+    """Write magnitudes to rows in ``[0, rows)``; the last one of a duplicate row stays.
 
     Returns:
-        ``[B]`` int64, the rows that were written; the largest magnitude given, -1 if none; how many were NaN or
-        infinite, and left out.
+        ``[B]`` int64, the rows written; the largest magnitude given, -1 if none; how many were not finite: left out.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

@@ -6,6 +6,7 @@ The interpreter checks what a kernel computes, but takes programs that the compi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,17 +20,12 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 compiled: set[str] = set()
 
 
-class Device:
-    """What Triton asks a driver before it compiles."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
+#: What Triton asks a driver before it compiles.
+DRIVER = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=None: 0,
+)
 
 
 def _compile(self: Any, grid: Any) -> Any:
@@ -46,7 +42,7 @@ def _compile(self: Any, grid: Any) -> Any:
 
 def main() -> None:
     """Compile what trees and boundaries of several sizes launch."""
-    driver.set_active(Device())
+    driver.set_active(DRIVER)
     JITFunction.__getitem__ = _compile
     cpu = torch.device("cpu")
     dispatch._agrees.update({("sum tree", cpu): True, ("reach of trajectories", cpu): True})

@@ -45,7 +45,7 @@ def test_rows_are_those_of_a_shuffle_that_moves_them(batch, more, seed, whole):
     assert distinct_rows(uniform, torch.tensor(float(rows), dtype=torch.float64)).tolist() == expected
 
 
-@pytest.mark.parametrize("choose", [torch.zeros, lambda n, dtype: torch.full((n,), 0.999, dtype=dtype)])
-def test_the_longest_chains_are_followed_to_their_end(choose):
-    uniform = choose(1_000, dtype=torch.float64)
+@pytest.mark.parametrize("number", [0.0, 0.999])
+def test_the_longest_chains_are_followed_to_their_end(number):
+    uniform = torch.full((1_000,), number, dtype=torch.float64)
     assert distinct_rows(uniform, 1_000).tolist() == shuffled(uniform.tolist(), 1_000)

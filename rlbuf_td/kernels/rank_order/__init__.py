@@ -30,12 +30,7 @@ RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Make the order that serves the device of some magnitudes.
-
-    Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without.
-        stale_updates: of an order that sorts when asked; on the CPU the order is always exact.
-    """
+    """Make the order that serves the device of magnitudes; ``stale_updates`` is for orders that sort when asked."""
     return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
 
 

@@ -91,7 +91,7 @@ class ChunkedOrder:
             return _cpu_update().update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """See :meth:`SortedOrder.fill_`. O(count), and the deletion of the old keys."""
+        """See :meth:`SortedOrder.fill_`. O(count) for new rows."""
         if count > 0:
             bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
             with self.lock:

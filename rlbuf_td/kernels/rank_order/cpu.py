@@ -95,7 +95,7 @@ def chunk_at(st: Chunks, p: int, s: int) -> tuple[int, int]:
 
 @bare
 def key_address(st: Chunks, c: int, at: int) -> int:
-    """Address of a key of a chunk."""
+    """Address of ``keys[c, at]``."""
     return address_of(st.keys) + 8 * (c * np.int64(WIDTH) + at)
 
 

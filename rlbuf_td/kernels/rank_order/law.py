@@ -9,7 +9,7 @@ and beyond it the Euler-Maclaurin formula, anchored at the table's end, is as ex
 (a logarithm where ``alpha = 1``). It is inverted in closed form, so that a draw costs the same for any ``N``, and a
 change of alpha costs O(1).
 
-The functions here run on any device without waiting for it; :mod:`rlbuf_td.kernels.rank_order.cpu` has them compiled.
+The functions here run on any device without waiting for it; ``cpu.py`` has them compiled.
 """
 
 from __future__ import annotations

@@ -112,17 +112,9 @@ class SortedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Draw rows by rank. O(B) after the sort.
+        """Draw rows by the law of their ranks. O(B) after the sort.
 
-        Args:
-            law: probabilities of ranks.
-            uniform: ``[B]`` float64 in ``[0, 1)``; the CPU's order overwrites it.
-            stratified: draw one row from each of ``B`` segments of equal mass, rather than each row from the whole.
-            beta: exponent of the importance weight ``(N P)^-beta``, not negative.
-            norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
-
-        Returns:
-            ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no row has a magnitude.
+        Arguments and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.draw`.
         """
         self._refresh()
         power: float | Tensor = beta

@@ -9,8 +9,7 @@ Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recompute
 difference, so that nothing drifts and equal updates give equal trees; ``before`` is infinite behind a group's last
 member of positive sum, so that a draw never returns a row of weight 0.
 
-Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are per batch of ``B`` over ``N``
-rows.
+Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are per ``B`` of ``N`` rows.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) ->
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.draw`: one launch, unless ``norm`` is the batch's."""
+    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is the batch's."""
     count, starts, by_batch = uniform.shape[0], tree.starts_on_device, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)
