@@ -169,19 +169,6 @@ def chain_values(c: dict[str, Tensor]) -> None:
     c["next_state_value"] = torch.where(c["done"], c["next_state_value"], following)
 
 
-def test_vtrace_by_hand():
-    """Two steps, ratios 2 (clipped to 1) and 0.5, gamma 0.5; the second step is truncated."""
-    reward = torch.tensor([[1.0], [2.0]])
-    value, next_value = torch.tensor([[10.0], [20.0]]), torch.tensor([[20.0], [30.0]])
-    log_pi, log_mu = torch.tensor([[2.0], [0.5]]).log(), torch.zeros(2, 1)
-    done, terminated = torch.tensor([[False], [True]]), torch.zeros(2, 1, dtype=torch.bool)
-    advantage, target = F.vtrace_advantage_estimate(0.5, log_pi, log_mu, value, next_value, reward, done, terminated)
-    # delta = [1 (1 + 10 - 10), 0.5 (2 + 15 - 20)] = [1, -1.5];  x = [1 + 0.5 * 1 * -1.5, -1.5] = [0.25, -1.5]
-    assert target.flatten().tolist() == [10.25, 18.5]
-    # A = [1 (1 + 0.5 * 18.5 - 10), 0.5 (2 + 15 - 20)]
-    assert advantage.flatten().tolist() == [0.25, -1.5]
-
-
 FUNCTIONS = {
     "gae": lambda c, **kw: F.generalized_advantage_estimate(0.9, 0.8, **c, **kw),
     "td_lambda": lambda c, **kw: F.td_lambda_return_estimate(0.9, 0.8, **without_value(c), **kw),
@@ -262,37 +249,39 @@ def test_nan_behind_an_end_does_no_harm(function):
 
 def test_bad_inputs_are_refused_by_name(function):
     good = case((2, 9, 1), "mixed")
-    with pytest.raises(ValueError, match=r"all inputs must share one shape.*'done': \(2, 9\)"):
-        function(good | {"done": good["done"][..., 0]})
-    with pytest.raises(TypeError, match=r"done must be a bool tensor, got torch.int64. Pass done.bool\(\)"):
-        function(good | {"done": good["done"].long()})
-    with pytest.raises(TypeError, match="terminated must be a bool tensor"):
-        function(good | {"terminated": good["terminated"].float()})
-    with pytest.raises(TypeError, match=r"next_state_value must be of a floating dtype, got torch\.int64"):
-        function(good | {"next_state_value": good["next_state_value"].long()})
-    with pytest.raises(ValueError, match=r"the inputs are empty \(shape \(2, 0, 1\)\)"):
-        function({k: v[:, :0] for k, v in good.items()})
-    with pytest.raises(ValueError, match=r"time_dim=3 does not exist in inputs of shape \(2, 9, 1\)"):
-        function(good, time_dim=3)
-    with pytest.raises(ValueError, match=r"time_dim=-2 does not exist .* pass time_dim=-1"):
-        function({k: v[0, :, 0] for k, v in good.items()})
-    with pytest.raises(TypeError, match="done must be a tensor, got list"):
-        function(good | {"done": [False] * 9})
+    done, terminated, value = good["done"], good["terminated"], good["next_state_value"]
+    for error, words, bad, settings in (
+        (ValueError, r"all inputs must share one shape.*'done': \(2, 9\)", {"done": done[..., 0]}, {}),
+        (TypeError, r"done must be a bool tensor, got torch.int64. Pass done.bool\(\)", {"done": done.long()}, {}),
+        (TypeError, "terminated must be a bool tensor", {"terminated": terminated.float()}, {}),
+        (
+            TypeError,
+            r"next_state_value must be of a floating dtype, got torch\.int64",
+            {"next_state_value": value.long()},
+            {},
+        ),
+        (ValueError, r"the inputs are empty \(shape \(2, 0, 1\)\)", {k: v[:, :0] for k, v in good.items()}, {}),
+        (ValueError, r"time_dim=3 does not exist in inputs of shape \(2, 9, 1\)", {}, {"time_dim": 3}),
+        (ValueError, "time_dim=-2 does not exist .* pass time_dim=-1", {k: v[0, :, 0] for k, v in good.items()}, {}),
+        (TypeError, "done must be a tensor, got list", {"done": [False] * 9}, {}),
+    ):
+        with pytest.raises(error, match=words):
+            function(good | bad, **settings)
 
 
 def test_bad_coefficients_are_refused_by_name():
     c = case((2, 9, 1), "mixed")
-    for gamma in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got"):
-            F.generalized_advantage_estimate(gamma, 0.5, **c)
-    with pytest.raises(ValueError, match=r"lmbda must lie in \[0, 1\], got 2.0"):
-        F.generalized_advantage_estimate(0.5, 2, **c)
-    with pytest.raises(TypeError, match="gamma must be a number or a tensor, got NoneType"):
-        F.generalized_advantage_estimate(None, 0.5, **c)
-    with pytest.raises(ValueError, match=r"gamma of shape \(9,\) does not broadcast to the inputs' shape \(2, 9, 1\)"):
-        F.generalized_advantage_estimate(torch.rand(9), 0.5, **c)
-    with pytest.raises(ValueError, match=r"gamma requires a gradient.*Pass gamma.detach\(\)"):
-        F.generalized_advantage_estimate(torch.tensor(0.5, requires_grad=True), 0.5, **c)
+    gae = F.generalized_advantage_estimate
+    for error, words, gamma, lmbda in (
+        (ValueError, r"gamma must lie in \[0, 1\], got -0.1", -0.1, 0.5),
+        (ValueError, r"gamma must lie in \[0, 1\], got nan", float("nan"), 0.5),
+        (ValueError, r"lmbda must lie in \[0, 1\], got 2.0", 0.5, 2),
+        (TypeError, "gamma must be a number or a tensor, got NoneType", None, 0.5),
+        (ValueError, r"gamma of shape \(9,\) does not broadcast to the inputs' shape", torch.rand(9), 0.5),
+        (ValueError, r"gamma requires a gradient.*Pass gamma.detach\(\)", torch.tensor(0.5, requires_grad=True), 0.5),
+    ):
+        with pytest.raises(error, match=words):
+            gae(gamma, lmbda, **c)
     no_value = without_value(c)
     with pytest.raises(ValueError, match="rolling_gamma=False needs a gamma or lmbda of the inputs' shape"):
         F.td_lambda_return_estimate(0.5, 0.5, **no_value, rolling_gamma=False)

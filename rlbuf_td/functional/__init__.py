@@ -1,9 +1,8 @@
 r"""Advantages, returns and summaries of them, as functions on tensors.
 
 Names, arguments and shapes are those of ``torchrl.objectives.value.functional``: tensors are ``[*batch, T, *F]``, time
-at ``time_dim``. ``done`` ends a trajectory (no later step counts), ``terminated`` says that its value is zero from
-there on (no bootstrapping). A step that is done but not terminated was truncated: it bootstraps from its
-``next_state_value``, and so does the last step of the tensors unless it is terminated.
+at ``time_dim``. ``done`` ends a trajectory, ``terminated`` also bootstrapping. A step that is done but not terminated
+was truncated: it bootstraps from its ``next_state_value``, as the last step of the tensors does unless terminated.
 
 For every estimate:
 
@@ -11,8 +10,9 @@ For every estimate:
 * Results are constants: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient is refused.
 * ``gamma`` and ``lmbda`` are floats in [0, 1] or tensors that broadcast to the inputs' shape (values unchecked).
 * Values after ``terminated`` or ``done`` are left out, not multiplied by zero: NaN there does no harm.
-* O(elements) on the CPU; on CUDA O(log T) launches and no host synchronisation. Inputs must share one shape, flags must
-  be bool, tensors not empty; else a ``ValueError`` or ``TypeError`` names the input.
+* One pass over the data on the CPU; on CUDA O(log T) launches and no host synchronisation.
+* ``ValueError``: shapes or devices differ, empty inputs, coefficients out of range, no such ``time_dim``.
+  ``TypeError``: a flag is not bool, a value not floating. Both name the input.
 """
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate

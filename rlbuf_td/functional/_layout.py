@@ -87,7 +87,7 @@ class TimeLayout:
             ) from None
 
     def is_per_step(self, x: object) -> bool:
-        """Whether a coefficient has a value for each step (TorchRL: a tensor of the inputs' shape)."""
+        """Whether a coefficient is a tensor of the inputs' shape."""
         return isinstance(x, Tensor) and x.shape == self.shape
 
 

@@ -42,10 +42,9 @@ def generalized_advantage_estimate(
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError: shapes or devices differ, empty inputs, coefficients out of range, no such ``time_dim``.
-        TypeError: ``done`` or ``terminated`` is not bool, or a value is not floating.
+        ValueError, TypeError: see the module.
 
-    Cost: one pass over the data; about 5 µs plus 1 ns an element on a CPU.
+    Cost: one pass over the data; about 5 µs plus 1 ns per element on a CPU.
 
     Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
     Takes the place of TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``; unlike

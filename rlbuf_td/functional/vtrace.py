@@ -49,10 +49,7 @@ def vtrace_advantage_estimate(
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError: see the module; also a negative threshold (of tensors, values are not checked).
-        TypeError: see the module.
-
-    Cost: one pass over the data.
+        ValueError, TypeError: see the module; also a negative threshold (of tensors, values are not checked).
 
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate`` (which
     names the two policies the other way round, and whose ``time_dim`` other than -2 works on transposed inputs only).

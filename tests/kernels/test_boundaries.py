@@ -48,9 +48,9 @@ def writes(draw: st.DrawFn, steps: int, longest: int) -> list[Write]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, sizes: list[int], many: int = 3) -> tuple[int, int, list[Write], Rows]:
+def cases(draw: st.DrawFn, sizes: list[int]) -> tuple[int, int, list[Write], Rows]:
     steps = draw(st.sampled_from(sizes))
-    lanes = draw(st.integers(1, many))
+    lanes = draw(st.sampled_from([1, 2, 3, 70] if 9 < steps < 200 else [1, 2, 3]))
     often = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     rows = Rows(steps, lanes, draw(st.booleans()), often, draw(st.integers(0, 2**20)))
     return steps, lanes, draw(writes(steps, steps)), rows
@@ -103,25 +103,6 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
                 assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("steps", [3, 700])
-def test_many_lanes_are_kept_apart(steps):
-    lanes = 130
-    rows = Rows(steps, lanes, True, 2 / steps, seed=3)
-    bits, history = BitBoundaries(steps, lanes), History(steps, lanes)
-    rng = np.random.default_rng(0)
-    start = 0
-    for _ in range(6):
-        count = min(steps - start, 1 + int(rng.integers(steps)))
-        rows.fill(start, count)
-        bits.write(start, count, rows.end, rows.name)
-        in_history(history, start, count, rows)
-        start = (start + count) % steps
-    check_boundaries(bits)
-    cells = [cell for cell in history.written() if rng.random() < 2_000 / (steps * lanes)]
-    found = bits.reach(torch.tensor([step * lanes + lane for step, lane in cells]))
-    assert list(zip(*(part.tolist() for part in found), strict=True)) == [history.reach(*cell) for cell in cells]
-
-
 @pytest.mark.parametrize("steps", [262_143, 262_144, 262_145])
 def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_levels_and_the_wrap(steps):
     bits = BitBoundaries(steps, 1)
@@ -137,21 +118,6 @@ def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_leve
     back, ahead, _ = bits.reach(torch.tensor([0, 9, 10, steps - 1]))
     assert back.tolist() == [steps - 10, steps - 1, 0, steps - 11]
     assert ahead.tolist() == [9, 0, steps - 1, 10]
-
-
-def test_what_was_interrupted_stays_apart_until_it_is_overwritten():
-    steps = 6
-    end = torch.zeros(steps, 1, dtype=torch.bool)
-    for boundaries in (FlagBoundaries(steps, 1), BitBoundaries(steps, 1)):
-        boundaries.write(0, 6, end, None)
-        boundaries.write(2, 1, end, None)  # elsewhere
-        boundaries.write(0, 1, end, None)  # and back
-        back, ahead, over = boundaries.reach(torch.arange(steps))
-        assert back.tolist() == [0, 0, 0, 0, 1, 2]
-        assert ahead.tolist() == [0, 0, 0, 2, 1, 0]
-        assert not over.any()
-        boundaries.write(1, 2, end, None)  # follows 0, and writes 2 anew
-        assert boundaries.reach(torch.arange(steps))[0].tolist() == [0, 1, 2, 0, 1, 2]
 
 
 def test_clearing_and_restoring(device):

@@ -1,12 +1,12 @@
-"""Rows of bytes that name some of their parts: observations kept once, in a pool of entries that rows share.
+"""Rows of bytes that name some of their parts: observations stored once, in a pool of entries that rows share.
 
 An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row names its entries by int32, from 1
-on; 0 is none. A row's observation is the entry that the row before it, in time and in the same lane, names as its next
-one, where the bytes agree. So all rows that name an entry lie near each other, and nobody counts them: when a row is
-overwritten, an entry of its that no row within ``reach`` steps names is free.
+on; 0 is none. A row's observation is the entry that the row before it in its lane names as its next one, where the
+bytes agree. So all rows that name an entry lie near each other, and no counts are kept: when a row is overwritten, each
+entry that no row within ``reach`` steps names is free.
 
-On the CPU numba goes row by row, O(1) per row; elsewhere torch ops do, all lanes of a time step at once: a write
-takes some fifty kernels for each of its time steps. Neither these nor reads make the host wait.
+On the CPU numba goes row by row, O(1) per row. Elsewhere torch ops take all lanes of a time step at once, some fifty
+kernels per time step, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Part:
 
     Attributes:
         into: where its bytes begin in an entry.
-        inner: bytes that lie together in a row, ``outer`` times, ``pitch`` bytes apart.
-        outer: see ``inner``.
-        pitch: see ``inner``.
+        inner, outer, pitch: ``inner`` bytes lie together in a row, ``outer`` times, ``pitch`` bytes apart.
         root, next: where the key begins in a whole row, in the row's own observation and in the next one.
     """
 
@@ -48,11 +46,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of one size, and what of a row they hold.
+    """Entries of one size, and what they hold of a row.
 
     Attributes:
-        ids: where the names begin in a row, in bytes: ``pieces`` of the own observation, then as many of the next one.
-        pieces: entries that make up one observation, oldest first.
+        ids: byte of a row where the names begin: ``pieces`` of the own observation, then as many of the next one.
+        pieces: entries per observation, oldest first.
         sides: 2 if rows have a next observation, else 1.
         parts: what an entry holds.
     """
@@ -69,15 +67,15 @@ class Group:
 
     @property
     def names(self) -> int:
-        """How many entries a row names."""
+        """Entries that a row names."""
         return self.pieces * self.sides
 
     @property
     def reach(self) -> int:
-        """How many time steps away rows may lie that name one entry.
+        """Largest distance, in time steps, of rows that name one entry.
 
-        A piece at place p of a row's stack belongs to step t + p, in its next one to t + p + 1, and where a piece is
-        shared it belongs to the same step. A new stack may name one entry for several pieces, that is steps.
+        Piece p of a row's stack belongs to step t + p, of its next one to t + p + 1, and an entry to one step; but a
+        new stack may name one entry for several pieces.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
@@ -88,13 +86,13 @@ class Table:
 
     Attributes:
         groups: what is kept in entries.
-        runs: ``[R, 3]`` int64, what is not: from where in a stored row to where in a whole one, and how many bytes.
+        runs: ``[R, 3]`` int64, what is not: offset in a stored row, offset in a whole row, bytes.
         rows: ``[N, own_bytes]`` uint8, the stored rows.
         row_bytes: bytes of a whole row.
-        lanes: rows of a time step.
-        entries: of each group, ``[M + 1, bytes]`` uint8; name i is entry i - 1, and the last one is nobody's.
-        stacks: of each group, ``[M + 1]`` int32: the names that are free, below those that never were used.
-        counters: of each group, ``[2]`` int64: how many lie on the stack, and the largest name that was used.
+        lanes: rows per time step.
+        entries: per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory.
+        stacks: per group ``[M + 1]`` int32, the free names that were used before.
+        counters: per group ``[2]`` int64: names on the stack, and the largest name used.
     """
 
     groups: tuple[Group, ...]
@@ -129,18 +127,17 @@ class Table:
 
 
 def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor | None = None) -> bool:
-    """Put whole rows together.
+    """Assemble whole rows in ``target``, ``[B, row_bytes]`` bytes, contiguous.
 
     Args:
-        table: where they are.
-        cells: ``[B]`` int64, contiguous: which ones.
-        live: how many rows are written.
-        target: ``[B, row_bytes]`` in bytes, contiguous.
-        order: ``[B]`` int64, contiguous: read them in this order.
+        table: the stored rows.
+        cells: ``[B]`` int64, contiguous: which rows.
+        live: number of rows written.
+        target: where to.
+        order: ``[B]`` int64, contiguous: the order in which they are read.
 
     Returns:
-        Whether all of them are written; where one is not, ``target`` is not complete. On a device that the host does
-        not wait for always True.
+        Whether all rows are written; else ``target`` is incomplete. Always True off the CPU: the host does not wait.
     """
     if not table.is_compiled:
         return _read(table, cells, live, target)
@@ -150,7 +147,7 @@ def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor 
 
 
 def assemble_(table: Table, rows: Tensor, target: int) -> None:
-    """Put whole rows together from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
+    """Assemble whole rows from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
     count, cells = len(rows), torch.arange(len(rows), device="cpu")
     given = rows.data_ptr(), rows.shape[1], count, cells.data_ptr(), 0, count, target, table.row_bytes
     _cpu().read(*table.arrays(), table.runs, *given)
@@ -162,23 +159,22 @@ def write_(
     """Let rows name the entries of what is written to them; on the CPU.
 
     Args:
-        table: where they are.
+        table: the stored rows.
         sources: ``[P, 2, 3]`` int64: for each part of each group, of the own observations and of the next ones, the
-            address, and the bytes from a time step and from a lane to the one that follows; each row is dense.
+            address and the strides in bytes of time steps and lanes; each row is dense.
         cells: ``[T * E]`` int64, contiguous, all different: the rows, time step by time step; or the first of rows that
             follow each other, wrapping.
-        count: how many rows, ``T * E``.
+        count: number of rows, ``T * E``.
         lanes: ``E``: of whole time steps the number of lanes, else 1.
-        deferred: take no entry that this write has freed: who undoes the rows undoes the write.
+        deferred: take no entry that this write frees, so that undoing the rows undoes the write.
     """
-    where, start = (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
-    rows = table.rows
-    addresses = sources, rows.data_ptr(), rows.shape[1], len(rows)
-    _cpu().write(*table.arrays(), *addresses, table.lanes, where, start, count, lanes, deferred)
+    rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
+    given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
+    _cpu().write(*table.arrays(), *given)
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Give a group room for ``most`` entries, by a copy of those that it has."""
+    """Give a group room for ``most`` entries, by copying those that it has."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
@@ -189,12 +185,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find anew which entries are free: those that no row names. O(rows).
-
-    Args:
-        table: whose rows and entries are right.
-        used: the largest name in use of each group, if the counters do not say.
-    """
+    """Find which entries are free, as no row names them; ``used`` takes the place of the largest names. O(rows)."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

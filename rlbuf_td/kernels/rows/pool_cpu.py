@@ -25,6 +25,12 @@ INTO, INNER, OUTER, PITCH, ROOT, NEXT = range(6)
 
 
 @inlined
+def _wrapped(cell, total):
+    """Return a row that may lie up to a ring before the first or behind the last one."""
+    return cell + total if cell < 0 else cell - total if cell >= total else cell
+
+
+@inlined
 def _entry(groups, g, name):
     return groups[g, BASE] + (np.int64(name) - 1) * groups[g, BYTES]
 
@@ -134,11 +140,9 @@ def _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
         step = d * lanes
         if step >= total:
             return False
-        after = cell + step if cell + step < total else cell + step - total
-        if _holds(groups, g, own + after * own_bytes, name):
+        if _holds(groups, g, own + _wrapped(cell + step, total) * own_bytes, name):
             return True
-        before = cell - step if cell >= step else cell - step + total
-        if _holds(groups, g, own + before * own_bytes, name):
+        if _holds(groups, g, own + _wrapped(cell - step, total) * own_bytes, name):
             return True
     return False
 
@@ -170,17 +174,17 @@ def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
 
 
 @inlined
-def _given(parts, sources, p, side, t, lane):
-    return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2]
+def _given(parts, sources, p, piece, side, t, lane):
+    """Return the address of a piece of what is written."""
+    return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2] + piece * parts[p, INNER]
 
 
 @inlined
-def _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
-    """Return whether an entry holds a piece of what is written."""
-    at = _entry(groups, g, name)
-    for p in range(groups[g, FIRST], groups[g, LAST]):
+def _agrees(parts, sources, first, last, at, piece, side, t, lane):
+    """Return whether the entry at an address holds a piece of what is written."""
+    for p in range(first, last):
         inner = parts[p, INNER]
-        given = _given(parts, sources, p, side, t, lane) + piece * inner
+        given = _given(parts, sources, p, piece, side, t, lane)
         for o in range(parts[p, OUTER]):
             if not same_bytes(at + parts[p, INTO] + o * inner, given + o * parts[p, PITCH], inner):
                 return False
@@ -188,14 +192,25 @@ def _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
 
 
 @inlined
-def _new_entry(groups, parts, sources, g, piece, side, t, lane):
-    name = _take(groups, g)
-    at = _entry(groups, g, name)
-    for p in range(groups[g, FIRST], groups[g, LAST]):
+def _put(parts, sources, first, last, at, piece, side, t, lane):
+    """Copy a piece of what is written to the entry at an address."""
+    for p in range(first, last):
         inner = parts[p, INNER]
-        given = _given(parts, sources, p, side, t, lane) + piece * inner
+        given = _given(parts, sources, p, piece, side, t, lane)
         for o in range(parts[p, OUTER]):
             copy_bytes(at + parts[p, INTO] + o * inner, given + o * parts[p, PITCH], inner)
+
+
+@inlined
+def _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
+    at = _entry(groups, g, name)
+    return _agrees(parts, sources, groups[g, FIRST], groups[g, LAST], at, piece, side, t, lane)
+
+
+@inlined
+def _new_entry(groups, parts, sources, g, piece, side, t, lane):
+    name = _take(groups, g)
+    _put(parts, sources, groups[g, FIRST], groups[g, LAST], _entry(groups, g, name), piece, side, t, lane)
     return name
 
 
@@ -254,9 +269,7 @@ def _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane):
 @inlined
 def _cell(total, cells, start, i):
     """Return the row that is written as number ``i``."""
-    if cells:
-        return load_int64(cells + 8 * i)
-    return start + i if start + i < total else start + i - total
+    return load_int64(cells + 8 * i) if cells else _wrapped(start + i, total)
 
 
 @inlined
@@ -274,26 +287,8 @@ def _expect_old(groups, g, own, own_bytes, total, cells, start, count, i):
 
 
 @inlined
-def _agrees(parts, sources, first, last, at, side, t, lane):
-    """Return whether an entry of one piece holds what is written."""
-    for p in range(first, last):
-        if not same_bytes(at + parts[p, INTO], _given(parts, sources, p, side, t, lane), parts[p, INNER]):
-            return False
-    return True
-
-
-@inlined
-def _put(parts, sources, first, last, at, side, t, lane):
-    for p in range(first, last):
-        copy_bytes(at + parts[p, INTO], _given(parts, sources, p, side, t, lane), parts[p, INNER])
-
-
-@inlined
 def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, freed):
-    """Do what :func:`write` does for entries of one piece, one for each side: twice as fast.
-
-    An entry is held by the row before and by the row after, or by neither.
-    """
+    """:func:`write` for entries of one piece, which only the rows before and after may hold: twice as fast."""
     width, base, stack, counters = group[BYTES], group[BASE] - group[BYTES], group[STACK], group[COUNTERS]
     first, last, names = group[FIRST], group[LAST], own + group[IDS]
     free, used, kept, deferred = load_int64(counters), load_int64(counters + 8), 0, len(freed) > 0
@@ -305,8 +300,8 @@ def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, sta
             prefetch(base + name * width + min(width, 64))
         cell = _cell(total, cells, start, i)
         row = names + cell * own_bytes
-        before = names + (cell - lanes if cell >= lanes else cell - lanes + total) * own_bytes
-        after = names + (cell + lanes if cell + lanes < total else cell + lanes - total) * own_bytes
+        before = names + _wrapped(cell - lanes, total) * own_bytes
+        after = names + _wrapped(cell + lanes, total) * own_bytes
         shared, newer = load_int32(before + 4), load_int32(after)
         for name, other in ((load_int32(row), shared), (load_int32(row + 4), newer)):
             if name != 0 and name != other:
@@ -317,14 +312,14 @@ def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, sta
                     store_int32(stack + 4 * free, name)
                     free += 1
         for side, name in enumerate((shared, newer)):
-            if name == 0 or not _agrees(parts, sources, first, last, base + name * width, side, t, lane):
+            if name == 0 or not _agrees(parts, sources, first, last, base + name * width, 0, side, t, lane):
                 if free > 0:
                     free -= 1
                     name = load_int32(stack + 4 * free)
                 else:
                     used += 1
                     name = np.int32(used)
-                _put(parts, sources, first, last, base + name * width, side, t, lane)
+                _put(parts, sources, first, last, base + name * width, 0, side, t, lane)
             store_int32(row + 4 * side, name)
         lane += 1
         if lane == given_lanes:
@@ -350,8 +345,7 @@ def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, co
         for i in range(count):
             _expect_old(groups, g, own, own_bytes, total, cells, start, count, i)
             cell = _cell(total, cells, start, i)
-            before = cell - lanes if cell >= lanes else cell - lanes + total
-            after = cell + lanes if cell + lanes < total else cell + lanes - total
+            before, after = _wrapped(cell - lanes, total), _wrapped(cell + lanes, total)
             kept = _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept)
             _fill_root(groups, parts, sources, g, own, own_bytes, cell, before, t, lane)
             if groups[g, SIDES] == 2:

@@ -13,14 +13,9 @@ from rlbuf_td.kernels.rows.pool import Group, Table, pieces_of
 def write_by_steps_(
     table: Table, given: Sequence[tuple[Tensor, ...]], cells: Tensor, *, deferred: bool = False
 ) -> None:
-    """Do so on any device.
+    """:func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    Args:
-        table: where the rows are.
-        given: for each part of each group, what is written: the own observations and, where there are, the next ones,
-            ``[T, E, ...]``.
-        cells: ``[T * E]`` int64, as for :func:`write_`.
-        deferred: see there.
+    ``given`` holds the own and perhaps the next observations of each part of each group, ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0

@@ -4,48 +4,37 @@ Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence that runs 
 
     x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
 
-with ``b[t] = 0`` wherever a trajectory ends. All tensors here are ``[L, T, F]``: lanes, time, features (``F``
-is whatever lies behind time in memory, so a time-major ``[T, E]`` rollout is ``[1, T, E]``).
+with ``b[t] = 0`` wherever a trajectory ends. What lies beyond a zero is never multiplied: NaN and infinity stay where
+they are. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``).
 
-A zero coefficient *cuts*: what lies beyond it is never multiplied, so that a NaN or an infinity of one
-trajectory cannot reach the one before it.
-
-The reference, :func:`reverse_scan_doubling`, takes ``ceil(log2 T)`` rounds of tensor operations and never waits for the
-device. :func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference.
+:func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference, :func:`reverse_scan_doubling`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-__all__ = ["gae", "gae_terms", "reverse_scan", "reverse_scan_doubling", "spread"]
-
-_loops: ModuleType | None = None
 _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
 
 
+@cache
 def _cpu() -> ModuleType:
-    global _loops
-    if _loops is None:
-        from rlbuf_td.kernels.scan import cpu
+    from rlbuf_td.kernels.scan import cpu
 
-        _loops = cpu
-    return _loops
+    return cpu
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same sums in ``ceil(log2 T)`` rounds: after round k a step has absorbed its next ``2**k``.
+    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k a step has absorbed its next ``2**k``.
 
-    The pairs ``(a, b)`` compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and
-    Steele, 1986). No host synchronisation; O(T log T) work.
+    The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986). The
+    host does not wait; O(T log T) work.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -113,18 +102,16 @@ def gae_contiguous(
     steps: int,
     features: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """:func:`gae` by numba on contiguous tensors of any shape with ``L * T * F`` elements.
+    """:func:`gae` by numba on contiguous tensors of ``L * T * F`` elements, float32 or float64, unchecked.
 
-    The caller vouches for layout, dtypes (float32 or float64; bool) and sizes. Returns None under
-    ``torch.compile``, whose graphs cannot hold numba's loops.
+    Returns None under ``torch.compile``, whose graphs cannot hold numba's loops.
     """
     if _is_compiling():
         return None
-    cpu: Any = _loops or _cpu()
     advantage, target = _empty_like(state_value), _empty_like(state_value)
-    run = cpu.gae_float32 if state_value.dtype is torch.float32 else cpu.gae_float64
     tensors = state_value, next_state_value, reward, done, terminated, advantage, target
-    run(gamma, gamma * lmbda, *map(Tensor.data_ptr, tensors), lanes, steps, features)
+    addresses = map(Tensor.data_ptr, tensors)
+    _cpu().gae(state_value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
     return advantage, target
 
 
@@ -133,10 +120,8 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
-    cpu: Any = _cpu()
     x = torch.empty_like(a)
-    run = cpu.scan_float32 if a.dtype is torch.float32 else cpu.scan_float64
-    run(a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
+    _cpu().scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
     return x
 
 
