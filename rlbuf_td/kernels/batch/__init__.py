@@ -26,6 +26,10 @@ _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 class Gather:
     """Gathers rows of bytes into one contiguous tensor per leaf.
 
+    Views of one block would take less time where leaves are many (60 of 8 bytes: 130 instead of 220 us between learner
+    steps; 10 or fewer: about the same). But views share a version counter, so that changing one leaf in place spoils
+    what autograd has saved of the others, and each view keeps the whole batch alive.
+
     Args:
         matrix: ``[N, row_bytes]``, contiguous, on the CPU.
         leaves: dtype and shape of each leaf, in the order in which they lie in a row, without gaps.

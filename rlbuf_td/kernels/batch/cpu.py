@@ -30,7 +30,9 @@ from rlbuf_td.kernels.rows.cpu import skip_ring
 from rlbuf_td.kernels.sum_tree.cpu import draw, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
-_AHEAD = 16  # rows whose cache lines are requested before they are copied
+# Rows whose cache lines are requested before they are copied. Between learner steps, with 1e6 rows and batches of 256,
+# distances of 4, 8, 16, 24, 32 and 64 differ by less than 5 % (uniform, 160 bytes: 153, 152, 153, 153, 151, 148 us).
+_AHEAD = 16
 _LARGE = 1_024  # bytes of a row from which on the processor's own prefetching does as well
 
 
