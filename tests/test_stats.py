@@ -335,6 +335,16 @@ def test_copies_from_a_gpu_are_ready_after_an_event_of_its_stream(monkeypatch):
     assert torch.equal(copies[1], torch.ones(2, dtype=torch.float64))
 
 
+def test_steps_on_their_way_to_the_host_are_counted_in_order_once_they_arrive():
+    stats, data, arrived = EpisodeStats(), play(1, 20, 0), list[bool]()
+    event = SimpleNamespace(query=lambda: bool(arrived), synchronize=lambda: arrived.append(True))
+    stats.record(stats.read(data)._replace(ready=event))
+    stats.record(stats.read(data))
+    assert int(stats._counters[0]) == 0
+    assert stats.steps == 40
+    assert arrived
+
+
 def test_on_every_device(device):
     (stats, _), (on_host, _) = make(20), make(20)
     for part in play(4, 60, 13).split(10, dim=1):
