@@ -119,24 +119,18 @@ def test_a_batch_is_fresh_memory_that_autograd_may_change_in_place():
     assert (rb.storage[:] == before).all()
 
 
-def test_the_index_names_the_rows_that_the_batch_holds():
-    rb = filled(30, "proportional", lanes=3)
-    batch, info = rb.sample(return_info=True)
-    assert batch["index"].shape == (8, 2)
-    assert isinstance(info["index"], tuple)
-    assert torch.equal(rb.storage.get(info["index"])["observation"], batch["observation"])
-    assert info["priority_weight"].shape == (8,)
-
-
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("lanes", [0, 3])
 def test_what_is_known_of_the_rows_survives_a_transform_that_selects_keys(lanes, device):
-    rb = filled(20, "proportional", lanes=lanes, transform=SelectTransform("observation"), device=device)
-    batch = rb.sample()
+    key = ("loss", "error")
+    options = {"transform": SelectTransform("observation"), "device": device, "priority_key": key}
+    rb = filled(20, "proportional", lanes=lanes, **options)
+    batch, info = rb.sample(return_info=True)
+    assert isinstance(info["index"], tuple) == bool(lanes)
     assert set(batch.keys()) == {"observation", "index", "priority_weight", "sampled_at"}
     index = batch["index"].unbind(-1) if lanes else batch["index"]
     assert torch.equal(rb.storage.get(index)["observation"], batch["observation"])
-    batch["td_error"] = torch.full((8,), 7.0)
+    batch[key] = torch.full((8, 1), 7.0)
     rb.update_tensordict_priority(batch)
     assert (rb.sampler.priority(torch.arange(20 * (lanes or 1))) == 7).sum() == len(batch["index"].unique(dim=0))
 
@@ -251,14 +245,6 @@ def test_a_batch_without_td_errors_or_index_is_refused():
     with pytest.raises(KeyError, match="no 'index'"):
         rb.update_tensordict_priority(TensorDict({"td_error": torch.ones(2)}, [2]))
     make(ReplayBuffer, "uniform").update_tensordict_priority(rb.sample())  # nothing to do, as in TorchRL
-
-
-def test_the_priority_key_may_be_another_or_nested():
-    rb = filled(4, "proportional", priority_key=("loss", "error"))
-    batch = rb.sample()
-    batch["loss", "error"] = torch.full((8, 1), 7.0)
-    rb.update_tensordict_priority(batch)
-    assert rb.sampler.priority(batch["index"]).tolist() == [7.0] * 8
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
