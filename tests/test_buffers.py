@@ -196,9 +196,9 @@ def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
 def test_parts_have_defaults_and_may_be_made_at_the_first_use():
     rb = ReplayBuffer(delayed_init=True)
     assert "not initialized" in repr(rb)
+    rb.extend(transitions(3))
     assert [type(part) for part in (rb.storage, rb.sampler, rb.writer)] == [PackedStorage, UniformSampler, RingWriter]
     assert rb.storage.max_size == 1_000
-    rb.extend(transitions(3))
     with pytest.raises(RuntimeError, match="batch_size not specified"):
         rb.sample()
     assert rb.sample(2).batch_size == (2,)
