@@ -123,7 +123,7 @@ class Rows(ABC):
         if backend_of(self.matrix) != "numba":
             return self.layout.columns(self.packed(flat))
         leaves = self.new_leaves(len(flat))
-        part = max(1, _IN_CACHE // self.layout.row_bytes)
+        part = max(16, _IN_CACHE // self.layout.row_bytes)
         for start in range(0, len(flat), part):
             columns = self.layout.columns(self.packed(flat[start : start + part]))
             torch._foreach_copy_([leaf[start : start + part] for leaf in leaves], columns)
