@@ -190,6 +190,18 @@ def test_row_out_of_range_changes_nothing(rb):
     assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
 
 
+@pytest.mark.parametrize("sampler", ["proportional", "rank"])
+def test_priorities_that_have_moved_to_shared_memory_are_updated_there(sampler):
+    rb = next(buffers(sampler, None))
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    batch = rb.sample()
+    rb.sampler.share_memory_()
+    batch["td_error"] = batch["index"] + 2.0
+    rb.update_tensordict_priority(batch)
+    assert torch.equal(rb.sampler.priority(batch["index"]), batch["index"] + 2.0)
+
+
 def test_weights_all_zero_are_refused_by_name(rb):
     sampler = ProportionalSampler(CAPACITY, alpha=1.0, eps=0.0)
     rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)

@@ -46,8 +46,9 @@ class RankSampler(Prioritized):
 
     Raises: as :class:`ProportionalSampler`; a draw needs a row with a priority.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update, O(1) to change alpha; 15 to 27 bytes per row, about 22 after
-    random updates. On other devices a sort of all rows after each change, O(B) to draw, 20 bytes per row.
+    Cost: O(B log N) to draw, O(B (128 + log N)) to update and, once in N / 3 updated rows at most, O(N); O(1) to change
+    alpha. 15 to 27 bytes per row, about 22 after random updates. On other devices a sort of all rows after each change,
+    O(B) to draw, 20 bytes per row.
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
     sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
