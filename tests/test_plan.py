@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tensordict import TensorDict
 
 import rlbuf_td
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import assert_same
 
 CAPACITY, LANES, BATCH = 24, 3, 8
@@ -30,8 +32,7 @@ SAMPLERS = {
 class GeneralBuffer(ReplayBuffer):
     """Never takes the short path."""
 
-    def _make_plan(self) -> None:
-        pass
+    _plan = _write_plan = property(lambda rb: None, lambda rb, plan: None)
 
 
 def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
@@ -77,7 +78,14 @@ def rewrite(rb: ReplayBuffer, value: int) -> None:
     rb.storage.set(torch.tensor([value % 2, 0]), rb.storage.get(torch.tensor([0, 1])))
 
 
+def put_cursor(rb: ReplayBuffer, value: int) -> None:
+    """Let the next write leave the ring's order."""
+    rb.writer._cursor = value % (rb.storage.written_rows().steps)
+
+
 CHANGES = {
+    "cursor": put_cursor,
+    "drop": lambda rb, value: rb._connect(),
     "alpha": set_alpha,
     "beta": set_beta,
     "empty": lambda rb, value: rb.empty(),
@@ -87,22 +95,76 @@ CHANGES = {
 }
 
 
+OFTEN = ["add", "extend", "sample", "update"]
+STEPS = st.one_of(*[st.sampled_from(OFTEN)] * 2, st.sampled_from(["ask", "own", "late", *CHANGES]))
+FORMS = {
+    "plain": lambda data: data,
+    "strided": lambda data: data.apply(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0]),
+    "with index": lambda data: data.set("index", torch.zeros(data.batch_size)),
+    "with gradient": lambda data: data.set("observation", data["observation"].requires_grad_()),
+    "other dtype": lambda data: data.set(("next", "reward"), data["next", "reward"].double()),
+    "other shape": lambda data: data.set("id", data["id"][..., None]),
+    "unknown key": lambda data: data.set(("next", "extra"), data["id"]),
+    "missing key": lambda data: data.exclude(("next", "done")),
+    "leaf for a level": lambda data: data.set("next", data["id"]),
+}
+
+
+def write(rb: ReplayBuffer, step: str, lanes: int | None, value: int) -> object:
+    """Return what a write returns or refuses: new data in some form, or rows of the buffer itself."""
+    if step == "own":
+        data = rb.storage[: 1 + value % CAPACITY]
+        data = data if lanes is None else data.transpose(0, 1)
+    else:
+        data = steps(1 + value % (2 * CAPACITY), lanes, value)
+        data = data if step == "extend" else data[..., 0]
+        data = FORMS[list(FORMS)[max(0, value % 16 - 7)]](data)
+    try:
+        return (rb.add if step == "add" else rb.extend)(data)
+    except ValueError as error:
+        return str(error)
+
+
+def ask(rb: ReplayBuffer) -> object:
+    """Return how far trajectories reach, from an index that is attached now if there is none."""
+    return torch.stack([part.long() for part in TrajectoryIndex.of(rb.storage).reach(torch.arange(len(rb)))])
+
+
+def state(rb: ReplayBuffer) -> dict[str, object]:
+    """Return the whole state; the rows as columns, without the bytes between them."""
+    found = rb.state_dict() | {"trajectories": TrajectoryIndex.of(rb.storage).state_dict()}
+    found["_storage"]["rows"] = rb.storage[:]
+    return found
+
+
+def assert_equal(mine: Any, theirs: Any) -> None:
+    """Compare nested states, bit for bit."""
+    assert type(mine) is type(theirs)
+    if isinstance(mine, dict | list | tuple):
+        assert len(mine) == len(theirs)
+        for name in mine if isinstance(mine, dict) else range(len(mine)):
+            assert_equal(mine[name], theirs[name])
+    elif isinstance(mine, torch.Tensor | TensorDict):
+        assert_same(mine, theirs)
+    else:
+        assert mine == theirs
+
+
 @pytest.mark.parametrize("lanes", [None, LANES])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @settings(max_examples=25)
-@given(
-    history=st.lists(
-        st.tuples(st.sampled_from(["extend", "sample", "update", "late", *CHANGES]), st.integers(0, 1 << 20)),
-        max_size=30,
-    )
-)
-def test_plan_and_general_path_agree_over_any_history(sampler, lanes, history):
+@given(attached=st.booleans(), history=st.lists(st.tuples(STEPS, st.integers(0, 1 << 20)), min_size=20, max_size=60))
+def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, history):
     pair = list(buffers(sampler, lanes))
     kept: list[list[TensorDict]] = [[], []]
-    for step, value in [("extend", 9), ("sample", 0), *history, ("sample", 0), ("update", 1), ("sample", 0)]:
-        for rb, batches in zip(pair, kept, strict=True):
-            if step == "extend":
-                rb.extend(steps(1 + value % 10, lanes, value))
+    found: list[list[object]] = [[], []]
+    first = [("extend", 9), ("ask" if attached else "sample", 0), ("add", 1)]
+    for step, value in [*first, *history, ("sample", 0), ("update", 1), ("sample", 0)]:
+        for rb, batches, answers in zip(pair, kept, found, strict=True):
+            if step in ("extend", "add", "own") and (step != "own" or len(rb)):
+                answers.append(write(rb, step, lanes, value))
+            elif step == "ask" and len(rb):
+                answers.append(ask(rb))
             elif step == "sample" and len(rb):
                 batches.append(rb.sample())
             elif step in ("update", "late") and batches:
@@ -112,12 +174,9 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, history):
                 rb.update_tensordict_priority(batch)
             elif step in CHANGES and len(rb) > 2 * LANES:
                 CHANGES[step](rb, value)
-    for mine, theirs in zip(*kept, strict=True):
-        assert_same(mine, theirs)
-    ours, general = (rb.state_dict() for rb in pair)
-    assert_same(
-        TensorDict(ours["_sampler"].get("priorities", {})), TensorDict(general["_sampler"].get("priorities", {}))
-    )
+    for mine, theirs in (*zip(*kept, strict=True), *zip(*found, strict=True)):
+        assert_equal(mine, theirs)
+    assert_equal(*map(state, pair))
     assert pair[0].health() == pytest.approx(pair[1].health(), nan_ok=True)
 
 

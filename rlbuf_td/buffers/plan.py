@@ -54,10 +54,6 @@ class Plan(ABC):
         self.batch_size = torch.Size([size])
         self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle a plan as ``None``: it holds addresses, which are wrong in a copy."""
-        return _nothing, ()
-
     def holds(self) -> bool:
         """Whether the parts are as they were when the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
@@ -211,10 +207,6 @@ class RankPlan(PrioritizedPlan):
             return loops().update_rank(self.order, *where, *law)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[Tensor]:
     """Whether a kernel can read an entry of a batch by its address."""
     return (
@@ -233,17 +225,24 @@ PLANS: dict[type, type[Plan]] = {
 }
 
 
-def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether there is a plan that draws by ``sampler``, which wraps none, from ``storage``."""
+def is_plain(storage: Any) -> bool:
+    """Whether kernels can read and write the rows of a storage by their address."""
     return (
-        type(sampler) in PLANS
-        and type(storage) is PackedStorage
+        type(storage) is PackedStorage
         and type(storage.rows) is PlainRows
         and backend_of(storage.rows.flat) == "numba"
         and not storage.rows.is_mapped
         and storage.ndim <= 2
         and not storage.is_reserved
         and storage.shared_rows is None
+    )
+
+
+def can_plan(storage: Any, sampler: Any) -> bool:
+    """Whether there is a plan that draws by ``sampler``, which wraps none, from ``storage``."""
+    return (
+        type(sampler) in PLANS
+        and is_plain(storage)
         and (sampler._rng is None or sampler._rng.device.type == "cpu")
         and not getattr(sampler, "unique", False)
     )

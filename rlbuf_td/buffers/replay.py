@@ -19,6 +19,7 @@ from rlbuf_td.buffers.device.prefetch import DevicePrefetcher
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan
 from rlbuf_td.buffers.wrapped_plan import WrappedPlan, make_plan
+from rlbuf_td.buffers.write_plan import WritePlan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
 from rlbuf_td.diagnostics.html import html_of
@@ -93,6 +94,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.stale_updates = Tally()
         self._count_replays = count_replays
         self._plan: Plan | WrappedPlan | None = None
+        self._write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
         self._prefetcher = None if device is None else DevicePrefetcher(self, torch.device(device), ahead)
@@ -158,7 +160,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
         """Look at all parts again, after one was replaced or loaded; perhaps give rows a default priority."""
-        self._plan = self._rows_without_plan = None
+        self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         self._parts = parts
@@ -379,9 +381,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def _validate_prefetch_state(self, prefetch_state: Any) -> None:
         if self._prefetcher is not None and isinstance(prefetch_state, dict):
-            prefetch_state = prefetch_state | {
-                "queue": ()
-            }  # batches that threads drew ahead: the prefetcher draws others
+            prefetch_state = prefetch_state | {"queue": ()}  # threads drew it: the prefetcher draws other batches
         super()._validate_prefetch_state(prefetch_state)
 
     def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
@@ -393,7 +393,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state
+        return state | {"_plan": None, "_write_plan": None}  # they hold addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()

@@ -47,10 +47,6 @@ class WrappedPlan(ABC):
         self.fixed = self.gather.rows, self.gather.row_bytes, self.inner.lanes
         self.batch_size = torch.Size([size])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """See :meth:`Plan.__reduce__`."""
-        return _nothing, ()
-
     @abstractmethod
     def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
         """Return dtype and shape of the entries that are gathered behind the leaves."""
@@ -164,10 +160,6 @@ class SequencePlan(WrappedPlan):
         wrapped_loops().windows(bitmap, *self.fixed, leaves, targets, *where, *self.law, self.reports, self.flags)
         report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
         return self.layout.wrap(tensors, self.batch_size, _CPU, report), report
-
-
-def _nothing() -> None:
-    return None
 
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | WrappedPlan | None:

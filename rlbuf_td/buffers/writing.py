@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
+from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.storages import SchemaError
@@ -55,7 +56,12 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
 
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    parts = rb._parts or rb._initialize()
+    parts, plan = rb._parts or rb._initialize(), rb._write_plan
+    if plan is not None and type(data) is TensorDict and not len(parts.transforms):
+        with parts.storage.lock:
+            index = plan.write(data, how == "add") if rb._write_plan is plan else None
+        if index is not None:
+            return index
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if parts.writes_generally:
@@ -85,6 +91,8 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
+        if plan is rb._write_plan and (plan is None or not plan.holds()):
+            rb._write_plan = make_write_plan(rb, parts)
     return index
 
 

@@ -102,6 +102,11 @@ class ProportionalSampler(Prioritized):
         return self._eps
 
     @property
+    def max_priority_within_buffer(self) -> bool:
+        """Whether new rows enter with the highest magnitude now stored."""
+        return self._max_priority_within_buffer
+
+    @property
     def tree(self) -> sum_tree.SumTree:
         """The table; unlike a sampler, functions of :mod:`rlbuf_td.kernels.sum_tree` can be compiled."""
         return self.table

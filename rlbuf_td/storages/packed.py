@@ -140,12 +140,17 @@ class PackedStorage(LazyTensorStorage):
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
 
+    # TorchRL's constructor sets what is counted here.
+    _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
+
+    @property
+    def counters(self) -> tuple[Any, Any, Any]:
+        """The numbers themselves: rows written, revision, and the time step written last; for hot paths."""
+        return self._len_value, self._mutation_revision_value, self._last_cursor_index_value
+
     def count_written(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
-        cells = steps * prod(rows.lanes)
-        if cells > self._len_value.value:
-            self._len_value.value = cells
-        self._last_cursor = last
+        self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
 
@@ -389,11 +394,6 @@ class PackedStorage(LazyTensorStorage):
         """Count the rows that a loader has put in place as :meth:`state_dict` did."""
         state.restore_counters(self, state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return state.pickled(self)
-
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        state.unpickle(self, pickled)
-
-    def __repr__(self) -> str:
-        return state.describe(self)
+    __getstate__ = state.pickled
+    __setstate__ = state.unpickle
+    __repr__ = state.describe

@@ -178,7 +178,7 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
     else:
         storage.clock.forget(rows.steps, state["last_cursor"])
     storage._len_value.value = state["_len"]
-    storage._last_cursor = storage._last_cursor_index_value.value = state["last_cursor"]
+    storage._last_cursor_index_value.value = state["last_cursor"]
     storage._bump_mutation_revision()
 
 

@@ -164,6 +164,16 @@ class TrajectoryIndex:
             else:
                 self._take_in(boundaries, int(run[0]), len(run))
 
+    def numbers(self) -> tuple[np.ndarray, Any] | None:
+        """Return what a kernel that writes rows keeps up to date: the boundaries, and the revision that they know.
+
+        ``None`` if there are none yet, or if a kernel cannot read the flags.
+        """
+        boundaries = self._boundaries
+        if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
+            return None
+        return boundaries.numbers(self._end, self._name), self._seen.values
+
     def rebuild(self) -> Boundaries:
         """Read all rows again, as a ring; O(T)."""
         boundaries = self._bind()
@@ -310,8 +320,7 @@ class TrajectoryIndex:
             ValueError: the state is of another size; this index stays as it was.
         """
         if not state_dict:
-            self._boundaries = None
-            return
+            return self.repair()
         boundaries = self._bind()
         size = torch.tensor(self._end.shape, device="cpu")
         shapes = {name: tensor.shape for name, tensor in (boundaries.tensors() | {"size": size}).items()}

@@ -45,6 +45,11 @@ class RingWriter(RoundRobinWriter):
         self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
         super().__init__(compilable=False, track_generations=track_generations)
 
+    @property
+    def counters(self) -> tuple[Any, Any]:
+        """The cursor and the write count themselves, for hot paths."""
+        return self._cursor_value, self._write_count_value
+
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
 

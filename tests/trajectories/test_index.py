@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import (
     TensorDictReplayBuffer,
 )
 
-from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.histories import History
@@ -82,7 +82,7 @@ def test_ids_alone_are_enough(dtype):
 
 def test_a_write_costs_what_it_writes():
     """The boundaries are told of a write as a range, whatever the size of the storage, and nothing is read anew."""
-    rb = ReplayBuffer(storage=PackedStorage(1000))
+    rb = TensorDictReplayBuffer(storage=PackedStorage(1000), writer=RingWriter())
     index = TrajectoryIndex.of(rb.storage)
     rb.extend(steps([0] * 10))
     bits = index.boundaries()

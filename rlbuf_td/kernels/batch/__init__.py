@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
+__all__ = ["RING", "Gather", "gather_leaves", "loops"]
 _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 

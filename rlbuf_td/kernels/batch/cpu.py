@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
+from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
     inlined,
     kernel,
+    load_float64,
     load_int32,
     load_int64,
     load_uint8,
@@ -24,12 +26,17 @@ from rlbuf_td.kernels.compiled import (
     store_int64,
     store_uint8,
 )
+from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
+from rlbuf_td.kernels.rank_order.chunks import Chunks
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
+from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
+from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.rows.cpu import skip_ring
-from rlbuf_td.kernels.sum_tree.cpu import draw, update
+from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
+_ORDER = 4 + len(Chunks._fields)  # addresses
 # Rows whose cache lines are requested before they are copied. Between learner steps, with 1e6 rows and batches of 256,
 # distances of 4, 8, 16, 24, 32 and 64 differ by less than 5 % (uniform, 160 bytes: 153, 152, 153, 153, 151, 148 us).
 _AHEAD = 16
@@ -179,6 +186,112 @@ def update_rank(order, index, td_error, stamp, kept, count, written, now, newest
         return REFUSED, 0
     row, error = carray(pointer(kept), count, np.int64), carray(pointer(td_error), count, np.float32)
     return update_order(order, row, error, written), stale
+
+
+@kernel
+def write_ring(address, count, lanes_first, index):
+    """Write the leaves of ``count`` time steps at the cursor of a ring; let their rows enter as new ones.
+
+    Args:
+        address: of a ``RING``.
+        count: time steps; of more than there are, the last ones stay.
+        lanes_first: whether leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``.
+        index: address of ``[count]`` int64, or with lanes ``[count * E, 2]``, for the index; 0 for none.
+
+    Returns:
+        The cursor before; -1, with nothing changed, where a write takes more than this.
+    """
+    ring = carray(pointer(address), 1, RING)[0]
+    cursor, revision = load_int64(ring.cursor), load_int64(ring.revision)
+    kept = min(count, ring.steps)
+    start = (cursor + count - kept) % ring.steps
+    head = min(kept, ring.steps - start)
+    last = (start + kept - 1) % ring.steps
+    if not _is_usual(ring, cursor, start, kept, revision):
+        return -1
+    _scatter(ring, start, kept, count, lanes_first)
+    lanes = max(ring.lanes, 1)
+    store_int64(ring.clock, load_int64(ring.clock) + kept)
+    store_int64(ring.clock_last, last)
+    store_int64(ring.length, max(load_int64(ring.length), min(start + kept, ring.steps) * lanes))
+    store_int64(ring.last_cursor, last)
+    store_int64(ring.revision, revision + 1)
+    store_int64(ring.cursor, (cursor + count) % ring.steps)
+    store_int64(ring.write_count, load_int64(ring.write_count) + count)
+    if ring.tree or ring.order:
+        _enter(ring, start * lanes, head * lanes)
+        if head < kept:
+            _enter(ring, 0, (kept - head) * lanes)
+    if ring.boundaries and load_int64(ring.seen) == revision:
+        numbers = carray(pointer(ring.boundaries), 14, np.int64)
+        write_boundaries(numbers, start, head)
+        if head < kept:
+            write_boundaries(numbers, 0, kept - head)
+        store_int64(ring.seen, revision + 1)
+    if index:
+        _write_index(ring, cursor, count, index)
+    return cursor
+
+
+@kernel
+def _is_usual(ring, cursor, start, kept, revision):
+    """Whether the write goes on where the last one ended, its leaves lie elsewhere, and the weights are up to date."""
+    steps, last, lanes = ring.steps, load_int64(ring.clock_last), max(ring.lanes, 1)
+    in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
+    usual = in_order and 0 <= cursor < steps and load_int64(ring.clock_by_row) == 0
+    if ring.tree:
+        usual &= load_float64(ring.alpha) == load_float64(ring.weighed_alpha)
+    if ring.boundaries and load_int64(ring.seen) != revision:
+        usual &= kept * lanes < load_int64(ring.length)  # else they may be begun anew
+    sources, end = carray(pointer(ring.sources), ring.leaves, np.int64), ring.rows + steps * lanes * ring.row_bytes
+    for leaf in range(ring.leaves):
+        usual &= sources[leaf] < ring.rows or sources[leaf] >= end
+    return usual
+
+
+@kernel
+def _scatter(ring, start, kept, count, lanes_first):
+    """Copy the leaves of the last ``kept`` time steps to the rows from ``start`` on."""
+    lanes = max(ring.lanes, 1)
+    extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
+    sources = carray(pointer(ring.sources), ring.leaves, np.int64)
+    for k in range(count - kept, count):
+        t = start + k - (count - kept)
+        t -= ring.steps if t >= ring.steps else 0
+        for lane in range(lanes):
+            row = ring.rows + (t * lanes + lane) * ring.row_bytes
+            cell = lane * count + k if lanes_first else k * lanes + lane
+            for leaf in range(ring.leaves):
+                width = extents[leaf, 1]
+                copy(row + extents[leaf, 0], sources[leaf] + cell * width, width)
+
+
+@kernel
+def _enter(ring, start, count):
+    """Give flat rows the highest magnitude seen, 1 before any."""
+    largest = load_float64(ring.largest)
+    entry = 1.0 if largest < 0.0 else largest
+    if ring.tree:
+        fill(carray(pointer(ring.tree), 9, np.int64), start, count, entry, load_float64(ring.weighed_alpha), ring.eps)
+    else:
+        order = carray(pointer(ring.order), _ORDER, np.int64)
+        bits = np.float32(min(entry, LARGEST)).view(np.int32)
+        fill_order(order, np.arange(start, start + count), np.int64(bits))
+
+
+@kernel
+def _write_index(ring, cursor, count, index):
+    lanes = ring.lanes
+    if not lanes:
+        flat = carray(pointer(index), count, np.int64)
+        for k in range(count):
+            flat[k] = (cursor + k) % ring.steps
+        return
+    pair = carray(pointer(index), (count * lanes, 2), np.int64)
+    for k in range(count):
+        for lane in range(lanes):
+            pair[k * lanes + lane, 0] = (cursor + k) % ring.steps
+            pair[k * lanes + lane, 1] = lane
 
 
 @inlined

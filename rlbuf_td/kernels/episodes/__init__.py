@@ -173,9 +173,15 @@ class BitBoundaries(BoundariesBase):
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """See :meth:`BoundariesBase.write`; O(count * E)."""
-        names = _NO_NAMES if name is None else name.numpy()
-        bits = self.bits.numpy().view(np.uint64)
-        _cpu().write(bits, self.starts, self.head.numpy(), end.numpy(), names, name is not None, start, count)
+        _cpu().write(self.numbers(end, name), start, count)
+
+    def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
+        """Return what the loop of :meth:`write` takes: the bitmap, the address of the head, and those of the columns.
+
+        A column is its address and its strides in bytes; names end with the bytes of one, 0 if there are none.
+        """
+        names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
+        return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`BoundariesBase.reach`; O(B * levels)."""
@@ -200,7 +206,11 @@ class BitBoundaries(BoundariesBase):
 
 
 Boundaries: TypeAlias = FlagBoundaries | BitBoundaries
-_NO_NAMES = np.empty((0, 0), np.int64)
+
+
+def _column(column: Tensor) -> tuple[int, int, int]:
+    size = column.element_size()
+    return column.data_ptr(), column.stride(0) * size, column.stride(1) * size
 
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:

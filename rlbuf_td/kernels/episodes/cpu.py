@@ -15,10 +15,20 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
-from rlbuf_td.kernels.compiled import inlined, kernel, load_int64, load_uint64, prefetch
+from rlbuf_td.kernels.compiled import (
+    inlined,
+    kernel,
+    load_bool,
+    load_int64,
+    load_uint64,
+    pointer,
+    prefetch,
+    same_bytes,
+    store_int64,
+)
 
 _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
 
@@ -196,23 +206,34 @@ def _put_cut(bits, lane, starts, t, value):
         t >>= _SIX
 
 
+@inlined
+def _is_renamed(numbers, lane, t, following):
+    """Return whether two steps of a lane have different names."""
+    name = numbers[10] + lane * numbers[12]
+    return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
+
+
 @kernel
-def write(bits, starts, head, end, name, named, start, count):
-    """Take in ``count`` steps from ``start`` on; see :meth:`FlagBoundaries.write`."""
-    steps, lanes = end.shape
-    stop = start + count
+def write(numbers, start, count):
+    """Take in ``count`` steps from ``start`` on; see :meth:`FlagBoundaries.write`.
+
+    ``numbers``: those of :meth:`BitBoundaries.numbers`.
+    """
+    steps, lanes, stop = numbers[4], numbers[5], start + count
+    bits = carray(pointer(numbers[0]), (lanes, numbers[1]), np.uint64)
+    starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
     before = start - 1 if start > 0 else steps - 1
-    follows, last, over = head[0] == before, np.uint64(before), np.uint64(starts[-1])
+    follows, last, over = load_int64(numbers[6]) == before, np.uint64(before), np.uint64(starts[-1])
     for lane in range(lanes):
         ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
-        if follows and named and not ended and name[before, lane] != name[start, lane]:
+        if follows and not ended and _is_renamed(numbers, lane, before, start):
             ended = True
             _put(bits, lane, over, last, True)
         _put_cut(bits, lane, starts, before, ended or not follows)
         for t in range(start, stop):
-            ended = end[t, lane]
-            if named and t + 1 < stop:
-                ended = ended or name[t, lane] != name[t + 1, lane]
+            ended = load_bool(numbers[7] + t * numbers[8] + lane * numbers[9])
+            if not ended and t + 1 < stop:
+                ended = _is_renamed(numbers, lane, t, t + 1)
             _put(bits, lane, over, np.uint64(t), ended)
             _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
-    head[0] = stop - 1
+    store_int64(numbers[6], stop - 1)

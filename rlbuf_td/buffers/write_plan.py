@@ -1,0 +1,158 @@
+"""The short path of writes: ``add`` and ``extend`` in one compiled call each.
+
+A plan is made after a write on the general path, when storage, writer and sampler are fixed. It leaves the same rows,
+priorities, counters and trajectories as the general path. Where something has changed since, or the data is not a
+TensorDict of plain tensors that fit the rows, it gives nothing and changes nothing: the buffer takes the general path,
+which says what is wrong with the data.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from struct import Struct
+from threading import Lock
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlbuf_td.buffers.parts import Parts
+from rlbuf_td.buffers.plan import PLANS, is_plain
+from rlbuf_td.kernels.batch import RING, loops
+from rlbuf_td.kernels.rank_order import ChunkedOrder
+from rlbuf_td.samplers import RankSampler
+from rlbuf_td.samplers.prioritized import ALPHA, LARGEST, WEIGHED
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW
+from rlbuf_td.writers import RingWriter
+
+
+class WritePlan:
+    """Writes to plain rows on the CPU, ``[T]`` or ``[T, E]``.
+
+    Args:
+        buffer: in which priorities have a key that the rows do not hold.
+        parts: the storage, which holds rows, and its ring writer.
+        sampler: the one that draws.
+        boundaries: :meth:`TrajectoryIndex.numbers` of the trajectories to keep up to date, if any.
+    """
+
+    def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: tuple[np.ndarray, Any] | None) -> None:
+        self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
+        self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
+        self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
+        self.listening = len(self.listeners)
+        self.lanes = self.rows.lanes.numel()
+        self.extents = self.rows.layout.extents
+        self.sources = np.empty(len(self.extents), np.int64)
+        self.set_sources = Struct(f"{len(self.extents)}q").pack_into
+        self.priorities = sampler.table.addresses if parts.prioritized is not None else None
+        self.lock = cast(ChunkedOrder, sampler.table).lock if type(sampler) is RankSampler else Lock()
+        self.boundaries = boundaries
+        self.ring = np.zeros(1, RING)
+        for name, number in self._numbers(parts).items():
+            self.ring[name] = number
+        self.address, self.kernel = self.ring.ctypes.data, loops().write_ring
+
+    def _numbers(self, parts: Parts) -> dict[str, float]:
+        """Return the fields of the kernel's ``RING``; the plan keeps alive what they point to."""
+        rows, clock = self.rows, addressof(self.storage.clock.values)
+        names = "cursor", "write_count", "length", "revision", "last_cursor"
+        counters = (*parts.writer.counters, *self.storage.counters)
+        numbers = dict(zip(names, map(addressof, counters), strict=True)) | {
+            "rows": rows.flat.data_ptr(),
+            "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
+            "steps": rows.steps,
+            "lanes": self.lanes if rows.lanes else 0,
+            "leaves": len(self.extents),
+            "extents": self.extents.ctypes.data,
+            "sources": self.sources.ctypes.data,
+            "clock": clock + 8 * NOW,
+            "clock_last": clock + 8 * LAST,
+            "clock_by_row": clock + 8 * BY_ROW,
+        }
+        if self.priorities is not None:
+            settings = addressof(self.sampler.settings.values)
+            numbers |= {
+                "order" if type(self.sampler) is RankSampler else "tree": self.priorities.ctypes.data,
+                "eps": getattr(self.sampler, "eps", 0.0),
+                "alpha": settings + 8 * ALPHA,
+                "largest": settings + 8 * LARGEST,
+                "weighed_alpha": settings + 8 * WEIGHED,
+            }
+        if self.boundaries is not None:
+            numbers |= {"boundaries": self.boundaries[0].ctypes.data, "seen": addressof(self.boundaries[1])}
+        return numbers
+
+    def holds(self) -> bool:
+        """Whether the parts are as they were when the plan was made."""
+        return (
+            self.storage.rows is self.rows
+            and len(self.listeners) == self.listening
+            and self.buffer.priority_key == self.priority_key
+            and (self.priorities is None or self.sampler.table.addresses is self.priorities)
+        )
+
+    def write(self, data: TensorDict, single: bool) -> int | Tensor | None:
+        """Write one time step, or several; return their index, ``None`` if the general path must be taken.
+
+        The caller holds the storage's lock.
+        """
+        lanes, dim = self.rows.lanes, self.time_dim
+        lead = lanes if single else data.batch_size[: 1 + len(lanes)]
+        count = 1 if single else lead[dim] if len(lead) > dim else 0
+        if not count or lead.numel() != count * self.lanes or not self.holds():
+            return None
+        leaves = self.collect(data, lead)
+        if leaves is None:
+            return None
+        self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
+        if lanes:
+            index = torch.empty((count * self.lanes, 2), dtype=torch.int64, device="cpu")
+        elif not single:
+            index = torch.empty(count, dtype=torch.int64, device="cpu")
+        else:
+            index = None
+        with self.lock:
+            cursor = self.kernel(self.address, count, dim == 1, 0 if index is None else index.data_ptr())
+        if cursor < 0:
+            return None
+        return cursor if index is None else index
+
+    def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
+        """Return the leaves if they are plain tensors that fit the rows, contiguous."""
+        try:
+            leaves = self.rows.layout.collect(data, lead)
+        except SchemaError:
+            return None
+        for slot, leaf in enumerate(leaves):
+            if type(leaf) is not Tensor or not leaf.is_cpu or leaf.is_neg():
+                return None
+            if not leaf.is_contiguous():
+                leaves[slot] = leaf.contiguous()
+        return leaves
+
+
+def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
+    """Return a plan for a buffer that has just been written to; ``None``: its writes need the general path."""
+    storage, sampler = parts.storage, parts.sampler
+    if type(parts.writer) is not RingWriter or parts.writer.tracks_generations or not is_plain(storage):
+        return None
+    while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
+        sampler = sampler.sampler
+    listeners = [each for each in storage._attached_entities if each is not buffer]
+    if (
+        type(sampler) not in PLANS
+        or getattr(sampler, "max_priority_within_buffer", False)
+        or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
+        or buffer.dim_extend > len(storage.lanes)
+        or any(leaf.dtype.is_complex for leaf in storage.layout.leaves)  # they may be conjugate
+        or [type(each) for each in listeners] not in ([], [TrajectoryIndex])
+    ):
+        return None
+    boundaries = listeners[0].numbers() if listeners else None
+    return None if listeners and boundaries is None else WritePlan(buffer, parts, sampler, boundaries)
