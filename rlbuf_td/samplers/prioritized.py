@@ -85,7 +85,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
     @abstractmethod
     def _make(self, capacity: int, device: torch.device | str) -> Any:
-        """Return a table of ``capacity`` rows without priorities."""
+        """Return a table of rows without priorities."""
 
     @abstractmethod
     def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:

@@ -126,11 +126,8 @@ class RankSampler(Prioritized):
     def segments(self, k: int) -> torch.Tensor:
         """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
 
-        A rank on the boundary of two segments is drawn from both, from each in proportion to its share.
-
-        Raises:
-            ValueError: ``k`` is less than 1.
-            RuntimeError: no row has a priority.
+        A rank on the boundary of two segments is drawn from both, from each in proportion to its share. Raises a
+        ValueError if ``k`` is less than 1, a RuntimeError if no row has a priority.
 
         Example:
             >>> sampler = RankSampler(7, alpha=0.5)

@@ -59,7 +59,7 @@ def n_step(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, n, gam
         for leaf in range(last):
             offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
             target = targets[leaf] + i * width
-            if kind != REWARD or k == 1:
+            if kind != REWARD:
                 copy(target, rows + (cell if kind == ROOT else ends[i]) * row_bytes + offset, width)
                 continue
             for part in range(0, width, size):
