@@ -183,20 +183,14 @@ def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> No
 # -- counters
 
 
-@pytest.mark.parametrize("start", [2**31 - 2, 2**62])
-def test_counters_have_64_bits(start: int) -> None:
-    storage = PackedStorage(5)
-    writer = ring(storage)
-    writer._write_count = start
-    for n in (3, None, 4):
-        writer.add(numbered(0, None)) if n is None else writer.extend(numbered(0, n))
-    assert writer._write_count == start + 8
-    assert writer._cursor == 3
-    state = json.loads(json.dumps(writer.state_dict()))
+def test_counters_have_64_bits() -> None:
+    writer = ring(PackedStorage(5))
+    writer._write_count = 2**62
+    writer.extend(numbered(0, 3))
     again = RingWriter()
-    again.load_state_dict(state)
-    assert (again._cursor, again._write_count) == (3, start + 8)
-    assert pickle.loads(pickle.dumps(again))._write_count == start + 8
+    again.load_state_dict(json.loads(json.dumps(writer.state_dict())))
+    for each in (writer, again, pickle.loads(pickle.dumps(again))):
+        assert (each._cursor, each._write_count) == (3, 2**62 + 3)
     writer._cursor = 2**40
     assert (writer._cursor, writer.state_dict()["_cursor"]) == (2**40, 2**40)
 
@@ -271,28 +265,19 @@ def test_write_at_tells_the_index_that_was_written() -> None:
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_conditional_updates_reach_only_rows_that_are_still_there(buffer: type, ndim: int) -> None:
     lanes = (2,) * (ndim - 1)
-    rb = buffer(
-        storage=PackedStorage(4 * 2 ** (ndim - 1), ndim=ndim),
-        writer=RingWriter(track_generations=True),
-        batch_size=16,
-        dim_extend=0,
-    )
+    storage = PackedStorage(4 * 2 ** (ndim - 1), ndim=ndim)
+    rb = buffer(storage=storage, writer=RingWriter(track_generations=True), batch_size=16, dim_extend=0)
     rb.extend(numbered(0, 4, lanes))
     batch = rb.sample()
+    index, patch = batch["index"], {("next", "y"): torch.full((16, 1), -5.0)}
     rb.extend(numbered(100, 2, lanes))  # replaces time steps 0 and 1
-    before = copied(rb.storage[:])
-    result = rb.update_if_present(
-        index=batch["index"],
-        generation=batch["index_generation"],
-        patch={("next", "y"): torch.full((16, 1), -5.0)},
-    )
-    time = batch["index"] if ndim == 1 else batch["index"][:, 0]
+    expected = copied(storage[:])
+    result = rb.update_if_present(index=index, generation=batch["index_generation"], patch=patch)
+    is_there = index.view(16, ndim)[:, 0] >= 2
     assert 0 < result.updated_count < 16
-    assert torch.equal(result.updated, time >= 2)
-    patched = torch.zeros(4, *lanes, dtype=torch.bool)
-    patched[tuple(batch["index"][time >= 2].reshape(-1, ndim).unbind(-1))] = True
-    assert torch.equal(rb.storage["next", "y"][..., 0], before["next", "y"][..., 0].where(~patched, torch.tensor(-5.0)))
-    assert torch.equal(rb.storage["x"], before["x"])
+    assert torch.equal(result.updated, is_there)
+    expected["next", "y"][tuple(index[is_there].reshape(-1, ndim).unbind(-1))] = -5.0
+    assert_same(storage[:], expected)
 
 
 def test_generations_are_counted_as_torchrl_counts_them() -> None:
