@@ -103,7 +103,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         if self._order is None:
             shuffle = self.shuffle
             self._order = permutation(rows, self._rng, device) if shuffle else torch.arange(rows, device=device)
-        self._order = self._order.to(device)  # one that was loaded is on another device
+        elif self._order.device != device:  # one that was loaded
+            self._order = self._order.to(device)
         return self._order
 
     def add(self, index: Any) -> None:
