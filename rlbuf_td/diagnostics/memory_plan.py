@@ -153,7 +153,7 @@ def plan(
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit; ``print`` the result.
+    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into what is free.
 
     Nothing is allocated. The bytes are those that :class:`PackedStorage` and the samplers of this package allocate.
 
@@ -163,13 +163,17 @@ def plan(
         capacity: in transitions; default: the storage's.
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
             else uniform.
-        device: of the rows; default, as of the next three: the storage's.
+        device: the device of the rows, default: the storage's, else ``"cpu"``.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
         offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
         share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
             keys that may be shared). One more observation per trajectory is not counted.
         frames: as for :class:`PackedStorage`.
+
+    Returns:
+        A :class:`MemoryPlan`: ``keys`` (bytes of each key in all rows), ``rows``, ``priorities``, ``fits`` ...;
+        ``print`` it.
 
     Raises:
         ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.

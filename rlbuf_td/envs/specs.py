@@ -27,9 +27,12 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     """Return the schema of an environment, a space or a spec.
 
     Args:
-        source: a TorchRL environment (the keys of its specs, its batch size), a Gymnasium environment (``[]``,
-            vectorised ``[E]``: see :func:`transition_schema`), an example TensorDict of a transition, or a Gymnasium
-            space or TorchRL spec of observations (the observation alone, ``[]``). None is reset or stepped.
+        source: one of
+
+            - a TorchRL environment: a transition with the keys of its specs and the environment's batch size;
+            - a Gymnasium environment, single (``[]``) or vectorised (``[E]``): see :func:`transition_schema`;
+            - a Gymnasium space or a TorchRL spec of observations: the observation alone, ``[]``;
+            - a TensorDict: an example of a transition.
         extras: more entries, such as a policy's outputs: a TensorDict or (nested) dict of examples with the same
             leading dims. They replace entries of the same key.
 
@@ -41,6 +44,8 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     Raises:
         SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
         TypeError: the source is of another type.
+
+    Cost: O(keys). Environments are not reset or stepped.
 
     Example:
         >>> from torchrl.data import Bounded, Composite, Unbounded

@@ -14,7 +14,7 @@ from rlbuf_td.storages.schema import SchemaError, show_key
 def make_transition(
     obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, **extras: Any
 ) -> TensorDict:
-    """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys, for :meth:`ReplayBuffer.add`.
+    """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
     Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these (a tuple's keys
     are ``"0"``, ``"1"`` ...). They keep their dtypes and share the arrays' memory. A dict observation has its entries
@@ -27,8 +27,12 @@ def make_transition(
             Python become float32, TorchRL's dtype for rewards; a tensor of floats keeps its dtype.
         next_obs: the true next observation; at an autoreset ``final_obs``, not the first one of the next episode.
         terminated: bool, a flag or ``[E]``. Its shape is the batch size of the result.
-        truncated: bool, same shape. Rewards and flags are stored as ``[1]`` or ``[E, 1]``.
+        truncated: bool, same shape.
         **extras: more entries for the root, such as a policy's outputs; those of a dict ``next`` go under ``"next"``.
+
+    Returns:
+        a TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`, with ``("next", "reward")``,
+        ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
 
     Raises:
         SchemaError: names an entry that is not made of numbers, or does not start with the dim E, or has the key of

@@ -43,7 +43,10 @@ def td_lambda_return_estimate(
         The return of each step, in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError, TypeError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
+        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
+        TypeError: see the module.
+
+    Cost: one pass over the data.
 
     Source: Sutton and Barto, 2018, section 12.1. Same result as TorchRL's ``td_lambda_return_estimate``.
 
@@ -74,10 +77,23 @@ def td1_return_estimate(
             0 & \text{if terminated} \\ V(s'_t) & \text{if done, or at the last step} \\ G_{t+1} & \text{else}
         \end{cases}
 
-    Args and result are those of :func:`td_lambda_return_estimate`, with ``lmbda=1``.
+    Args:
+        gamma: discount, in [0, 1], or one per step.
+        next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
+        reward: :math:`r_t`, same shape.
+        done: bool, same shape: the trajectory ends with this step.
+        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        rolling_gamma: see :func:`td_lambda_return_estimate`.
+        time_dim: the dimension of time.
+
+    Returns:
+        The return of each step, in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError, TypeError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
+        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
+        TypeError: see the module.
+
+    Cost: one pass over the data.
 
     Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, but
     with ``rolling_gamma=False`` the last step bootstraps here as it does everywhere else, while theirs drops it.

@@ -49,7 +49,10 @@ def vtrace_advantage_estimate(
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError, TypeError: see the module; also a negative threshold (of tensors, values are not checked).
+        ValueError: see the module; also a negative threshold (of tensors, values are not checked).
+        TypeError: see the module.
+
+    Cost: one pass over the data.
 
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate`` (which
     names the two policies the other way round, and whose ``time_dim`` other than -2 works on transposed inputs only).

@@ -62,8 +62,21 @@ def gymnasium_terminated_fn(
 ) -> TransitionFn:
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
 
-    Arguments and errors are those of :func:`gymnasium_reward_fn`, but most environments (gymnasium-robotics' too)
-    answer for one pair of goals, so that ``vectorized`` is False by default. The function returns flags, ``[B]`` bool.
+    Args:
+        env: as for :func:`gymnasium_reward_fn`; also ``goal_key``, ``achieved_goal_key`` and ``info_keys``.
+        goal_key: see ``env``.
+        achieved_goal_key: see ``env``.
+        info_keys: see ``env``.
+        vectorized: whether it answers for many pairs of goals at once; most environments (gymnasium-robotics' too) do
+            not, and are called once per row.
+
+    Raises:
+        TypeError: the environment has no ``compute_terminated``.
+
+    Cost: a call of the environment, or one per row.
+
+    Returns:
+        A function of a batch ``[B]`` to flags, ``[B]`` bool.
 
     Example:
         >>> from tensordict import TensorDict

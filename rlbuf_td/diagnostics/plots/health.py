@@ -18,11 +18,19 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot what :meth:`ReplayBuffer.health` measures: ages and weights of the last batch, probabilities and draws.
 
-    Returns a figure with one to four panels: weights and probabilities need priorities, draws ``count_replays=True``.
-    Cost: O(N log N) with priorities or counts.
+    A panel is left out if the buffer has no numbers for it: weights and probabilities without priorities, draws without
+    ``count_replays=True``.
+
+    Args:
+        rb: a buffer that has been sampled.
+
+    Returns:
+        A figure with one to four panels.
 
     Raises:
         RuntimeError: nothing has been sampled yet.
+
+    Cost: O(N log N) with priorities or counts.
 
     Example:
         >>> import torch
@@ -108,13 +116,19 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
 
 
 def plot_priorities(rb: ReplayBuffer) -> Figure:
-    """Plot a histogram of the TD errors' magnitudes of all rows, and their probabilities, the largest first.
+    """Plot the magnitudes of the TD errors of all rows, and their probabilities.
 
-    Cost: O(N log N).
+    Args:
+        rb: a buffer with a prioritized sampler, wrapped or not.
+
+    Returns:
+        A figure with two panels: a histogram, and the probabilities, the largest first.
 
     Raises:
-        TypeError: the buffer's sampler, wrapped or not, has no priorities.
+        TypeError: the buffer's sampler has no priorities.
         RuntimeError: the buffer is empty.
+
+    Cost: O(N log N).
 
     Example:
         >>> import torch

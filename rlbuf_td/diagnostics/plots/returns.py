@@ -16,11 +16,18 @@ from rlbuf_td.writers import RolloutWriter
 def plot_episodes(stats: EpisodeStats) -> Figure:
     """Plot each metric of the recorded episodes over the steps, and how episodes ended.
 
-    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation. There is
-    a panel per metric, and one for the share of each way to end. Cost: O(episodes in the history).
+    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
+
+    Args:
+        stats: statistics of episodes, such as ``rb.episode_stats``.
+
+    Returns:
+        A figure with a panel per metric, and one for the share of each way to end.
 
     Raises:
         RuntimeError: no episode has ended.
+
+    Cost: O(episodes in the history).
 
     Example:
         >>> import torch
@@ -72,12 +79,18 @@ def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot a complete rollout: values, targets and ends of one lane, all advantages, and values against targets.
+    """Plot a rollout: values, targets and ends of one lane, the advantages, and values against their targets.
 
-    Cost: O(rows of the rollout).
+    Args:
+        rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
+
+    Returns:
+        A figure with three panels.
 
     Raises:
         RuntimeError: the rollout is not complete.
+
+    Cost: O(rows of the rollout).
 
     Example:
         >>> import torch

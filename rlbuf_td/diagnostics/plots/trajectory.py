@@ -25,7 +25,10 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     Args:
         rb: a buffer over a storage of TensorDicts with ``("next", "done")`` or trajectory ids.
         row: a flat row, or its coordinates ``(t, e)``.
-        keys: a panel for each; default: reward, action and the first observation of up to 64 numbers.
+        keys: the keys to plot; default: reward, action and the first observation of up to 64 numbers.
+
+    Returns:
+        A figure with a panel per key, over time steps from the row.
 
     Raises:
         IndexError: nothing is stored at this row.
