@@ -44,7 +44,7 @@ class Plan(ABC):
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size = storage, sampler, size
-        self.rows, self.generator = storage.all_rows(), sampler._rng
+        self.rows, self.generator, self.length = storage.all_rows(), sampler._rng, storage.counters[0]
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
@@ -63,7 +63,7 @@ class Plan(ABC):
 
         ``None`` if the general path must be taken. The caller holds the buffer's locks.
         """
-        written = len(self.storage)
+        written = self.length.value
         if not written or not self.holds():
             return None
         tensors = self.gather.allocate()
@@ -122,7 +122,7 @@ class PrioritizedPlan(Plan, ABC):
             and self.holds()
         ):
             return None
-        largest, stale = self.assign(index, error, stamp, len(self.storage))
+        largest, stale = self.assign(index, error, stamp, self.length.value)
         if largest == REFUSED:
             return None
         if largest > self.settings[LARGEST]:

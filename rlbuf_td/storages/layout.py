@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,7 @@ class RowLayout:
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
         """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace those of the same key."""
-        entries: dict[str, Any] = {name: columns[slot] for name, slot in self.root.leaves}
-        for name, child in self.root.nodes:
-            entries[name] = _build(child, columns, lead, device)
-        entries.update(more)
-        return new_tensordict(entries, lead + self.root.batch_size if self.root.batch_size else lead, device)
+        return _build(self.root, columns, lead, device, more)
 
     def split(self, columns: Sequence[torch.Tensor], size: int) -> list[TensorDict]:
         """Return columns, ``[n, ...]`` each, as TensorDicts of ``size`` rows each, the last perhaps shorter."""
@@ -197,10 +194,19 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
     return _Node(path, tuple(leaves), tuple(nodes), data.batch_size[lead_dims:])
 
 
-def _build(node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device) -> TensorDict:
-    entries: dict[str, Any] = {name: columns[slot] for name, slot in node.leaves}
+def _build(
+    node: _Node,
+    columns: Sequence[torch.Tensor],
+    lead: torch.Size,
+    device: torch.device,
+    more: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> TensorDict:
+    entries: dict[str, Any] = {}
+    for name, slot in node.leaves:  # a comprehension is a call
+        entries[name] = columns[slot]
     for name, child in node.nodes:
         entries[name] = _build(child, columns, lead, device)
+    entries.update(more)
     return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
 
 
