@@ -10,11 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import (
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
-)
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from torchrl.envs.transforms import DoubleToFloat
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter

@@ -8,14 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td import (
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
 
 SAMPLERS: dict[str, Any] = {
     "uniform": UniformSampler,

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlbuf_td import (
-    HindsightSampler,
-    NStepSampler,
-    ProportionalSampler,
-    RankSampler,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import HindsightSampler, NStepSampler, ProportionalSampler, RankSampler, SequenceSampler, UniformSampler
 from tests.capture.rows import SAMPLERS, buffer, counted, data, reward_fn
 from tests.statistics import assert_follows, power
 

@@ -9,13 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td import (
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    UniformSampler,
-)
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.diagnostics.health import ReplayCount
 from tests.capture.rows import SAMPLERS, buffer, data
 from tests.graphs import RecordedGraph

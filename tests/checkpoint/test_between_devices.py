@@ -14,10 +14,7 @@ from torch.testing import assert_close
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from tests.checkpoint.worlds import SAMPLERS, WRAPPERS, make
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS = 24
 

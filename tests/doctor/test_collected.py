@@ -16,12 +16,7 @@ from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv, VecNormV2
 
-from rlbuf_td import (
-    PackedStorage,
-    ReplayBuffer,
-    RolloutBuffer,
-    make_transition,
-)
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, make_transition
 from rlbuf_td.diagnostics.doctor import check
 from tests.doctor.faults import FAULTS
 

@@ -12,13 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import (
-    HindsightSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    UniformSampler,
-)
+from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 from tests.statistics import assert_follows
 from tests.worlds import World, reward_fn, terminated_fn
 

@@ -14,14 +14,7 @@ from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, T
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, ValueEstimators
 
-from rlbuf_td import (
-    HindsightSampler,
-    NStepSampler,
-    PackedStorage,
-    ProportionalSampler,
-    ReplayBuffer,
-    UniformSampler,
-)
+from rlbuf_td import HindsightSampler, NStepSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 
 
 def chain(n: int, dtype: torch.dtype = torch.float32, dims: tuple[int, ...] = (1,), **flags: Any) -> TensorDict:

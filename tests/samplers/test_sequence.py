@@ -11,14 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import GRUModule, LSTMModule, set_recurrent_mode
 
-from rlbuf_td import (
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    SequenceSampler,
-    UniformSampler,
-)
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
 from tests.statistics import assert_follows
 from tests.worlds import World
 

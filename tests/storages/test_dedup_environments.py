@@ -11,16 +11,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 from torchrl.collectors import Collector
-from torchrl.envs import (
-    CatFrames,
-    EnvBase,
-    GymEnv,
-    GymWrapper,
-    RewardSum,
-    SerialEnv,
-    StepCounter,
-    TransformedEnv,
-)
+from torchrl.envs import CatFrames, EnvBase, GymEnv, GymWrapper, RewardSum, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.storages.rows.dedup import DedupRows

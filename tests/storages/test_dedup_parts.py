@@ -14,15 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import (
-    NStepSampler,
-    PackedStorage,
-    ReplayBuffer,
-    RolloutBuffer,
-    SequenceSampler,
-    UniformSampler,
-    plan,
-)
+from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RolloutBuffer, SequenceSampler, UniformSampler, plan
 from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
 from rlbuf_td.storages.rows.dedup import DedupRows

@@ -199,11 +199,7 @@ UNPACKABLE: dict[str, tuple[Callable[[], Any], str, type]] = {
         r"\('n', '[01]'\)",
         LazyStackStorage,
     ),
-    "tensorclass": (
-        lambda: TensorDict({"n": {"p": point(3)}}, [3]),
-        r"\('n', 'p'\)",
-        LazyTensorStorage,
-    ),
+    "tensorclass": (lambda: TensorDict({"n": {"p": point(3)}}, [3]), r"\('n', 'p'\)", LazyTensorStorage),
 }
 
 

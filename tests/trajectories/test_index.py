@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import (
-    LazyTensorStorage,
-    ListStorage,
-    TensorDictMaxValueWriter,
-    TensorDictReplayBuffer,
-)
+from torchrl.data.replay_buffers import LazyTensorStorage, ListStorage, TensorDictMaxValueWriter, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.kernels.episodes import BitBoundaries
