@@ -258,12 +258,7 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 
 
 def loads(
-    rb: Any,
-    path: str | Path,
-    *,
-    rows_only: bool = False,
-    default_generator: bool = False,
-    progress: bool | None = None,
+    rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
     """Continue from a dump of :meth:`dumps`, with the same batches as the buffer that was saved. Executes nothing.
 

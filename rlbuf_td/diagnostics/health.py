@@ -126,11 +126,7 @@ def _of_weights(weight: torch.Tensor | None) -> dict[str, float]:
     weight = weight.double()
     size = float(weight.sum() ** 2 / (weight**2).sum())
     ratio = float(weight.max() / weight.median())
-    return {
-        "effective_sample_size": size,
-        "effective_share": size / weight.numel(),
-        "weight_max_over_median": ratio,
-    }
+    return {"effective_sample_size": size, "effective_share": size / weight.numel(), "weight_max_over_median": ratio}
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:

@@ -175,12 +175,7 @@ class CapturedStep:
 
 
 def capture(
-    rb: Any,
-    step: Step | None = None,
-    batch_size: int | None = None,
-    *,
-    ring: int = 2,
-    warmup: int = 3,
+    rb: Any, step: Step | None = None, batch_size: int | None = None, *, ring: int = 2, warmup: int = 3
 ) -> CapturedStep:
     """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
 

@@ -41,12 +41,7 @@ class Packet:
 
 
 def pack(
-    flat: torch.Tensor,
-    report: dict[Any, Any],
-    rows: TensorDictBase | Rows,
-    last: Packet | None,
-    *,
-    pin_memory: bool,
+    flat: torch.Tensor, report: dict[Any, Any], rows: TensorDictBase | Rows, last: Packet | None, *, pin_memory: bool
 ) -> tuple[Packet, torch.Tensor]:
     """Pack a batch in host memory; return the layout and the block, ``[n]`` uint8.
 

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import (
-    LazyTensorStorage,
-    PrioritizedSampler,
-    TensorDictReplayBuffer,
-)
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.cli.bench.timing import OURS

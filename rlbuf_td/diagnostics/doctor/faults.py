@@ -26,11 +26,7 @@ _FLAG_WITHOUT_DONE = (
 
 #: The faults by code, the most serious first.
 FAULTS = {
-    "lanes-mixed": Fault(
-        "next observations lead to other rows than the following ones",
-        _JUMPS + " {place}",
-        "{way}",
-    ),
+    "lanes-mixed": Fault("next observations lead to other rows than the following ones", _JUMPS + " {place}", "{way}"),
     "next-observation-differs": Fault(
         "next observations lead nowhere",
         _JUMPS + " It is found nowhere else in the buffer either.",

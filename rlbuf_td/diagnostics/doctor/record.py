@@ -9,14 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
-    ReplayBuffer,
-    RoundRobinWriter,
-    Sampler,
-    Storage,
-    Writer,
-)
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
 
 from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor.faults import FAULTS
