@@ -52,6 +52,8 @@ class WritePlan:
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.table.addresses if parts.prioritized is not None else None
         self.lock = cast(ChunkedOrder, sampler.table).lock if type(sampler) is RankSampler else Lock()
+        self.lead: torch.Size | None = None  # of the last write
+        self.expected: list[tuple[torch.dtype, torch.Size]] = []
         self.boundaries = boundaries
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
@@ -125,16 +127,22 @@ class WritePlan:
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Return the leaves if they are plain tensors that fit the rows, contiguous."""
+        if lead != self.lead:
+            self.lead = lead
+            self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
         try:
-            leaves = self.rows.layout.collect(data, lead)
-        except SchemaError:
+            leaves, unknown = self.rows.layout.find(data)
+            for slot, (dtype, shape) in enumerate(self.expected):
+                leaf = leaves[slot]
+                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
+                    return None
+                if not leaf.is_cpu or leaf.is_neg():
+                    return None
+                if not leaf.is_contiguous():
+                    leaves[slot] = leaf.contiguous()
+        except (SchemaError, RuntimeError):  # a sparse tensor is not contiguous, a nested one has no shape
             return None
-        for slot, leaf in enumerate(leaves):
-            if type(leaf) is not Tensor or not leaf.is_cpu or leaf.is_neg():
-                return None
-            if not leaf.is_contiguous():
-                leaves[slot] = leaf.contiguous()
-        return leaves
+        return None if unknown else leaves
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:

@@ -123,10 +123,15 @@ class RowLayout:
             for part in zip(*columns, strict=True)
         ]
 
+    def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
+        """Return what ``data`` has in place of :attr:`leaves`, and whether it holds anything else."""
+        leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
+        unknown = _collect(self.root, data, leaves, reserved=self._reserved)
+        return leaves, unknown
+
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
         """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; an ``"index"`` may be left over."""
-        leaves: list[torch.Tensor] = [_NO_VALUE] * len(self.leaves)
-        unknown = _collect(self.root, data, leaves, reserved=self._reserved)
+        leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
         try:
