@@ -44,6 +44,7 @@ class WritePlan:
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: tuple[np.ndarray, Any] | None) -> None:
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
+        self.transforms = parts.transforms
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
@@ -93,21 +94,27 @@ class WritePlan:
     def holds(self) -> bool:
         """Whether the parts are as they were when the plan was made."""
         return (
-            self.storage.rows is self.rows
+            self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
+            and self.buffer.episode_stats is None
+            and self.storage.rows is self.rows
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and (self.priorities is None or self.sampler.table.addresses is self.priorities)
         )
 
     def write(self, data: TensorDict, single: bool) -> int | Tensor | None:
-        """Write one time step, or several; return their index, ``None`` if the general path must be taken.
+        """Write one time step, or several; return their index, ``None`` if the general path must be taken."""
+        if type(data) is not TensorDict or len(self.transforms):
+            return None
+        with self.storage.lock:
+            return self.write_leaves(data, single) if self.holds() else None
 
-        The caller holds the storage's lock.
-        """
+    def write_leaves(self, data: TensorDict, single: bool) -> int | Tensor | None:
+        """Do as :meth:`write`, under the lock."""
         lanes, dim = self.rows.lanes, self.time_dim
         lead = lanes if single else data.batch_size[: 1 + len(lanes)]
         count = 1 if single else lead[dim] if len(lead) > dim else 0
-        if not count or lead.numel() != count * self.lanes or not self.holds():
+        if not count or lead.numel() != count * self.lanes:
             return None
         leaves = self.collect(data, lead)
         if leaves is None:
@@ -157,6 +164,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
         type(sampler) not in PLANS
         or getattr(sampler, "max_priority_within_buffer", False)
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
+        or buffer.episode_stats is not None
         or buffer.dim_extend > len(storage.lanes)
         or any(leaf.dtype.is_complex for leaf in storage.layout.leaves)  # they may be conjugate
         or [type(each) for each in listeners] not in ([], [TrajectoryIndex])

@@ -24,6 +24,10 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: a TD error in the data is NaN or infinite; nothing has changed.
     """
+    plan = rb._write_plan
+    index = None if plan is None else plan.write(data, True)
+    if index is not None:
+        return index
     return (_write if rb.episode_stats is None else _write_and_count)(rb, data, "add", True)
 
 
@@ -38,6 +42,10 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: there is nothing to write, or a TD error is NaN or infinite; nothing has changed.
     """
+    plan = rb._write_plan
+    index = None if plan is None else plan.write(tensordicts, False)
+    if index is not None:
+        return index
     write = _write if rb.episode_stats is None else _write_and_count
     return write(rb, tensordicts, "extend", update_priority is not False)
 
@@ -56,12 +64,7 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
 
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    parts, plan = rb._parts or rb._initialize(), rb._write_plan
-    if plan is not None and type(data) is TensorDict and not len(parts.transforms):
-        with parts.storage.lock:
-            index = plan.write(data, how == "add") if rb._write_plan is plan else None
-        if index is not None:
-            return index
+    parts = rb._parts or rb._initialize()
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if parts.writes_generally:
@@ -91,7 +94,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
-        if plan is rb._write_plan and (plan is None or not plan.holds()):
+        if rb._write_plan is None or not rb._write_plan.holds():
             rb._write_plan = make_write_plan(rb, parts)
     return index
 
