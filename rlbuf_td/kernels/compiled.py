@@ -181,3 +181,16 @@ def acceptable(index, td_error, rows):
     for j in range(index.shape[0]):
         good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
     return good
+
+
+@inlined
+def copy_few(target, source, nbytes):
+    """Copy bytes from one address to another, few of them without a call."""
+    if nbytes == 4:
+        store_int32(target, load_int32(source))
+    elif nbytes == 1:
+        store_uint8(target, load_uint8(source))
+    elif nbytes == 8:
+        store_int64(target, load_int64(source))
+    else:
+        copy_bytes(target, source, nbytes)

@@ -11,11 +11,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import Sampler, Storage
 
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
-from rlbuf_td.kernels.episodes.n_step import Parts, discount_of, n_step_, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.kernels.episodes import FlagBoundaries
+from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
-from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
@@ -28,7 +26,6 @@ class _Bound:
     trajectories: TrajectoryIndex
     reward: torch.Tensor  # the column, [T * E, ...]
     ends: list[tuple[str, ...]]  # the flags, any of which ends a trajectory
-    compiled: Any  # rows of bytes on the CPU and the Parts of each that the compiled loop takes; or None
 
 
 class NStepSampler(SamplerWrapper):
@@ -128,20 +125,6 @@ class NStepSampler(SamplerWrapper):
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         return partial(self._sum_, storage, super()._reviser(storage, drawn))
 
-    def _read_revised(self, storage: Storage, drawn: torch.Tensor) -> TensorDictBase | None:
-        bound = self._bound_to(storage)
-        if self._inner is not None or bound.compiled is None:
-            return None
-        rows, parts = bound.compiled
-        storage.written_rows().read_ahead(drawn)
-        batch = storage.all_rows().blank(len(drawn))
-        reward, boundaries = leaf_of(batch, self.reward_key), bound.trajectories.boundaries()
-        given = drawn, self._n_steps, self._gamma, reward.ndim, len(storage)
-        read = partial(n_step_, boundaries, rows.matrix.data_ptr(), parts, *given)
-        steps = rows.assemble(read, reward.data_ptr() - rows.layout.offsets[self.reward_key], len(drawn))
-        set_entries_(batch, {"steps_to_next_obs": steps})
-        return batch
-
     def _sum_(
         self,
         storage: Storage,
@@ -150,7 +133,7 @@ class NStepSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> None:
-        """Make n-step transitions in torch ops: of revised rows, on other devices, in TorchRL's storages."""
+        """Make n-step transitions of a batch."""
         n, bound = self._n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
         if revise is None:
@@ -173,17 +156,12 @@ class NStepSampler(SamplerWrapper):
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
-        boundaries = trajectories.boundaries()
         reward = column_of(storage, self.reward_key)
         if reward is None or reward.is_meta:
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
         if not reward.is_floating_point():
             raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
-        compiled = None
-        is_on_cpu = isinstance(storage, PackedStorage) and isinstance(boundaries, BitBoundaries)
-        if is_on_cpu and reward.dtype in (torch.float32, torch.float64) and storage.rows.can_assemble:
-            compiled = storage.rows, _parts_of(storage.rows, storage.ndim, self.reward_key)
-        return _Bound(trajectories, reward, trajectories.end_keys(), compiled)
+        return _Bound(trajectories, reward, trajectories.end_keys())
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
@@ -191,28 +169,3 @@ class NStepSampler(SamplerWrapper):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"
-
-
-def _parts_of(rows: Rows, ndim: int, reward_key: tuple[str, ...]) -> Parts:
-    """Return what an n-step transition takes from its last row of bytes, and what it keeps."""
-    base = rows.matrix.data_ptr()
-    taken: list[tuple[int, int]] = []
-    kept: list[tuple[int, int]] = []
-    for key, column in walk(rows.view()):
-        start, width = column.data_ptr() - base, column.shape[ndim:].numel() * column.element_size()
-        if key == reward_key:
-            reward = start, column.shape[ndim:].numel(), column.dtype is torch.float64
-        elif width:
-            (taken if key[0] == "next" else kept).append((start, width))
-    for start, width, is_next in rows.id_ranges():
-        (taken if is_next else kept).append((start, width))
-    return Parts.of(reward, rows.stored_layout.row_bytes, _joined(taken), _joined(kept))
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return byte ranges in order, neighbours as one."""
-    joined: list[tuple[int, int]] = []
-    for start, width in sorted(ranges):
-        before = joined.pop() if joined and sum(joined[-1]) == start else (start, 0)
-        joined.append((before[0], before[1] + width))
-    return joined

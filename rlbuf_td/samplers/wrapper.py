@@ -86,16 +86,10 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
         flat, info = draw_from(self.innermost, storage, batch_size)
-        batch = self._read_revised(storage, flat)
-        if batch is None:
-            revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
-            if revise is not None:
-                revise(batch, flat, None)
+        revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
+        if revise is not None:
+            revise(batch, flat, None)
         return flat, info, batch
-
-    def _read_revised(self, storage: Storage, drawn: Tensor) -> TensorDictBase | None:
-        """Read and revise drawn rows in one pass through memory; None if there is no loop for it."""
-        return None
 
     def _bind(self, storage: Storage) -> Any:
         """Look up what does not change while the storage keeps its columns; :meth:`_bound_to` returns it."""

@@ -13,18 +13,14 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.ring import RING
 from rlbuf_td.kernels.compiled import (
-    copy_bytes,
+    copy_few,
     inlined,
     kernel,
     load_float64,
-    load_int32,
     load_int64,
-    load_uint8,
     pointer,
     prefetch_row,
-    store_int32,
     store_int64,
-    store_uint8,
 )
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
 from rlbuf_td.kernels.rank_order.chunks import Chunks
@@ -41,19 +37,6 @@ _ORDER = 4 + len(Chunks._fields)  # addresses
 # distances of 4, 8, 16, 24, 32 and 64 differ by less than 5 % (uniform, 160 bytes: 153, 152, 153, 153, 151, 148 us).
 _AHEAD = 16
 _LARGE = 1_024  # bytes of a row from which on the processor's own prefetching does as well
-
-
-@inlined
-def copy(target, source, nbytes):
-    """Copy bytes from one address to another, few of them without a call."""
-    if nbytes == 4:
-        store_int32(target, load_int32(source))
-    elif nbytes == 1:
-        store_uint8(target, load_uint8(source))
-    elif nbytes == 8:
-        store_int64(target, load_int64(source))
-    else:
-        copy_bytes(target, source, nbytes)
 
 
 @kernel
@@ -78,7 +61,7 @@ def gather(rows, row_bytes, index, leaves, targets):
         row = rows + index[i] * row_bytes
         for leaf in range(leaves.shape[0]):
             width = leaves[leaf, 1]
-            copy(targets[leaf] + i * width, row + leaves[leaf, 0], width)
+            copy_few(targets[leaf] + i * width, row + leaves[leaf, 0], width)
 
 
 @kernel
@@ -263,7 +246,7 @@ def _scatter(ring, start, kept, count, lanes_first):
             cell = lane * count + k if lanes_first else k * lanes + lane
             for leaf in range(ring.leaves):
                 width = extents[leaf, 1]
-                copy(row + extents[leaf, 0], sources[leaf] + cell * width, width)
+                copy_few(row + extents[leaf, 0], sources[leaf] + cell * width, width)
 
 
 @kernel

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.batch.cpu import copy, gather
+from rlbuf_td.kernels.batch.cpu import gather
 from rlbuf_td.kernels.compiled import (
+    copy_few,
     inlined,
     kernel,
     load_float64,
@@ -60,7 +61,7 @@ def n_step(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, n, gam
             offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
             target = targets[leaf] + i * width
             if kind != REWARD:
-                copy(target, rows + (cell if kind == ROOT else ends[i]) * row_bytes + offset, width)
+                copy_few(target, rows + (cell if kind == ROOT else ends[i]) * row_bytes + offset, width)
                 continue
             for part in range(0, width, size):
                 total = sum_rewards(rows + offset + part, row_bytes, cell, across, cells, k, gamma, size == 8)
@@ -93,7 +94,7 @@ def hindsight(
     for i in range(count):
         if chosen[i] >= 0:
             for goal in range(goals.shape[0]):
-                copy(targets[goals[goal]] + i * width, rows + chosen[i] * row_bytes + offset, width)
+                copy_few(targets[goals[goal]] + i * width, rows + chosen[i] * row_bytes + offset, width)
 
 
 @kernel
@@ -126,7 +127,7 @@ def windows(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, lengt
             cells[at] = step * across + lane
             store_bool(targets[mask] + at, first <= j <= past)
             store_bool(targets[mask + 1] + at, j < burn_in)
-            copy(targets[mask + 2] + at * entry, index + i * entry, entry)
+            copy_few(targets[mask + 2] + at * entry, index + i * entry, entry)
             if lanes:
                 store_int64(targets[last] + 16 * at, step)
                 store_int64(targets[last] + 16 * at + 8, lane)
@@ -134,7 +135,7 @@ def windows(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, lengt
                 store_int64(targets[last] + 8 * at, cells[at])
             for report in range(reports.shape[0]):
                 width = reports[report, 1]
-                copy(targets[last + 1 + report] + at * width, reports[report, 0] + i * width, width)
+                copy_few(targets[last + 1 + report] + at * width, reports[report, 0] + i * width, width)
     gather(rows, row_bytes, cells, leaves, targets)
     for flag in range(3):
         if flags[flag] >= 0:

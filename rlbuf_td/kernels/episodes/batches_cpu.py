@@ -1,18 +1,16 @@
-"""Hindsight goals and n-step sums on the CPU: rows of bytes by address."""
+"""Hindsight goals and n-step sums on the CPU: tensors by address."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rlbuf_td.kernels.compiled import (
-    copy_bytes,
     inlined,
     kernel,
     load_float32,
     load_float64,
     load_int64,
     prefetch,
-    prefetch_row,
     store_float32,
     store_float64,
     store_int64,
@@ -60,31 +58,6 @@ def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, 
 
 
 @inlined
-def _expect(source, lanes, row_bytes, reward, taken, kept, end, cell, last, k):
-    """Start loading what an n-step transition of ``cell`` reads: few lines, for memory is what it waits for."""
-    at = source + cell * row_bytes
-    if k == 1:
-        prefetch_row(at, row_bytes)
-        return
-    for part in range(kept, end, 16):
-        prefetch_row(at + load_int64(part), load_int64(part + 8))
-    for _ in range(k):
-        prefetch(at + reward)
-        at += lanes * row_bytes
-    at = source + last * row_bytes
-    for part in range(taken, kept, 16):
-        prefetch_row(at + load_int64(part), load_int64(part + 8))
-
-
-@inlined
-def _copy_parts(to, since, first, end):
-    """Copy the byte ranges that the numbers from ``first`` to ``end`` name."""
-    for part in range(first, end, 16):
-        offset = load_int64(part)
-        copy_bytes(to + offset, since + offset, load_int64(part + 8))
-
-
-@inlined
 def _reward_at(address, double):
     return load_float64(address) if double else np.float64(load_float32(address))
 
@@ -113,41 +86,25 @@ def sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
 
 
 @kernel
-def n_step(
-    bitmap, reward, features, double, row_bytes, ranges, taken_parts, parts,
-    source, batch, count, rows, taken, n, gamma, live,
-):  # fmt: skip
-    """Read n-step transitions; see :func:`rlbuf_td.kernels.episodes.n_step.n_step_`.
-
-    Return whether all rows were among the ``live`` ones.
-    """
-    steps, lanes, width = bitmap[4], bitmap[5], 8 if double else 4
-    kept, end = ranges + 16 * taken_parts, ranges + 16 * parts
-    lasts = np.empty(count, np.int64)
+def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
+    """See :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors come as addresses."""
+    lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
     for begun in range(count + _STEPS_AHEAD):
         if begun + _STEPS_SOON < count:
             expect(bitmap, load_int64(rows + 8 * (begun + _STEPS_SOON)))
         if begun < count:
             cell = load_int64(rows + 8 * begun)
-            if cell < 0 or cell >= live:
-                return False
-            k, lasts[begun] = walk(bitmap, cell, n)
+            k, end = walk(bitmap, cell, n)
             store_int64(taken + 8 * begun, k)
-            _expect(source, lanes, row_bytes, reward, ranges, kept, end, cell, lasts[begun], k)
+            store_int64(last + 8 * begun, end)
+            for _ in range(k):
+                prefetch(reward + cell * row_bytes)
+                cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
         i = begun - _STEPS_AHEAD
-        if i < 0:
-            continue
-        cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), batch + i * row_bytes
-        if k == 1:
-            copy_bytes(to, source + cell * row_bytes, row_bytes)
-            continue
-        _copy_parts(to, source + cell * row_bytes, kept, end)
-        for feature in range(features):
-            at = reward + feature * width
-            total = sum_rewards(source + at, row_bytes, cell, lanes, steps * lanes, k, gamma, double)
+        for feature in range(features if i >= 0 else 0):
+            cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), total + (i * features + feature) * width
+            found = sum_rewards(reward + feature * width, row_bytes, cell, lanes, cells, k, gamma, double)
             if double:
-                store_float64(to + at, total)
+                store_float64(to, found)
             else:
-                store_float32(to + at, np.float32(total))
-        _copy_parts(to, source + lasts[i] * row_bytes, ranges, kept)
-    return True
+                store_float32(to, np.float32(found))

@@ -1,15 +1,12 @@
-"""n-step returns: on the CPU numba works in place on rows of bytes, elsewhere :func:`sums_ahead` uses torch ops."""
+"""n-step returns: sums of rewards along trajectories, in torch ops or, on the CPU, in one compiled loop."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
-from rlbuf_td.kernels.rows import refuse_rows
+from rlbuf_td.kernels.rows import is_dense
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
 
@@ -54,10 +51,24 @@ def sums_ahead(
     Returns:
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
     """
+    if isinstance(boundaries, BitBoundaries) and reward.dtype in (torch.float32, torch.float64) and is_dense(reward):
+        return _sums_on_cpu(boundaries, rows, reward, n, gamma)
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
+
+
+def _sums_on_cpu(
+    boundaries: BitBoundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, rows = reward.new_empty((len(rows), *reward.shape[1:])), rows.contiguous()
+    taken, last = torch.empty_like(rows), torch.empty_like(rows)
+    width = reward.element_size()
+    column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
+    given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
+    batch_loops().sums_ahead(boundaries.bitmap, *column, *given)
+    return total, taken, last
 
 
 def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
@@ -71,68 +82,3 @@ def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
         return gamma
     put_gamma(boundaries, gamma)
     return boundaries.numbers[_GAMMA]
-
-
-class Parts(NamedTuple):
-    """Which bytes of a row an n-step transition takes from its last row, which it keeps, and where its reward lies.
-
-    Attributes:
-        reward: offset of the reward in bytes.
-        features: numbers per reward.
-        double: whether they are float64 rather than float32.
-        row_bytes: bytes per row.
-        address, taken, number: where ``ranges`` lies; how many ranges come from the last row; how many there are.
-        ranges: ``[number, 2]`` int64, offset and width of byte ranges: first those from the last row, then those that
-            stay. The reward is in none.
-    """
-
-    reward: int
-    features: int
-    double: bool
-    row_bytes: int
-    address: int
-    taken: int
-    number: int
-    ranges: np.ndarray
-
-    @classmethod
-    def of(
-        cls, reward: tuple[int, int, bool], row_bytes: int, taken: list[tuple[int, int]], kept: list[tuple[int, int]]
-    ) -> Parts:
-        """Return them with the address of their ranges."""
-        ranges = np.array(taken + kept, np.int64)
-        return cls(*reward, row_bytes, ranges.ctypes.data, len(taken), len(taken) + len(kept), ranges)
-
-
-def n_step_(
-    boundaries: BitBoundaries,
-    source: int,
-    parts: Parts,
-    rows: Tensor,
-    n: int,
-    gamma: float,
-    dims: int,
-    live: int,
-    batch: int,
-) -> Tensor:
-    """Read n-step transitions, and return of how many steps each is, ``[B, 1, ...]`` int64.
-
-    Args:
-        boundaries: where trajectories are cut.
-        source: address of all rows of a storage, one after the other.
-        parts: what to take from the last row.
-        rows: flat rows to read, ``[B]`` int64, contiguous.
-        n: most steps per transition.
-        gamma: the discount factor.
-        dims: number of dims of the result.
-        live: number of rows written.
-        batch: address of ``[B]`` rows to fill.
-
-    Raises:
-        IndexError: a row has not been written.
-    """
-    steps = torch.from_numpy(np.empty((rows.shape[0], *(1,) * (dims - 1)), np.int64))  # half the time of torch.empty
-    given = source, batch, rows.shape[0], rows.data_ptr(), steps.data_ptr(), n, gamma, live
-    if not batch_loops().n_step(boundaries.bitmap, *parts[:-1], *given):
-        refuse_rows(rows, live)
-    return steps

@@ -24,7 +24,7 @@ def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> No
         rows: ``[B]`` int64, contiguous, ``0 <= row < N``.
         mask: ``[B]`` bool, contiguous.
     """
-    if backend_of(rows) != "numba" or not (_is_dense(target) and _is_dense(source)):
+    if backend_of(rows) != "numba" or not (is_dense(target) and is_dense(source)):
         where = mask.view(-1, *[1] * (target.ndim - 1))
         target.copy_(torch.where(where, source.index_select(0, rows), target))
         return
@@ -69,7 +69,7 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
     raise IndexError(f"row {high if high >= live else low} was drawn, but rows 0 to {live - 1} have been written")
 
 
-def _is_dense(column: Tensor) -> bool:
+def is_dense(column: Tensor) -> bool:
     """Whether each row of a column is contiguous."""
     if column.ndim == 2:
         return column.stride(1) == 1 or column.shape[1] == 1

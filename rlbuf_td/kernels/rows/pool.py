@@ -33,7 +33,7 @@ class Part:
     Attributes:
         into: where its bytes begin in an entry.
         inner, outer, pitch: ``inner`` bytes lie together in a row, ``outer`` times, ``pitch`` bytes apart.
-        root, next: where the key begins in a whole row, in the row's own observation and in the next one.
+        root, next: which leaf of a batch the key is, in the row's own observation and in the next one.
     """
 
     into: int
@@ -86,9 +86,8 @@ class Table:
 
     Attributes:
         groups: what is kept in entries.
-        runs: ``[R, 3]`` int64, what is not: offset in a stored row, offset in a whole row, bytes.
+        runs: ``[R, 3]`` int64, what is not: offset in a stored row, which leaf of a batch, bytes.
         rows: ``[N, own_bytes]`` uint8, the stored rows.
-        row_bytes: bytes of a whole row.
         lanes: rows per time step.
         entries: per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory.
         stacks: per group ``[M + 1]`` int32, the free names that were used before.
@@ -98,7 +97,6 @@ class Table:
     groups: tuple[Group, ...]
     runs: np.ndarray
     rows: Tensor
-    row_bytes: int
     lanes: int
     entries: list[Tensor]
     stacks: list[Tensor]
@@ -126,31 +124,25 @@ class Table:
         return self._arrays
 
 
-def read_(table: Table, cells: Tensor, live: int, target: Tensor, order: Tensor | None = None) -> bool:
-    """Assemble whole rows in ``target``, ``[B, row_bytes]`` bytes, contiguous.
+def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], order: Tensor | None = None) -> bool:
+    """Copy each leaf of whole rows to a tensor of its own.
 
     Args:
         table: the stored rows.
         cells: ``[B]`` int64, contiguous: which rows.
         live: number of rows written.
-        target: where to.
+        leaves: where to, ``[B, ...]`` each, contiguous.
         order: ``[B]`` int64, contiguous: the order in which they are read.
 
     Returns:
-        Whether all rows are written; else ``target`` is incomplete. Always True off the CPU: the host does not wait.
+        Whether all rows are written; else ``leaves`` are incomplete. Always True off the CPU: the host does not wait.
     """
     if not table.is_compiled:
-        return _read(table, cells, live, target)
+        return _read(table, cells, live, leaves)
+    places = np.array([(leaf.data_ptr(), leaf.shape[1:].numel() * leaf.element_size()) for leaf in leaves], np.int64)
     own, where = table.rows, 0 if order is None else order.data_ptr()
-    given = own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, len(cells), target.data_ptr()
-    return _cpu().read(*table.arrays(), table.runs, *given, table.row_bytes)
-
-
-def assemble_(table: Table, rows: Tensor, target: int) -> None:
-    """Assemble whole rows from copies of stored ones, ``[B, own_bytes]`` uint8, at an address; on the CPU."""
-    count, cells = len(rows), torch.arange(len(rows), device="cpu")
-    given = rows.data_ptr(), rows.shape[1], count, cells.data_ptr(), 0, count, target, table.row_bytes
-    _cpu().read(*table.arrays(), table.runs, *given)
+    given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, len(cells)
+    return _cpu().read(*table.arrays(), table.runs, *given)
 
 
 def write_(
@@ -208,22 +200,25 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
     return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)
 
 
-def _read(table: Table, cells: Tensor, live: int, target: Tensor) -> bool:
+def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> bool:
     if backend_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
-    rows, out = table.rows.index_select(0, cells), target.view(torch.uint8)
-    for source, to, width in table.runs.tolist():
-        out[:, to : to + width] = rows[:, source : source + width]
+    rows, out = table.rows.index_select(0, cells), [_as_bytes(leaf) for leaf in leaves]
+    for source, leaf, width in table.runs.tolist():
+        out[leaf].copy_(rows[:, source : source + width])
     for g, group in enumerate(table.groups):
         names = rows.narrow(1, group.ids, 4 * group.names).clone().view(torch.int32).long()
         found = table.entries[g][names - 1].unflatten(1, (group.sides, group.pieces))
         for part in group.parts:
             width = part.inner * part.outer
-            for side, at in enumerate((part.root, part.next)[: group.sides]):
+            for side, leaf in enumerate((part.root, part.next)[: group.sides]):
                 raw = found[:, side, :, part.into : part.into + width]
-                raw = raw.unflatten(2, (part.outer, part.inner)).transpose(1, 2).flatten(1)
-                out[:, at : at + raw.shape[1]] = raw
+                out[leaf].copy_(raw.unflatten(2, (part.outer, part.inner)).transpose(1, 2).flatten(1))
     return True
+
+
+def _as_bytes(leaf: Tensor) -> Tensor:
+    return leaf.view(leaf.shape[0], leaf.shape[1:].numel()).view(torch.uint8)
 
 
 @cache

@@ -6,6 +6,7 @@ import numpy as np
 
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
+    copy_few,
     inlined,
     kernel,
     load_int32,
@@ -55,12 +56,13 @@ def _expect_entries(groups, row):
 
 
 @inlined
-def _copy_piece(groups, parts, g, name, piece, side, to):
-    """Copy one entry to where it belongs in a row, or in a part of one, that begins at ``to``."""
+def _copy_piece(groups, parts, g, name, piece, side, places, i):
+    """Copy one entry to where it belongs in row ``i`` of the leaves at ``places``."""
     at = _entry(groups, g, name)
     for p in range(groups[g, FIRST], groups[g, LAST]):
         inner = parts[p, INNER]
-        target = to + parts[p, ROOT + side] + piece * inner
+        leaf = parts[p, ROOT + side]
+        target = places[leaf, 0] + i * places[leaf, 1] + piece * inner
         if parts[p, OUTER] == 1:
             copy_bytes(target, at + parts[p, INTO], inner)
         else:
@@ -69,8 +71,8 @@ def _copy_piece(groups, parts, g, name, piece, side, to):
 
 
 @kernel
-def read(groups, parts, runs, own, own_bytes, live, cells, order, count, target, row_bytes):
-    """Put rows together in ``target``; see :func:`rlbuf_td.kernels.rows.pool.read_`. Return whether all are live."""
+def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count):
+    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``places`` are ``[leaves, 2]``, address and bytes per row."""
     for begun in range(count + _ROWS):
         if begun < count:
             i = load_int64(order + 8 * begun) if order else np.int64(begun)
@@ -88,16 +90,17 @@ def read(groups, parts, runs, own, own_bytes, live, cells, order, count, target,
         if now < 0:
             continue
         i = load_int64(order + 8 * now) if order else np.int64(now)
-        row, to = own + load_int64(cells + 8 * i) * own_bytes, target + i * row_bytes
+        row = own + load_int64(cells + 8 * i) * own_bytes
         for r in range(len(runs)):
-            copy_bytes(to + runs[r, 1], row + runs[r, 0], runs[r, 2])
+            width = runs[r, 2]
+            copy_few(places[runs[r, 1], 0] + i * width, row + runs[r, 0], width)
         for g in range(len(groups)):
             pieces = groups[g, PIECES]
             for j in range(pieces * groups[g, SIDES]):
                 # A row that is being written meanwhile may name nothing: what is read is torn then, but is memory.
                 name = max(load_int32(row + groups[g, IDS] + 4 * j), np.int32(1))
                 side = np.int64(j >= pieces)
-                _copy_piece(groups, parts, g, name, j - side * pieces, side, to)
+                _copy_piece(groups, parts, g, name, j - side * pieces, side, places, i)
     return True
 
 

@@ -66,32 +66,27 @@ class DedupLayout:
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """What is copied from a stored row to a whole one, ``[R, 3]``: from where, to where, how many bytes."""
-        joined: list[list[int]] = []
-        for leaf in self.stored.leaves:
-            if leaf.key == (ENTRY_IDS,) or not leaf.nbytes:
-                continue
-            source, to = self.stored.offsets[leaf.key], self.layout.offsets[leaf.key]
-            last = joined[-1] if joined else None
-            if last is not None and last[0] + last[2] == source and last[1] + last[2] == to:
-                last[2] += leaf.nbytes
-            else:
-                joined.append([source, to, leaf.nbytes])
-        return np.array(joined, np.int64).reshape(-1, 3)
+        """What is copied from a stored row, ``[R, 3]``: from where, to which leaf, how many bytes."""
+        leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
+        runs = [[self.stored.offsets[leaf.key], self._places[leaf.key], leaf.nbytes] for leaf in leaves]
+        return np.array(runs, np.int64).reshape(-1, 3)
+
+    @cached_property
+    def _places(self) -> dict[Key, int]:
+        return {leaf.key: place for place, leaf in enumerate(self.layout.leaves)}
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The groups as the kernels take them."""
         at, groups = self.stored.offsets[(ENTRY_IDS,)], []
-        offsets = self.layout.offsets
         for group in self.chosen:
             parts, into = [], 0
             for key in group.keys:
                 leaf = self.deduplicated[key]
                 outer = prod(leaf.shape[: group.dim]) if group.pieces > 1 else 1
                 inner = leaf.nbytes // outer // group.pieces
-                following = offsets[_sides(group, key)[-1]] if group.has_next else 0
-                parts.append(Part(into, inner, outer, inner * group.pieces, offsets[key], following))
+                following = self._places[_sides(group, key)[-1]] if group.has_next else 0
+                parts.append(Part(into, inner, outer, inner * group.pieces, self._places[key], following))
                 into += inner * outer
             groups.append(Group(at, group.pieces, 1 + group.has_next, tuple(parts)))
             at += 4 * groups[-1].names

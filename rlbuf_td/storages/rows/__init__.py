@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.tensordict_fast import leaf_of
-
-T = TypeVar("T")
-_IN_CACHE = 1 << 18  # bytes that stay in the processor's cache between two copies
 
 
 class Rows(ABC):
@@ -93,16 +90,15 @@ class Rows(ABC):
     # -- reading
 
     @abstractmethod
-    def packed(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return whole rows at flat positions, ``[B]`` int64, not negative: ``[B, row_bytes]`` in bytes."""
+    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return every leaf of the rows at flat positions, ``[B]`` int64, not negative: ``[B, ...]`` each.
+
+        On the CPU each is a contiguous tensor of its own.
+        """
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what :meth:`packed` returns into ``out``."""
-        out.copy_(self.packed(flat))
-
-    @abstractmethod
-    def blank(self, count: int) -> TensorDict:
-        """Return memory for ``count`` whole rows, not initialised."""
+        """Write whole rows at flat positions to ``out``, ``[B, row_bytes]`` in bytes."""
+        torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions, int64 of any shape, not negative."""
@@ -114,20 +110,6 @@ class Rows(ABC):
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``; the batches share the memory of each leaf."""
         return self.layout.split(self.leaves_at(flat), size)
-
-    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf of the rows at flat positions, ``[B, ...]``.
-
-        On the CPU each is a contiguous tensor of its own; on another device they are views of one block.
-        """
-        if backend_of(self.matrix) != "numba":
-            return self.layout.columns(self.packed(flat))
-        leaves = self.new_leaves(len(flat))
-        part = max(16, _IN_CACHE // self.layout.row_bytes)
-        for start in range(0, len(flat), part):
-            columns = self.layout.columns(self.packed(flat[start : start + part]))
-            torch._foreach_copy_([leaf[start : start + part] for leaf in leaves], columns)
-        return leaves
 
     def new_leaves(self, count: int) -> list[torch.Tensor]:
         """Return a tensor for each leaf of ``count`` rows, not initialised."""
@@ -173,21 +155,6 @@ class Rows(ABC):
         """Ask for the pages of rows that are about to be read, if they lie in a file and not in memory."""
         if self.is_mapped:
             ask_for_rows(self.flat, flat)
-
-    # -- reading by kernels that go from address to address
-
-    @property
-    def can_assemble(self) -> bool:
-        """Whether :meth:`assemble` works here."""
-        return True
-
-    def assemble(self, copy: Callable[[int], T], out: int, count: int) -> T:
-        """Let ``copy(address)`` write ``count`` stored rows; make whole rows of them at the address ``out``."""
-        return copy(out)
-
-    def id_ranges(self) -> list[tuple[int, int, bool]]:
-        """Return the byte ranges of entry ids in a stored row: start, width, and whether of the next observation."""
-        return []
 
     # -- writing
 
@@ -284,18 +251,10 @@ class PlainRows(Rows):
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
 
-    def blank(self, count: int) -> TensorDict:
-        return self.layout.unpack(self.flat.new_empty(count, self.flat.shape[1]))
-
-    def packed(self, flat: torch.Tensor) -> torch.Tensor:
-        if self.is_mapped:
-            self.read_ahead(flat)
-        return self.flat.index_select(0, flat)
-
     def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        if backend_of(self.matrix) != "numba":
-            return super().leaves_at(flat)
         self.read_ahead(flat)
+        if backend_of(self.matrix) != "numba":  # views of one block: one launch
+            return self.layout.columns(self.flat.index_select(0, flat))
         leaves = self.new_leaves(len(flat))
         gather_leaves(self.flat, flat.contiguous(), self.layout.extents, leaves)
         return leaves

@@ -11,11 +11,11 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td.kernels.rows import refuse_rows
-from rlbuf_td.kernels.rows.pool import Table, assemble_, grow_, read_, rebuild_, write_
+from rlbuf_td.kernels.rows.pool import Table, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup.layout import ENTRY_IDS, DedupLayout, Sections
-from rlbuf_td.storages.rows import Rows, T, last_of_each
+from rlbuf_td.storages.rows import Rows, last_of_each
 
 _CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied
 _LOOK = 4096  # rows that are checked together for entries
@@ -67,7 +67,6 @@ class DedupRows(Rows):
             dedup.groups,
             dedup.runs,
             block[: self.cells * row_bytes].view(self.cells, row_bytes),
-            self.layout.row_bytes,
             self.cells // self.steps,
             entries,
             stacks,
@@ -102,22 +101,16 @@ class DedupRows(Rows):
     def view(self) -> TensorDict:
         return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
 
-    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
         flat, order = flat.contiguous(), None
-        block = self._whole(len(flat))
+        leaves = self.new_leaves(len(flat))
         if self.is_mapped:
             order = ask_for_rows(self.table.rows, flat)
             if order is not None:
                 ask_for_entries(self.table, flat[order])
-        if not read_(self.table, flat, self.cells, block, order):
+        if not read_(self.table, flat, self.cells, leaves, order):
             refuse_rows(flat, self.cells)
-        return block.view(self.layout.carrier)
-
-    def _whole(self, count: int) -> torch.Tensor:
-        return torch.empty((count, self.layout.row_bytes), dtype=torch.uint8, device=self.matrix.device)
-
-    def blank(self, count: int) -> TensorDict:
-        return self.layout.unpack(self._whole(count).view(self.layout.carrier))
+        return leaves
 
     def at_region(self, index: Any) -> TensorDict:
         found = self.view()[index]
@@ -157,26 +150,7 @@ class DedupRows(Rows):
         for start in range(first, first + count, size):
             steps = min(size, first + count - start)
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
-            yield steps, self.layout.columns(self.packed(cells).view(steps, *self.lanes, -1))
-
-    # -- reading by kernels
-
-    @property
-    def can_assemble(self) -> bool:
-        return self.table.is_compiled
-
-    def assemble(self, copy: Callable[[int], T], out: int, count: int) -> T:
-        block = torch.empty((count, self.dedup.stored.row_bytes), dtype=torch.uint8, device="cpu")
-        result = copy(block.data_ptr())
-        assemble_(self.table, block, out)
-        return result
-
-    def id_ranges(self) -> list[tuple[int, int, bool]]:
-        return [
-            (group.ids + 4 * group.pieces * side, 4 * group.pieces, side == 1)
-            for group in self.dedup.groups
-            for side in range(group.sides)
-        ]
+            yield steps, [leaf.unflatten(0, (steps, *self.lanes)) for leaf in self.leaves_at(cells)]
 
     # -- writing
 
