@@ -85,14 +85,3 @@ class Nested(gymnasium.ObservationWrapper):
                 "mask": np.array([number % 2, 1, 0], np.bool_),
             },
         }
-
-
-class OneKey(gymnasium.ObservationWrapper):
-    """The same observation, as a Dict of one key."""
-
-    def __init__(self, env: gymnasium.Env) -> None:
-        super().__init__(env)
-        self.observation_space = Dict(observation=env.observation_space)
-
-    def observation(self, observation: Any) -> Any:
-        return {"observation": observation}

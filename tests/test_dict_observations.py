@@ -1,4 +1,4 @@
-"""A Dict observation is the only kind there is: demos and buffers run on a nested one, and Box is a Dict of one key."""
+"""A Dict observation is the native case: demos, buffers and hindsight run on a nested one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlbuf_td import (
 )
 from rlbuf_td.__main__ import main
 from tests.catalogue import assert_same
-from tests.environments import Nested, OneKey
+from tests.environments import Nested
 
 pytestmark = pytest.mark.filterwarnings(
     *(f"ignore::{kind}:torchrl" for kind in ("DeprecationWarning", "UserWarning", "FutureWarning")),
@@ -66,29 +66,6 @@ def test_the_demos_learn_from_a_nested_dict(algo, buffer, steps, tmp_path, monke
     image, observation = batches[-1]["camera", "image"], batches[-1]["observation"]
     number = (observation[..., 0].abs() * 1_000).long() % 256  # each part is that of its own row
     assert torch.equal(image[..., 0, 0, 0].long(), number)
-
-
-def recorded(make: Any, lanes: int | None) -> TensorDict:
-    env: Any = make() if lanes is None else gymnasium.vector.SyncVectorEnv([make] * lanes)
-    rb = ReplayBuffer.from_env(env, 120, sampler=ProportionalSampler(120), batch_size=32)
-    recorder = GymnasiumRecorder(rb, env)
-    recorder.reset(seed=0)
-    for step in range(40):
-        *_, terminated, truncated, _ = recorder.step(step % 2 if lanes is None else np.full(lanes, step % 2))
-        if lanes is None and (terminated or truncated):
-            recorder.reset()
-    torch.manual_seed(0)
-    first = rb.sample()
-    first["td_error"] = torch.rand(32)
-    rb.update_tensordict_priority(first)
-    return torch.stack([first.exclude("td_error"), rb.sample()])
-
-
-@pytest.mark.parametrize("lanes", [None, 3])
-def test_a_box_and_a_dict_of_one_key_give_equal_batches(lanes):
-    box = recorded(lambda: gymnasium.make("CartPole-v1"), lanes)
-    assert box["observation"].any()
-    assert_same(box, recorded(lambda: OneKey(gymnasium.make("CartPole-v1")), lanes))
 
 
 @pytest.mark.parametrize("lanes", [None, 3])

@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError, make_transition, schema_of
 from rlbuf_td.envs.specs import transition_schema
+from tests.catalogue import assert_same
 from tests.environments import SPACES
 from tests.residency import resident
 
@@ -259,6 +260,8 @@ def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_
     assert step["action"].tolist() == [3, 2, 1, 0]
     assert step["log_prob"].dtype is torch.float32
     assert step["next", "info", "x", "1"] == 2.0
+    box = make_transition(np.ones(3), 0, 0, np.zeros(3), False, False)  # the same as a Dict of one key
+    assert_same(box, make_transition({"observation": np.ones(3)}, 0, 0, {"observation": np.zeros(3)}, False, False))
 
 
 @pytest.mark.parametrize(
