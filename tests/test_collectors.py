@@ -77,34 +77,6 @@ def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_ha
     assert ours.add(step).tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_steps_of_several_lanes_can_be_rows_of_a_storage_of_one_dim(cls):
-    rb = buffer(cls, 1)
-    settings = {"frames_per_batch": 60, "total_frames": 120, "replay_buffer": rb, "extend_buffer": False}
-    collector = Collector(three(), None, **settings)
-    for _ in collector:
-        assert rb.sample()["observation"].shape == (16, 3, 4)
-    collector.shutdown()
-    assert len(rb) == 40
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_a_loop_over_a_collector_extends_the_buffer(ndim):
-    rb, flat, env = buffer(ReplayBuffer, ndim), buffer(ReplayBuffer, 1), (single, three)[ndim - 1]()
-    policy = TensorDictModule(lambda obs: env.full_action_spec["action"].rand(), ["observation"], ["action"])
-    collector = Collector(env, policy, frames_per_batch=60, total_frames=300, auto_register_policy_transforms=False)
-    collected = []
-    for data in collector:
-        rb.extend(data)
-        flat.extend(data.reshape(-1))
-        collected.append(data.transpose(0, 1) if ndim == 2 else data)
-    collector.shutdown()
-    stored, steps = rb.chronological(), 240 // (3 if ndim == 2 else 1)
-    for key in (*KEYS, "action", ("next", "reward"), ("next", "terminated")):
-        assert torch.equal(stored[key], torch.cat(collected)[key][-steps:]), key
-    assert flat.sample()["observation"].shape == (16, 4)
-
-
 class Coin(torch.nn.Module):
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         heads = torch.rand(observation.shape[:-1]) < 0.5

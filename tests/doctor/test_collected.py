@@ -18,7 +18,6 @@ from torchrl.envs import Compose, EnvBase, GymEnv, RewardSum, SerialEnv, StepCou
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, make_transition
 from rlbuf_td.diagnostics.doctor import check
-from tests.doctor.faults import FAULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::UserWarning:torchrl")
 
@@ -77,23 +76,6 @@ def test_rollouts_are_healthy() -> None:
     for data in collected(cartpole, 3)[:3]:
         rb.extend(data.clone())
         assert check(rb).codes == []
-
-
-def test_faults_in_what_a_collector_gave_are_found() -> None:
-    """Ids tell where trajectories end: a flag is held against them."""
-    rb = fill(ReplayBuffer(storage=PackedStorage(900, ndim=2)), collected(cartpole, 3))
-    rows = rb.chronological()
-    for name in ("done late", "done early", "done never", "done always", "terminated without done"):
-        fault, _, code = FAULTS[name]
-        assert check(fault(rows.clone())).codes == [code], name
-    plain = rows.exclude("collector")
-    assert check(plain).codes == []
-    for name in ("time limit left out", "same-step autoreset"):
-        fault, _, code = FAULTS[name]
-        assert check(fault(plain.exclude("step_count", ("next", "step_count"), "episode_reward"))).codes == [code], name
-    assert check(plain.reshape(-1)).codes == ["lanes-mixed"]
-    single = fill(ReplayBuffer(storage=PackedStorage(900)), collected(cartpole, 0)).chronological()
-    assert check(FAULTS["done never"][0](single)).codes == ["done-never"]
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])

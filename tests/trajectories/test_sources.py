@@ -1,10 +1,7 @@
-"""The index over real data: TorchRL's collectors, flattened and not, and Gymnasium's vectorised environments."""
+"""The index over real data, as TorchRL's collectors give it."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -59,8 +56,6 @@ def assert_same_as_history(rb: TensorDictReplayBuffer, rows: list[TensorDict], n
 )
 def test_a_collector_in_batches_of_any_length(lanes, per_batch, storage, cls):
     """Episodes of up to 25 steps span batches of one step; the ring of 50 wraps; ``[E, T]`` becomes ``[T, E]``."""
-    if cls is TensorDictReplayBuffer and lanes and per_batch == 1:
-        pytest.skip("TensorDictReplayBuffer.extend fails on [E, 1] with TorchRL's own parts too")
     env = environment(lanes, 25)
     env.set_seed(0)
     across = max(lanes, 1)
@@ -77,47 +72,3 @@ def test_a_collector_in_batches_of_any_length(lanes, per_batch, storage, cls):
             assert_same_as_history(rb, rows, names=True)
     collector.shutdown()
     assert len(rows) >= total
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("mode", [gymnasium.vector.AutoresetMode.NEXT_STEP, gymnasium.vector.AutoresetMode.SAME_STEP])
-def test_gymnasiums_vectorised_environments_written_by_hand(mode, batched):
-    """``[E]`` transitions a step, with terminated and truncated only; the ring wraps."""
-    lanes, steps, capacity = 3, 130, 70
-    envs = gymnasium.make_vec(
-        "CartPole-v1", lanes, "sync", vector_kwargs={"autoreset_mode": mode}, max_episode_steps=20
-    )
-    rb = ReplayBuffer(storage=PackedStorage(capacity * lanes, ndim=2))
-    index, history = TrajectoryIndex.of(rb.storage), History(capacity, lanes)
-    observation, _ = envs.reset(seed=0)
-    rng = np.random.default_rng(0)
-    waiting: list[TensorDict] = []
-    for step in range(steps):
-        action = rng.integers(2, size=lanes)
-        following, reward, terminated, truncated, _ = envs.step(action)
-        outcome: dict[str, Any] = {"observation": following, "reward": reward}
-        row = TensorDict(
-            {
-                "observation": torch.from_numpy(observation.copy()),
-                "next": {name: torch.from_numpy(np.array(value, dtype=np.float32)) for name, value in outcome.items()}
-                | {"terminated": torch.from_numpy(terminated), "truncated": torch.from_numpy(truncated)},
-            },
-            [lanes],
-        )
-        observation = following
-        history.put(step % capacity, (terminated | truncated).tolist())
-        if batched:
-            waiting.append(row)
-            if len(waiting) == 5 or step == steps - 1:
-                rb.extend(torch.stack(waiting, 1))  # [E, T]
-                waiting = []
-        else:
-            rb.add(row)
-        if not waiting and (step % 9 == 0 or step == steps - 1):
-            cells = history.written()
-            found = index.reach(torch.arange(len(rb.storage)))
-            assert list(zip(*(part.tolist() for part in found), strict=True)) == [
-                history.reach(*cell) for cell in cells
-            ]
-    envs.close()
-    assert rb.full
