@@ -17,22 +17,11 @@ from torchrl.data import (
     RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
-    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.envs.transforms import Compose, ObservationNorm, RewardScaling
 
-from rlbuf_td import (
-    CheckpointError,
-    EpisodeStats,
-    PackedStorage,
-    ProportionalSampler,
-    RankSampler,
-    ReplayBuffer,
-    RingWriter,
-    RolloutBuffer,
-    TrajectoryIndex,
-)
+from rlbuf_td import CheckpointError, EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, TrajectoryIndex
 from rlbuf_td.checkpoint import open_checkpoint
 from tests.catalogue import SCHEMAS, assert_same
 from tests.catalogue import transitions as catalogue_transitions
@@ -84,19 +73,6 @@ def test_a_loaded_buffer_goes_on_bit_for_bit(sampler, lanes, written, into, tmp_
     rows = torch.arange(len(rb))
     for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
         assert torch.equal(left, right)
-
-
-def test_an_index_of_rows_that_were_written_out_of_order_comes_back(tmp_path):
-    rb, loaded, restored = (make("uniform") for _ in range(3))
-    index, rows = TrajectoryIndex.of(rb.storage), torch.arange(10)
-    rb.extend(transitions(10))
-    rb.writer.write_at(torch.tensor([2, 7]), transitions(2, first=70))
-    rb.dumps(tmp_path)
-    loaded.loads(tmp_path)
-    restored.load_state_dict(rb.state_dict())
-    for again in (loaded, restored):
-        for left, right in zip(index.reach(rows), TrajectoryIndex.of(again.storage).reach(rows), strict=True):
-            assert torch.equal(left, right)
 
 
 def test_settings_large_counters_and_the_generator_object_stay(tmp_path):
@@ -250,18 +226,6 @@ def test_what_needs_pickle_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"state.storage.state._storage\[1\] is a object, which a dump cannot"):
         rb.dumps(tmp_path / "after")
     assert not list((tmp_path / "after").glob("data/*"))
-
-
-@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
-def test_our_parts_save_themselves_in_torchrls_buffers(sampler, tmp_path):
-    parts = {"storage": lambda: PackedStorage(20), "sampler": lambda: sampler(20), "writer": RingWriter}
-    rb, again = two(TensorDictReplayBuffer, **parts)
-    rb.extend(transitions(26))
-    rb.update_priority(torch.arange(20), torch.rand(20))
-    rb.dumps(tmp_path / "dump")
-    again.loads(tmp_path / "dump")
-    assert_same(again.sample(), rb.sample())
-    assert not list((tmp_path / "dump" / "sampler").rglob("*.pt"))
 
 
 # -- the rest of what dumps and loads promise
