@@ -15,12 +15,10 @@ from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
-    SliceSampler,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import ReplayBuffer as TorchRLReplayBuffer
-from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, RenameTransform, SelectTransform
 
 from rlbuf_td import (
@@ -32,6 +30,7 @@ from rlbuf_td import (
     SchemaError,
     UniformSampler,
 )
+from tests import catalogue
 
 SAMPLERS: dict[str, Any] = {
     "uniform": UniformSampler,
@@ -74,12 +73,7 @@ def filled(count: int, sampler: str = "uniform", *, lanes: int = 0, **kwargs) ->
 
 
 def assert_same(first: TensorDict, second: TensorDict) -> None:
-    first, second = first.exclude("sampled_at"), second.exclude("sampled_at")  # TorchRL's buffers do not add it
-    assert set(first.keys(True, True)) == set(second.keys(True, True))
-    assert first.batch_size == second.batch_size
-    for key in first.keys(True, True):
-        assert first[key].dtype == second[key].dtype, key
-        assert torch.equal(first[key], second[key]), key
+    catalogue.assert_same(first.exclude("sampled_at"), second.exclude("sampled_at"))  # TorchRL's buffers do not add it
 
 
 @pytest.mark.parametrize("lanes", [0, 3])
@@ -167,17 +161,6 @@ def test_prefetch_gives_what_the_sampler_drew(prefetch):
         batch = rb.sample()
         assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
     rb.shutdown()
-
-
-def test_sample_units_take_the_general_path():
-    rb = make(ReplayBuffer, "uniform", sample_unit=Sequence(4))
-    assert not rb._parts.draws
-    data = transitions(40)
-    data["next", "done"].zero_()
-    rb.extend(data)
-    batch = rb.sample()
-    assert batch.numel() % 4 == 0
-    assert torch.equal(batch["observation"][:, 0].long(), batch["index"].reshape(-1))
 
 
 def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
@@ -442,10 +425,3 @@ def test_every_part_works_with_every_other(storage, sampler, writer, lanes, buff
     assert len(rb) == 60
     if sampler == "ours":
         assert (rb.sampler.priority(torch.arange(60)) > 0).all()
-
-
-def test_torchrls_slice_sampler_cuts_trajectories_out_of_packed_rows():
-    sampler = SliceSampler(num_slices=2, end_key=("next", "done"))
-    rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler, batch_size=8)
-    rb.extend(transitions(49))
-    assert (rb.sample()["observation"][:, 0].view(2, 4).diff(dim=1) == 1).all()

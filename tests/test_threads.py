@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import rlbuf_td.kernels
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from tests.kernels.invariants import check_order, check_tree
+from tests.processes.soak import check_priorities
 
 SAMPLERS: dict[str, Callable[..., Any]] = {
     "proportional": ProportionalSampler,
@@ -110,17 +110,6 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
         crowd.repeat(f"sampler {number}", sample)
     crowd.repeat("priorities", update)
     return crowd, written
-
-
-def check_priorities(rb: ReplayBuffer) -> None:
-    sampler = rb.sampler
-    if isinstance(sampler, ProportionalSampler):
-        check_tree(sampler.tree, sampler.alpha, sampler.eps)
-    elif isinstance(sampler, RankSampler):
-        order: Any = sampler.order
-        check_order(order)
-    if not isinstance(sampler, UniformSampler):
-        assert (sampler.priority(torch.arange(len(rb))) >= 0).all()
 
 
 @pytest.mark.parametrize("prefetch", [None, 3])

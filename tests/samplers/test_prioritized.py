@@ -264,19 +264,14 @@ def test_a_loaded_sampler_goes_on_and_one_of_a_larger_capacity_is_refused():
 
 
 @both
-def test_torchrls_buffers_take_it_for_a_prioritized_sampler_but_no_cpp_tree_is_built(cls):
-    sampler = cls(10)
-    assert isinstance(sampler, PrioritizedSampler)
-    assert not hasattr(sampler, "_sum_tree")
-
-
-@both
-def test_priorities_live_where_the_rows_live(cls, device):
+def test_priorities_live_where_the_rows_live_and_not_in_torchrls_cpp_tree(cls, device):
     rb = ReplayBuffer(storage=PackedStorage(10, device=device), sampler=cls(10), batch_size=32)
     rb.extend(TensorDict({"x": torch.arange(10.0)}, [10]))
     batch = rb.sample()
     batch["td_error"] = torch.rand(32, device=device)
     rb.update_tensordict_priority(batch)
     assert rb.sampler.device.type == device.type
+    assert isinstance(rb.sampler, PrioritizedSampler)  # TorchRL's buffers pass priorities to this class only
+    assert not hasattr(rb.sampler, "_sum_tree")
     assert batch["priority_weight"].device.type == device.type
     assert rb.sampler.priority(batch["index"]).device.type == device.type

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from collections.abc import Callable
@@ -148,12 +147,6 @@ def test_plain_tensors_and_trees_of_them_are_written_to_torchrl_storages() -> No
     assert tree.get(slice(None))["b"][0].tolist() == [6, 8, 4]
 
 
-def test_a_list_of_tensordicts_is_stacked() -> None:
-    storage = PackedStorage(8, ndim=2)
-    ring(storage).extend(list(numbered(0, 3, (2,)).unbind(0)))
-    assert storage["x"].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("data", [[], numbered(0, 0), torch.zeros(0)], ids=["list", "tensordict", "tensor"])
 def test_writing_nothing_is_refused(data: Any) -> None:
     for storage in (PackedStorage(3), LazyTensorStorage(3)):
@@ -292,18 +285,6 @@ def test_generations_are_counted_as_torchrl_counts_them() -> None:
 
 
 # -- state
-
-
-def test_a_copied_writer_goes_on_by_itself() -> None:
-    rb = TensorDictReplayBuffer(storage=PackedStorage(5), writer=RingWriter(), batch_size=2)
-    rb.extend(numbered(0, 7))
-    for again in (pickle.loads(pickle.dumps(rb)), copy.deepcopy(rb)):
-        assert (again.writer._cursor, again.writer._write_count) == (2, 7)
-        assert again.writer._storage is again.storage
-        again.extend(numbered(50, 1))
-        assert again.storage["x"].tolist() == [5, 6, 50, 3, 4]
-    assert (rb.writer._cursor, rb.writer._write_count) == (2, 7)
-    assert rb.storage["x"].tolist() == [5, 6, 2, 3, 4]
 
 
 @pytest.mark.parametrize("track_generations", [False, True])
