@@ -76,6 +76,7 @@ class RowLayout:
         self.row_bytes = _padded(max(1, self.data_bytes), max(8, self.leaves[0].dtype.itemsize))
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
+        self._blank: tuple[Any, list[torch.Tensor]] = (None, [])  # one element each, as large as the last blank leaves
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
         self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the common dtype saves one view
@@ -103,6 +104,16 @@ class RowLayout:
             for part, slot, shape in group.parts:
                 columns[slot] = split[part] if shape is None else split[part].view(lead + shape)
         return columns
+
+    def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
+        """Return a tensor ``[*lead, ...]`` for each leaf, not initialised."""
+        key, examples = self._blank
+        if key != (lead, device):  # ``empty_like`` takes two thirds of the time of ``empty``
+            examples = [
+                torch.empty((), dtype=leaf.dtype, device=device).expand(lead + leaf.shape) for leaf in self.leaves
+            ]
+            self._blank = (lead, device), examples
+        return list(map(torch.empty_like, examples))
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it."""

@@ -66,16 +66,17 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
     Args:
         matrix: ``[N, row_bytes]``, contiguous, on the CPU.
-        index: ``[B]`` int64, contiguous, on the CPU.
+        index: int64 of any shape, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: where each leaf begins in a row, and its bytes.
-        out: for each leaf ``[B, ...]``, contiguous, on the CPU.
+        out: for each leaf ``[*index.shape, ...]``, contiguous, on the CPU.
 
     Raises:
         IndexError: an index is out of range; ``out`` is as it was.
     """
-    targets = np.array([leaf.data_ptr() for leaf in out], np.int64)
+    targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)
-    if not loops().gather_within(matrix.data_ptr(), row_bytes, live, index.data_ptr(), len(index), extents, targets):
+    given = index.data_ptr(), index.numel(), extents, targets
+    if not loops().gather_within(matrix.data_ptr(), row_bytes, live, *given):
         refuse_rows(index, live)
 
 

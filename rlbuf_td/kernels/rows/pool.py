@@ -129,9 +129,9 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], orde
 
     Args:
         table: the stored rows.
-        cells: ``[B]`` int64, contiguous: which rows.
+        cells: int64 of any shape, contiguous: which rows.
         live: number of rows written.
-        leaves: where to, ``[B, ...]`` each, contiguous.
+        leaves: where to, ``[*cells.shape, ...]`` each, contiguous.
         order: ``[B]`` int64, contiguous: the order in which they are read.
 
     Returns:
@@ -139,9 +139,9 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], orde
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
-    places = np.array([(leaf.data_ptr(), leaf.shape[1:].numel() * leaf.element_size()) for leaf in leaves], np.int64)
-    own, where = table.rows, 0 if order is None else order.data_ptr()
-    given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, len(cells)
+    own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
+    places = np.array([(leaf.data_ptr(), leaf.nbytes // max(1, count)) for leaf in leaves], np.int64)
+    given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
     return _cpu().read(*table.arrays(), table.runs, *given)
 
 
@@ -201,9 +201,10 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
 
 
 def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> bool:
+    cells = cells.reshape(-1)
     if backend_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
-    rows, out = table.rows.index_select(0, cells), [_as_bytes(leaf) for leaf in leaves]
+    rows, out = table.rows.index_select(0, cells), [_as_bytes(leaf, len(cells)) for leaf in leaves]
     for source, leaf, width in table.runs.tolist():
         out[leaf].copy_(rows[:, source : source + width])
     for g, group in enumerate(table.groups):
@@ -217,8 +218,8 @@ def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> b
     return True
 
 
-def _as_bytes(leaf: Tensor) -> Tensor:
-    return leaf.view(leaf.shape[0], leaf.shape[1:].numel()).view(torch.uint8)
+def _as_bytes(leaf: Tensor, count: int) -> Tensor:
+    return leaf.view(count, leaf.numel() // max(1, count)).view(torch.uint8)
 
 
 @cache

@@ -90,31 +90,23 @@ class Rows(ABC):
     # -- reading
 
     @abstractmethod
-    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf of the rows at flat positions, ``[B]`` int64, not negative: ``[B, ...]`` each.
+    def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
+        """Return every leaf of the rows at flat positions, int64 of any shape, not negative: ``[*cells.shape, ...]``.
 
         On the CPU each is a contiguous tensor of its own.
         """
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write whole rows at flat positions to ``out``, ``[B, row_bytes]`` in bytes."""
+        """Write whole rows at flat positions, ``[B]``, to ``out``, ``[B, row_bytes]`` in bytes."""
         torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions, int64 of any shape, not negative."""
-        lead, leaves = cells.shape, self.leaves_at(cells.reshape(-1))
-        if len(lead) != 1:
-            leaves = [leaf.view(lead + leaf.shape[1:]) for leaf in leaves]
-        return self.layout.wrap(leaves, lead, self.matrix.device, {})
+        return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
         """Return :meth:`at_cells` of each ``size`` of ``flat``; the batches share the memory of each leaf."""
         return self.layout.split(self.leaves_at(flat), size)
-
-    def new_leaves(self, count: int) -> list[torch.Tensor]:
-        """Return a tensor for each leaf of ``count`` rows, not initialised."""
-        device = self.matrix.device
-        return [torch.empty((count, *leaf.shape), dtype=leaf.dtype, device=device) for leaf in self.layout.leaves]
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape."""
@@ -251,12 +243,13 @@ class PlainRows(Rows):
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
 
-    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        self.read_ahead(flat)
+    def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
+        if self.is_mapped:
+            self.read_ahead(cells.reshape(-1))
         if backend_of(self.matrix) != "numba":  # views of one block: one launch
-            return self.layout.columns(self.flat.index_select(0, flat))
-        leaves = self.new_leaves(len(flat))
-        gather_leaves(self.flat, flat.contiguous(), self.layout.extents, leaves)
+            return self.layout.columns(self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, -1))
+        leaves = self.layout.blank(cells.shape, self.matrix.device)
+        gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:

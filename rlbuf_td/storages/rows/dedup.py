@@ -101,15 +101,16 @@ class DedupRows(Rows):
     def view(self) -> TensorDict:
         return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
 
-    def leaves_at(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        flat, order = flat.contiguous(), None
-        leaves = self.new_leaves(len(flat))
+    def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
+        cells, order = cells.contiguous(), None
+        leaves = self.layout.blank(cells.shape, self.matrix.device)
         if self.is_mapped:
+            flat = cells.view(-1)
             order = ask_for_rows(self.table.rows, flat)
             if order is not None:
                 ask_for_entries(self.table, flat[order])
-        if not read_(self.table, flat, self.cells, leaves, order):
-            refuse_rows(flat, self.cells)
+        if not read_(self.table, cells, self.cells, leaves, order):
+            refuse_rows(cells, self.cells)
         return leaves
 
     def at_region(self, index: Any) -> TensorDict:
@@ -150,7 +151,7 @@ class DedupRows(Rows):
         for start in range(first, first + count, size):
             steps = min(size, first + count - start)
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
-            yield steps, [leaf.unflatten(0, (steps, *self.lanes)) for leaf in self.leaves_at(cells)]
+            yield steps, self.leaves_at(cells.view(steps, *self.lanes))
 
     # -- writing
 
