@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+from rlbuf_td.kernels.episodes import FlagBoundaries
+
 # Workers run side by side on few cores: more threads per worker only wait. Subprocesses read the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -54,3 +56,10 @@ def gpu() -> torch.device:
     if not triton.knobs.runtime.interpret:
         pytest.skip("Triton was imported before TRITON_INTERPRET=1 was set")
     return torch.device("cpu")
+
+
+@pytest.fixture(params=["bitmap", "flags"])
+def boundaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with the boundaries of the CPU, and with those of other devices."""
+    if request.param == "flags":
+        monkeypatch.setattr("rlbuf_td.storages.trajectory_index.make_boundaries", FlagBoundaries)
