@@ -208,37 +208,33 @@ def test_a_copy_has_page_locked_rows_of_its_own(driver: Driver, steps: int) -> N
         assert_same(storage[:], transitions(NESTED, steps))
 
 
-@pytest.mark.parametrize("into", ["new", "used"])
+@pytest.mark.parametrize("how", ["state", "state into used rows", "dump"])
 @pytest.mark.parametrize("ours", [True, False])
-def test_states_go_from_page_locked_rows_to_others_and_back(driver: Driver, ours: bool, into: str) -> None:
-    plain = PackedStorage(5)
-    plain.set(range(3), transitions(NESTED, 3))
-    source, target = (offloaded(), PackedStorage(5)) if ours else (plain, offloaded(steps=0))
-    if into == "used":
-        target.set(range(4), transitions(NESTED, 4, seed=3))
-    state = source.state_dict()
-    source["first"].zero_()
-    assert state["rows"].device.type == "cpu"
-    target.load_state_dict(state)
-    assert_same(target[:], transitions(NESTED, 3))
-    assert len(driver.locked) == 1
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_dumps_go_from_page_locked_rows_to_others_and_back(driver: Driver, ours: bool, tmp_path: Path) -> None:
+def test_saved_rows_go_from_page_locked_ones_to_others_and_back(
+    driver: Driver, ours: bool, how: str, tmp_path: Path
+) -> None:
     def make(offload: bool) -> ReplayBuffer:
         storage = PackedStorage(50, device="cuda" if offload else "cpu", offload=offload)
         return ReplayBuffer(storage=storage, batch_size=4)
 
     source, target = make(ours), make(not ours)
     source.extend(transitions(NESTED, 70))
-    source.dumps(tmp_path)
-    target.loads(tmp_path)
-    assert_same(target.storage[:], source.storage[:])
+    expected = source.storage[:].clone()
+    if how == "dump":
+        source.dumps(tmp_path)
+        target.loads(tmp_path)
+        found = open_checkpoint(tmp_path)
+        assert found.storage is not None
+        assert not found.storage.offload
+    else:
+        if how == "state into used rows":
+            target.extend(transitions(NESTED, 4, seed=3))
+        state = source.state_dict()
+        source.storage["first"].zero_()
+        assert state["_storage"]["rows"].device.type == "cpu"
+        target.load_state_dict(state)
+    assert_same(target.storage[:], expected)
     assert (target.storage.offload, len(driver.locked)) == (not ours, 1)
-    found = open_checkpoint(tmp_path)
-    assert found.storage is not None
-    assert not found.storage.offload
 
 
 def test_every_constructor_takes_it(driver: Driver) -> None:
