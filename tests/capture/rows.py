@@ -22,6 +22,7 @@ SAMPLERS: dict[str, Any] = {
 def data(n: int, first: int = 0) -> TensorDict:
     x = torch.arange(first, first + n)
     after = {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None], "achieved_goal": x[:, None].float()}
+    after |= {"terminated": after["done"].clone(), "truncated": torch.zeros(n, 1, dtype=torch.bool)}
     return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [n])
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.kernels.dispatch import Backend, forced
+from tests.capture.rows import data
 
 both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
@@ -19,11 +19,6 @@ def path(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Backend]
     """Run the test on a device path, whatever the device."""
     with forced(request.param):
         yield request.param
-
-
-def data(n: int, first: int = 0) -> TensorDict:
-    x = torch.arange(first, first + n)
-    return TensorDict({"x": x, "next": {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None]}}, [n])
 
 
 def buffer(sampler, gpu: torch.device, rows: int = 20) -> ReplayBuffer:

@@ -25,15 +25,9 @@ from rlbuf_td import (
 )
 from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.storages.indexing import moved
+from tests.capture.rows import data
 from tests.graphs import RefuseWaiting
 from tests.waiting import waiting_is_an_error
-
-
-def data(n: int, first: int = 0) -> TensorDict:
-    x = torch.arange(first, first + n)
-    after = {"reward": x[:, None].float(), "done": (x % 7 == 6)[:, None], "achieved_goal": x[:, None].float()}
-    after |= {"terminated": after["done"].clone(), "truncated": torch.zeros(n, 1, dtype=torch.bool)}
-    return TensorDict({"x": x, "desired_goal": -x[:, None].float(), "next": after}, [n])
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
