@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from torchrl.envs import EnvBase, GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
@@ -53,7 +53,7 @@ def check_trajectories(rb: Any) -> None:
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):
     if cls is TensorDictReplayBuffer and ndim == 2 and not extend_buffer:
-        pytest.skip("TensorDictReplayBuffer.add fails on ndim=2 with TorchRL's own parts too (shown below)")
+        pytest.skip("TensorDictReplayBuffer.add fails on ndim=2 with TorchRL's own parts too")
     rb, env = buffer(cls, ndim), (single, three)[ndim - 1]()
     env.set_seed(0)
     settings = {"frames_per_batch": 60, "total_frames": 480, "replay_buffer": rb, "extend_buffer": extend_buffer}
@@ -65,16 +65,6 @@ def test_a_collector_fills_the_buffer_itself(ndim, extend_buffer, cls):
     assert len(rb) == 240
     assert rb.write_count == 480 // (3 if ndim == 2 else 1)
     check_trajectories(rb)
-
-
-def test_torchrls_buffer_cannot_add_a_step_of_several_lanes_whoevers_parts_it_has():
-    step = TensorDict({"x": torch.zeros(3)}, [3])
-    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
-    for rb in (theirs, buffer(TensorDictReplayBuffer, 2)):
-        with pytest.raises(RuntimeError, match="expand_as_right"):
-            rb.add(step.clone())
-    ours = buffer(ReplayBuffer, 2)
-    assert ours.add(step).tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
 class Coin(torch.nn.Module):

@@ -47,10 +47,8 @@ def image_rows(count: int, episode: int = 200) -> TensorDict:
         frames = torch.randint(256, (steps + 1, 84, 84), dtype=torch.uint8)
         frames = torch.cat([frames[:1].expand(3, -1, -1), frames])
         for j in range(4):
-            now[start : start + steps, j], after[start : start + steps, j] = (
-                frames[j : j + steps],
-                frames[j + 1 :][:steps],
-            )
+            now[start : start + steps, j] = frames[j : j + steps]
+            after[start : start + steps, j] = frames[j + 1 :][:steps]
     rows["observation"], rows["next", "observation"] = now, after
     rows["action"] = torch.randint(4, (count, 1))
     return rows
@@ -142,24 +140,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("Atari", int(options.images), image_rows, frames),
     ]
     with one_thread():
-        _print_all(cases, int(options.rows), options.rounds)
-
-
-def _print_all(
-    cases: Sequence[tuple[str, int, Callable[[int], TensorDict], dict[str, Any]]], on_disk: int, rounds: int
-) -> None:
-    print(f"relative to a plain PackedStorage, batches of {BATCH}:")
-    for name, rows, make, how in cases:
-        if rows:
-            found = compare(rows, make, how, rounds if name != "Atari" else rounds // 4)
-            print(
-                f"  {name:<12} {rows:>9,} rows: " + ", ".join(f"{what} {x:.2f}x" for what, x in found.items()),
-                flush=True,
-            )
-    if on_disk and Path("/proc/self/maps").exists():
-        found = cold_reads(on_disk, max(5, rounds // 20))
-        print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
-        print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))
+        print(f"relative to a plain PackedStorage, batches of {BATCH}:")
+        for name, rows, make, how in cases:
+            if rows:
+                found = compare(rows, make, how, options.rounds if name != "Atari" else options.rounds // 4)
+                ratios = ", ".join(f"{what} {x:.2f}x" for what, x in found.items())
+                print(f"  {name:<12} {rows:>9,} rows: {ratios}", flush=True)
+        if options.rows and Path("/proc/self/maps").exists():
+            found = cold_reads(int(options.rows), max(5, options.rounds // 20))
+            print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
+            print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from rlbuf_td.cli.bench.timing import Learner, in_loop, one_thread
 
 BATCH, EPISODE, CHUNK = 256, 200, 10_000
 SEQUENCES, LENGTH = 32, 80
+_GOAL_SIZES = {"observation": 10, "achieved_goal": 3, "desired_goal": 3}
 Calls = dict[str, Callable[[], object]]
 
 
@@ -39,8 +40,7 @@ def goal_rows(count: int) -> TensorDict:
     """Return transitions like FetchReach's: 11 leaves, 151 bytes, episodes of 50 steps."""
 
     def observation() -> dict[str, torch.Tensor]:
-        sizes = {"observation": 10, "achieved_goal": 3, "desired_goal": 3}
-        return {key: torch.randn(count, size) for key, size in sizes.items()}
+        return {key: torch.randn(count, size) for key, size in _GOAL_SIZES.items()}
 
     ends = (torch.arange(1, count + 1) % 50 == 0).unsqueeze(-1)
     flags = {"done": ends, "truncated": ends.clone(), "terminated": torch.zeros_like(ends)}
@@ -159,7 +159,6 @@ def stable_baselines(rows: int) -> Any:
     return buffer
 
 
-_GOAL_SIZES = {"observation": 10, "achieved_goal": 3, "desired_goal": 3}
 CASES: dict[str, Callable[[int], Calls]] = {
     "hindsight": hindsight,
     "write one, then sample": write_then_sample,
