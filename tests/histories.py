@@ -71,7 +71,6 @@ class History:
         self.head = None
 
     def forget(self) -> None:
-        """Empty the slots."""
         self.slots = [[None] * self.lanes for _ in range(self.steps)]
         self.head = None
 

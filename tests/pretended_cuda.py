@@ -39,8 +39,6 @@ _GENERATOR = torch.Generator
 
 
 class _Thread(threading.local):
-    """What a thread captures."""
-
     recorder: Recorder | None = None
 
 
@@ -191,7 +189,6 @@ def _refuse_mix(name: str) -> None:
 
 
 def _wait(what: str) -> None:
-    """Wait for the device, unless that is refused."""
     if _THREAD.recorder is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
     if _SYNC.mode == "error":
@@ -340,7 +337,6 @@ class _Runtime:
 
 
 def _functions() -> dict[str, Any]:
-    """Return what stands for the functions of ``torch.cuda``."""
     nothing, runtime = nullcontext(), _Runtime()
     return {
         "is_available": lambda: True,
@@ -448,7 +444,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot be shown here."""
     for item in items:
         reasons = [why for name, why in CANNOT.items() if item.nodeid.startswith(name)]
         if reasons:

@@ -80,8 +80,6 @@ def test_the_ppo_demo_solves_cartpole(tmp_path):
 
 
 class Always(torch.nn.Module):
-    """Take the same action in every step."""
-
     def __init__(self, action: int) -> None:
         super().__init__()
         self.register_buffer("action", torch.tensor(action))

@@ -185,7 +185,6 @@ class Telling(UniformSampler):
 
 
 def both(sampler: Any, device: torch.device, ndim: int = 1, **kwargs: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
-    """Return full buffers with and without ``device``."""
     made = buffer(sampler(), ndim, device=device, **kwargs), buffer(sampler(), ndim)
     for each in made:
         write(each, STEPS, 0)

@@ -27,7 +27,6 @@ NODES = (("inner",), ("next",), ("inner", "deeper"))
 
 
 def data_of(lead: tuple[int, ...]) -> TensorDict:
-    """Return transitions of a nested, mixed schema."""
     image = torch.randint(256, (*lead, 2, 3, 3), dtype=torch.uint8)
     return TensorDict(
         {
@@ -89,7 +88,6 @@ def buffer(ndim: int, prioritized: bool, reserved: bool) -> ReplayBuffer:
 
 
 def snapshot(rb: ReplayBuffer) -> tuple[Any, ...]:
-    """Return all that a write could change."""
     storage, writer = rb.storage, rb.writer
     state = storage.state_dict()
     priorities = rb.sampler.priority(torch.arange(STEPS * LANES)) if isinstance(rb.sampler, ProportionalSampler) else 0

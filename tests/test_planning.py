@@ -47,9 +47,6 @@ def state_of(sampler: Any) -> int:
     return 0
 
 
-# -- bytes
-
-
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 @pytest.mark.parametrize("lanes", [(), (3,)])
 def test_rows_are_planned_byte_for_byte(schema: Schema, lanes: tuple[int, ...]) -> None:
@@ -101,9 +98,6 @@ def test_the_trajectory_index_is_planned_byte_for_byte(ndim: int, lanes: tuple[i
     assert plan(transitions(SCHEMAS["vector"], None, (3,)), 100).capacity == 102  # whole time steps
 
 
-# -- sources
-
-
 def test_a_buffer_is_planned_with_its_capacity_its_sampler_and_its_place(tmp_path: Path) -> None:
     storage = PackedStorage(1_000, scratch_dir=tmp_path / "rows")
     rb = ReplayBuffer(storage=storage, sampler=RankSampler(1_000))
@@ -145,9 +139,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan(transitions(SCHEMAS["vector"], None))
     with pytest.raises(SchemaError, match=r"'s' .*non-tensor"):
         plan(TensorDict({"s": "text"}), 10)
-
-
-# -- room
 
 
 def planned(
@@ -194,9 +185,6 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
     assert needed.most_rows is not None
     for capacity, fits in ((needed.most_rows - 64, True), (int(1.1 * needed.most_rows), False)):
         assert planned(monkeypatch, capacity, memory=GIB, disk=0, sampler="proportional").fits is fits
-
-
-# -- the command
 
 
 def test_the_command_prints_the_plan_or_what_is_wrong(capsys: pytest.CaptureFixture) -> None:

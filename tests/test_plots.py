@@ -59,7 +59,6 @@ def heights(axes: Axes) -> list[float]:
 
 
 def lines(figure: Figure) -> list[list[np.ndarray]]:
-    """Return the y values of each line of each panel."""
     return [[np.asarray(line.get_ydata()) for line in axes.lines] for axes in figure.axes]
 
 

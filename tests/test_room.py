@@ -37,7 +37,6 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def limits(folder: str, limit: int | str, used: int, stat: str = "", version: int = 2) -> dict[str, str]:
-    """Return the files of a control group."""
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     files = dict(zip(names, (limit, used), strict=True)) | ({"memory.stat": stat} if stat else {})
     return {f"cgroup{folder}/{name}": f"{text}\n" for name, text in files.items()}
@@ -89,9 +88,7 @@ def test_a_disk_is_asked_by_the_folder_that_is_there(tmp_path: Path) -> None:
     assert 0 < room.free <= room.total
 
 
-def test_shared_memory_is_limited_by_its_file_system_and_by_the_memory(
-    system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_is_limited_by_its_file_system_and_by_the_memory(system, tmp_path, monkeypatch):
     system()
     monkeypatch.setattr(_room, "_SHARED", tmp_path)
     for free, total, expected in ((GIB, 2 * GIB, (GIB, 2 * GIB)), (99 * GIB, 99 * GIB, (6 * GIB, 10 * GIB))):
@@ -114,9 +111,6 @@ def test_a_cuda_device_tells_what_is_free(device: torch.device) -> None:
 def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _room.cuda(torch.device("cuda")) == Room("cuda", None, None)
-
-
-# -- what is asked before memory is taken
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
@@ -156,9 +150,7 @@ def test_memory_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, g
         (1000, Room("RAM", 10, 10), {}),  # not worth a look
     ],
 )
-def test_what_fits_or_cannot_be_known_passes_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, settings: dict[str, Any]
-) -> None:
+def test_what_fits_or_cannot_be_known_passes_without_a_word(monkeypatch, nbytes, room, settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ask(monkeypatch, nbytes, room, **settings)
@@ -169,9 +161,6 @@ def test_what_fits_or_cannot_be_known_passes_without_a_word(
 )
 def test_bytes_are_shown_in_the_unit_that_suits_them(nbytes: int, words: str) -> None:
     assert show_bytes(nbytes) == words
-
-
-# -- by storages and samplers
 
 
 def step(n: int = 2) -> TensorDict:
@@ -214,9 +203,7 @@ def test_rows_reserved_and_then_fixed_with_more_keys_warn_once() -> None:
         ({"max_size": 1_000, "scratch_dir": "rows"}, OSError, "1,000 rows of .* another scratch_dir"),
     ],
 )
-def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(
-    settings: dict[str, Any], kind: type[Exception], words: str, tmp_path: Path
-) -> None:
+def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(settings, kind, words, tmp_path):
     if "scratch_dir" in settings:
         settings = settings | {"scratch_dir": tmp_path / "rows"}
     storage = PackedStorage(**settings)
@@ -227,9 +214,7 @@ def test_rows_that_cannot_be_had_are_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_that_the_system_refuses_is_a_memory_error(
-    device: torch.device, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_the_system_refuses_is_a_memory_error(device, shared, monkeypatch):
     if shared and device.type == "cuda":
         pytest.skip("shared memory is RAM")
     monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)

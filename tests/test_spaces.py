@@ -29,8 +29,6 @@ def leaves(data: Any) -> dict[Any, tuple[torch.dtype, tuple[int, ...]]]:
     return {key: (data[key].dtype, tuple(data[key].shape)) for key in data.keys(True, True)}
 
 
-# -- schemas
-
 CATALOGUE = [
     spaces.Box(-1, 1, (3,), np.float32),
     spaces.Box(-1, 1, (2, 2), np.float16),
@@ -119,9 +117,6 @@ def test_extras_are_added_or_replace_an_entry():
         schema_of(schema, extras={"x": np.zeros(2)})
 
 
-# -- TorchRL environments and what their collectors give
-
-
 def torchrl_env(kind: str) -> EnvBase:
     single = lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(20))  # noqa: E731
     return single() if kind == "single" else SerialEnv(2, single)
@@ -175,9 +170,6 @@ def test_a_rollout_buffer_is_made_for_an_environment():
     assert RolloutBuffer.from_spaces(spaces.Discrete(2), spaces.Discrete(2), 10, num_envs=4).storage.max_size == 40
     with pytest.raises(SchemaError, match=r"rollouts are \[T\] or \[T, E\]"):
         RolloutBuffer.from_schema(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]), 10)
-
-
-# -- rows that are reserved
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in RAM")
@@ -244,9 +236,6 @@ def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
     with pytest.raises(SchemaError, match="other keys"):
         other.load_state_dict(full.state_dict())
     assert other.storage.is_reserved
-
-
-# -- transitions
 
 
 def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_under_next():

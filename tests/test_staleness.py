@@ -263,9 +263,6 @@ def test_a_load_into_a_used_buffer_makes_earlier_batches_stale():
     assert buffer.rb.health()["stale_updates"] == 12
 
 
-# -- kernels
-
-
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 @settings(deadline=None, max_examples=40)
 @given(
@@ -296,9 +293,6 @@ def test_kernels_and_specification_agree(backend, steps, lanes, clock, seed):
 
 def _wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
-
-
-# -- the clock
 
 
 def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():

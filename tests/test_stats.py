@@ -122,9 +122,6 @@ def agree(stats: EpisodeStats, oracle: Oracle) -> None:
     }
 
 
-# -- in lockstep with the oracle
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     lanes=st.integers(1, 5),
@@ -191,9 +188,6 @@ def test_open_episodes_without_steps_are_forgotten():
     assert stats.summary()["train/length_mean"] == 2.0
 
 
-# -- attached to buffers
-
-
 def test_a_buffer_counts_its_writes_in_every_form():
     data = play(3, 60, 1)
     flat = play(4, 50, 3, ids=True)
@@ -244,9 +238,6 @@ def test_a_refused_write_counts_nothing_and_what_cannot_be_counted_is_not_writte
     assert (stats.summary(), len(rb)) == (before, 20)
 
 
-# -- with TorchRL's collectors, in real environments
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_collector_of_several_environments_gives_the_returns_that_the_environments_had(flat):
     def make_env() -> TransformedEnv:
@@ -267,9 +258,6 @@ def test_a_collector_of_several_environments_gives_the_returns_that_the_environm
     for name in ("length", "return"):  # CartPole gives a reward of 1 per step
         assert sorted(stats.history()[name].tolist()) == sorted(lengths)
     assert summary["train/done_truncated_rate"] == pytest.approx(sum(n == 12 for n in lengths) / len(lengths), abs=0.2)
-
-
-# -- what comes out
 
 
 @pytest.mark.parametrize("missing", [("done",), ("terminated",), ("truncated",), ("done", "truncated")])
@@ -351,9 +339,6 @@ def test_on_every_device(device):
         stats.update(part.to(device))
         on_host.update(part)
     assert stats.summary() == on_host.summary()
-
-
-# -- errors
 
 
 @pytest.mark.parametrize(

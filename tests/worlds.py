@@ -204,7 +204,6 @@ class Recipe:
 
 
 def transition(world: World, cell: Cell, goal: list[float] | None, recipe: Recipe) -> Fields:
-    """Return the (n-step) transition of a row under a goal."""
     if not recipe.n_step:
         return relabelled(world.fields(cell), goal)
     total, first = 0.0, relabelled(world.fields(cell), goal)
@@ -231,7 +230,6 @@ def window(world: World, anchor: Cell, recipe: Recipe) -> tuple[list[Cell], list
 
 
 def sequence(world: World, anchor: Cell, goal: list[float] | None, recipe: Recipe) -> list[Fields]:
-    """Return all rows of an anchor's window."""
     cells, real = window(world, anchor, recipe)
     first, last = real.index(True), len(real) - 1 - real[::-1].index(True)
     rows = []

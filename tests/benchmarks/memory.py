@@ -126,7 +126,6 @@ def cold_reads(rows: int, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print all ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's, and on the disk")
     parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")

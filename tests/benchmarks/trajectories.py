@@ -56,7 +56,6 @@ def episode_rows(count: int) -> TensorDict:
 
 
 def filled(buffer: Any, rows: int, make_rows: Callable[[int], TensorDict]) -> Any:
-    """Fill a buffer, and return it."""
     chunk = make_rows(min(rows, CHUNK))
     for _ in range(0, rows, len(chunk)):
         buffer.extend(chunk)
@@ -97,7 +96,6 @@ def write_then_sample(rows: int) -> Calls:
 
 
 def n_step(rows: int) -> Calls:
-    """Return plain and 3-step samples."""
     plain = filled(ReplayBuffer(storage=PackedStorage(rows), batch_size=BATCH), rows, episode_rows)
     sampler = NStepSampler(UniformSampler(), n_steps=3, gamma=0.99)
     sums = ReplayBuffer(storage=plain.storage, sampler=sampler, batch_size=BATCH)

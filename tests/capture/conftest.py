@@ -28,13 +28,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture
 def captures(request: pytest.FixtureRequest, device: torch.device) -> bool:
-    """Return whether there are graphs."""
     return request.node.callspec.params["device"] != "cpu"
 
 
 @pytest.fixture
 def recorded() -> Iterator[None]:
-    """Run the test with recorded graphs of torch ops."""
     torch.manual_seed(0)
     with graphs_by("torch"):
         yield

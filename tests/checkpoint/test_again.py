@@ -83,7 +83,6 @@ def test_a_dump_that_waits_for_the_disk_waits_for_files_of_one_that_did_not(smal
 
 
 def change(rb: ReplayBuffer, chance: random.Random, number: int) -> None:
-    """Write, edit, prioritize or empty a buffer."""
     what = chance.choice(("extend", "long", "set", "priority", "empty"))
     if what == "empty":
         rb.empty()
@@ -126,9 +125,6 @@ def test_a_damaged_file_of_the_previous_dump_is_not_relied_on_if_its_length_show
         os.truncate(file, 5)
     rb.dumps(tmp_path)
     make().loads(tmp_path)
-
-
-# -- in the folder of memory-mapped rows
 
 
 def test_a_dump_in_the_scratch_dir_stays_what_it_was_while_the_ring_goes_on(tmp_path):

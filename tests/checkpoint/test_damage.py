@@ -28,7 +28,6 @@ from tests.checkpoint.worlds import make, step, transitions
 
 
 def damage(file: Path, chance: random.Random) -> None:
-    """Flip a bit, cut, lengthen or remove a file."""
     data = bytearray(file.read_bytes())
     how = chance.choice(("flip", "flip", "cut", "lengthen", "remove"))
     at = chance.randrange(len(data))

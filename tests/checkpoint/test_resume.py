@@ -25,8 +25,6 @@ ROWS, LANES = 128, 2
 
 
 class Run:
-    """The state of the run, and its steps."""
-
     def __init__(self, sampler: str) -> None:
         torch.manual_seed(0)
         actor = QValueActor(MLP(4, 3, num_cells=[16]), in_keys=["observation"], spec=OneHot(3))
@@ -70,7 +68,6 @@ class Run:
         return f"{number} {seen} {digest(TensorDict(dict(self.loss.state_dict())))}"
 
     def save(self, folder: Path) -> None:
-        """Save the learner with torch, and the buffer."""
         torch.save({"loss": self.loss.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "learner.pt")
         self.rb.dumps(folder / "buffer")
 
@@ -83,7 +80,6 @@ class Run:
 
 
 def digest(data: TensorDictBase) -> str:
-    """Return a checksum of all tensors, by key."""
     whole = hashlib.sha256()
     for key, value in sorted(data.items(True, True), key=lambda item: str(item[0])):
         whole.update(str(key).encode())

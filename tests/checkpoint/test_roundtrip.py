@@ -176,9 +176,6 @@ def test_an_epoch_that_was_given_up_is_not_resumed(tmp_path):
     assert len(list(again)) == 4
 
 
-# -- with TorchRL's parts
-
-
 def two(kind, **parts):
     """Return two buffers of the same parts and other generators."""
     generators = (torch.Generator().manual_seed(seed) for seed in range(2))
@@ -226,9 +223,6 @@ def test_what_needs_pickle_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"state.storage.state._storage\[1\] is a object, which a dump cannot"):
         rb.dumps(tmp_path / "after")
     assert not list((tmp_path / "after").glob("data/*"))
-
-
-# -- the rest of what dumps and loads promise
 
 
 def test_the_dump_says_what_it_holds(tmp_path):

@@ -37,7 +37,6 @@ WRAPPERS: dict[str, Callable[[int], Any]] = {
 
 
 def reward_fn(batch: TensorDictBase) -> torch.Tensor:
-    """Return the reward of a batch for its goal."""
     return -(batch["next", "achieved_goal"] - batch["desired_goal"]).abs().sum(-1)
 
 

@@ -56,9 +56,7 @@ def test_what_holds_no_buffer_is_refused(tmp_path: Path) -> None:
         check(tmp_path)
 
 
-def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_returns_1_for_findings_and_2_for_what_it_cannot_read(tmp_path, capsys):
     path = str(saved(tmp_path))
     assert main(["doctor", path]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: 300 rows read: nothing found")

@@ -78,9 +78,6 @@ def test_a_fault_is_found_in_rows_with_trajectory_ids(name: str) -> None:
         assert check(fault(rows)).codes == [code]
 
 
-# -- rows, counts and words
-
-
 def test_a_finding_names_the_rows_at_fault() -> None:
     rows = healthy(1)
     ends = rows["next", "done"].flatten().nonzero()[:, 0].tolist()
@@ -133,9 +130,6 @@ def test_a_single_wrong_flag_among_thousands_is_found() -> None:
         bad["next", change][at] = True
         (finding,) = check(bad[:, 0])
         assert (finding.code, finding.rows, finding.count) == (code, (at,), 1)
-
-
-# -- what is no fault
 
 
 def endless(steps: int) -> TensorDict:

@@ -32,9 +32,6 @@ def rows() -> TensorDict:
     return _rows().clone()
 
 
-# -- NaN and infinity
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [("observation", float("nan")), (("next", "observation"), float("inf")), (("next", "reward"), float("-inf"))],
@@ -55,9 +52,7 @@ def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(rows:
     assert [(each.code, each.key) for each in check(rows)] == [("not-finite", ("action",))]
 
 
-def test_no_more_than_five_rows_are_named_the_gravest_finding_is_first_and_codes_can_be_ignored(
-    rows: TensorDict,
-) -> None:
+def test_no_more_than_five_rows_are_named_the_gravest_finding_is_first_and_codes_can_be_ignored(rows):
     rows["next", "reward"][100:200] = float("nan")
     rows["next", "done"] = rows["next", "done"].roll(1, 0)
     shifted, finding = check(rows)
@@ -68,9 +63,6 @@ def test_no_more_than_five_rows_are_named_the_gravest_finding_is_first_and_codes
     assert check(rows, ignore=["not-finite", "done-shifted"]).healthy
     with pytest.raises(ValueError, match=r"there is no finding speed; there are lanes-mixed, next-"):
         check(rows, ignore="speed")
-
-
-# -- bounds
 
 
 BOX = Box(np.array([-9.0, -9.0, -np.inf], np.float32), np.array([9.0, 9.0, np.inf], np.float32))
@@ -115,9 +107,6 @@ def test_bounds_of_every_kind_of_space() -> None:
         bounds_of("CartPole-v1")
 
 
-# -- constant columns
-
-
 def test_a_column_that_never_changes_is_found(rows: TensorDict) -> None:
     for key in ("observation", ("next", "observation")):
         rows[key][:, 1] = 3.0
@@ -140,9 +129,6 @@ def test_rewards_masks_and_classes_that_are_rare_may_stay_the_same(rows: TensorD
     assert check(rows).codes == []
 
 
-# -- images
-
-
 @pytest.mark.parametrize(
     ("change", "is_image"),
     [
@@ -160,9 +146,6 @@ def test_images_stored_as_floats_are_found(change: Any, is_image: bool) -> None:
     found = check(data)
     assert found.codes == ["float-image"] * 2 * is_image
     assert all("4 times the memory" in finding.explanation for finding in found)
-
-
-# -- where the rows lie
 
 
 def test_rows_on_a_device_and_in_a_file_are_read(rows: TensorDict, device: torch.device, tmp_path: Any) -> None:

@@ -107,7 +107,6 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was torn, lost or there twice."""
         return self.torn == self.lost == self.duplicated == 0
 
 
@@ -199,7 +198,6 @@ def check_priorities(rb: ReplayBuffer) -> None:
 
 
 def main() -> int:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--workers", type=int, default=4)

@@ -170,9 +170,6 @@ def test_the_soak_would_notice():
         assert (report.torn, report.lost, report.duplicated) == counts
 
 
-# -- what cannot be
-
-
 def test_parts_of_a_shared_buffer_cannot_be_replaced():
     rb = make()
     rb.share()
@@ -236,9 +233,6 @@ def test_a_state_is_loaded_into_what_is_shared():
     elsewhere(rb.load_state_dict, saved.state_dict())
     assert rb.chronological()["x"].tolist() == list(range(100, 112))
     assert rb.sampler.priority(torch.arange(13)).tolist() == [*range(12), -1]
-
-
-# -- the parts that it is made of
 
 
 class Note:

@@ -85,8 +85,6 @@ class World:
 
 @pytest.fixture
 def make_world():
-    """Return a function that makes a world of some lanes."""
-
     def make(lanes: int = 3, seed: int = 0) -> World:
         g = torch.Generator().manual_seed(seed)
         return World(lanes, AskedNetwork(), g, torch.randn(lanes, 2, generator=g), torch.arange(lanes))

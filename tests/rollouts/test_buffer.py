@@ -15,7 +15,6 @@ from tests.rollouts.restoring import HOW, restored
 
 
 def filled(world, steps=8, data=None, **kwargs):
-    """Return a buffer with one rollout, and the rollout."""
     data = world.steps(steps) if data is None else data
     kwargs = {"batch_size": 5, "gamma": 0.9, "lmbda": 0.8, "value_network": world.module()} | kwargs
     rollout = RolloutBuffer(steps, world.lanes, **kwargs)

@@ -23,7 +23,6 @@ STEPS, LANES = 16, 3
 
 @pytest.fixture
 def agent():
-    """Make an actor and a critic for CartPole."""
     torch.manual_seed(0)
     network = MLP(in_features=4, out_features=2, num_cells=[16])
     logits = TensorDictModule(network, in_keys=["observation"], out_keys=["logits"])

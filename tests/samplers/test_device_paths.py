@@ -16,7 +16,6 @@ both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
 
 @pytest.fixture(params=["torch", "triton"])
 def path(request: pytest.FixtureRequest, gpu: torch.device) -> Iterator[Backend]:
-    """Run the test on a device path, whatever the device."""
     with forced(request.param):
         yield request.param
 

@@ -118,9 +118,6 @@ def test_flags_stay_as_stored_without_terminated_fn():
         assert batch["next", name].tolist() == stored
 
 
-# -- goals of every kind
-
-
 def goals_of(shape: tuple[int, ...], dtype: torch.dtype, n: int) -> TensorDict:
     """Return one trajectory; goals lie in a nested TensorDict, ``("obs", "goals", ...)``, outcomes count up."""
     count = torch.arange(n).view(n, *[1] * len(shape)).expand(n, *shape).to(dtype).contiguous()
@@ -184,9 +181,6 @@ def test_rewards_are_taken_in_either_shape_and_stored_in_that_of_the_rows(dtype,
     assert (found.shape, found.dtype) == ((40, *stored), dtype)
     wanted = torch.where(batch["relabeled"], torch.arange(40) % 2, 7)
     assert found.flatten().tolist() == wanted.tolist()
-
-
-# -- what is refused
 
 
 def one_trajectory(fn: Any, cls: Any = ReplayBuffer, inner: Any = None, **entries: Any) -> Any:

@@ -77,9 +77,6 @@ def test_the_sum_of_a_thousand_small_rewards_is_that_of_float64():
     assert by_row(rb)["next", "reward"][0, 0] == torch.tensor(exact).float()
 
 
-# -- over hindsight
-
-
 def reached(batch: TensorDictBase) -> torch.Tensor:
     return (batch["next", "x"] == batch["goal"]).float()
 
@@ -122,9 +119,6 @@ def test_a_sum_stops_where_the_new_goal_is_reached(flags):
         assert torch.equal(batch["next", "terminated"].flatten(), batch["next", "x"] == batch["goal"])
 
 
-# -- TorchRL
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_torchrls_loss_bootstraps_from_the_right_observation_with_the_right_discount(cls):
     n, gamma = 3, 0.9
@@ -150,9 +144,6 @@ def test_torchrls_loss_bootstraps_from_the_right_observation_with_the_right_disc
     value = net(data["observation"]).gather(1, data["action"][:, None]).squeeze(1)
     wanted = (torch.tensor(targets) - value).pow(2)
     torch.testing.assert_close(batch["td_error"].flatten(), wanted.detach(), rtol=1e-4, atol=1e-5)
-
-
-# -- what is refused
 
 
 @pytest.mark.parametrize(

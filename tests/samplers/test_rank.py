@@ -93,8 +93,6 @@ def test_rows_that_the_sampler_was_never_told_of_are_an_error() -> None:
         RankSampler(4).sample(filled(4), 2)
 
 
-# -- draws, by chi-square
-
 DRAWS = 600_000
 CELLS = 48
 

@@ -88,9 +88,6 @@ def test_windows_that_do_not_fit_anywhere_are_refused():
         made.rb.sample(60)
 
 
-# -- flags and recurrent state
-
-
 @pytest.mark.parametrize("module", [LSTMModule, GRUModule])
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -126,9 +123,6 @@ def test_torchrls_recurrent_modules_take_each_real_window_for_itself(cls, module
                 here, following = cell(rows["observation"][j].view(1, 1, 2), tuple(hidden) if lstm else hidden[0])
             hidden = list(following) if lstm else [following]
             torch.testing.assert_close(out[j], here.flatten())
-
-
-# -- priorities
 
 
 def errors_of(batch: TensorDictBase) -> torch.Tensor:
@@ -208,9 +202,6 @@ def test_rows_may_still_be_given_priorities_one_by_one():
     rows = torch.tensor([3, 17, 5, 11, 30, 8])  # six rows, but no window
     made.rb.update_priority(rows, torch.arange(1.0, 7.0))
     assert sampler.priority(rows).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-
-# -- what is refused
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,6 @@ def test_epochs_of_wrapped_rows(cls, inner):
     assert sorted(flat.tolist()) == list(range(40))
 
 
-# -- state
-
-
 @pytest.mark.parametrize("how", ["state_dict", "dumps", "deepcopy", "pickle"])
 @both
 @pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])

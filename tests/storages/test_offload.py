@@ -132,9 +132,7 @@ def test_pages_that_the_driver_refuses_are_given_back_at_once(driver: Driver) ->
     assert held.traceback[-1].name == "page_locked"
 
 
-def test_memory_that_torch_takes_for_another_devices_is_unlocked(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_torch_takes_for_another_devices_is_unlocked(driver, monkeypatch):
     monkeypatch.setattr(page_locked, "_tensor_over", lambda *_: torch.zeros(100, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="that of another device"):
         page_locked.page_locked(100, GPU)
@@ -210,9 +208,7 @@ def test_a_copy_has_page_locked_rows_of_its_own(driver: Driver, steps: int) -> N
 
 @pytest.mark.parametrize("how", ["state", "state into used rows", "dump"])
 @pytest.mark.parametrize("ours", [True, False])
-def test_saved_rows_go_from_page_locked_ones_to_others_and_back(
-    driver: Driver, ours: bool, how: str, tmp_path: Path
-) -> None:
+def test_saved_rows_go_from_page_locked_ones_to_others_and_back(driver, ours, how, tmp_path):
     def make(offload: bool) -> ReplayBuffer:
         storage = PackedStorage(50, device="cuda" if offload else "cpu", offload=offload)
         return ReplayBuffer(storage=storage, batch_size=4)
@@ -263,9 +259,7 @@ BIG = TensorDict({"pixels": torch.zeros(2, 3, 64, 64, dtype=torch.uint8)}, [2])
 
 
 @pytest.mark.parametrize(("free", "fits"), [(10 << 20, False), (20 << 20, True)])
-def test_all_of_the_ram_must_be_free_at_once(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
-) -> None:
+def test_all_of_the_ram_must_be_free_at_once(driver, monkeypatch, free, fits):
     rooms = {"cpu": Room("RAM", free, 40 << 20), "cuda": Room("cuda:0", 0, 0)}
     monkeypatch.setattr(_room, "room_for", lambda device, **_: rooms[device.type])
     storage = PackedStorage(1_000, device="cuda", offload=True)
@@ -280,9 +274,7 @@ def test_all_of_the_ram_must_be_free_at_once(
     assert (driver.log, storage.initialized, len(storage)) == ([], False, 0)
 
 
-def test_what_the_driver_does_not_lock_is_a_memory_error_that_says_what_to_do(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_driver_does_not_lock_is_a_memory_error_that_says_what_to_do(driver, monkeypatch):
     driver.refuses = 2
     storage = PackedStorage(1_000, device="cuda", offload=True)
     words = r"take 11.7 MiB, which cannot be had: .* of RAM .* page-locking fails, out of memory \(2\)\. .*ulimit -l"
@@ -365,8 +357,6 @@ def test_rows_are_planned_in_the_ram_and_priorities_on_the_gpu(driver: Driver, m
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnADevice:
-    """What only a device can show."""
-
     @pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
     def test_rows_take_ram_and_none_of_the_device(self, index: int) -> None:
         device = torch.device("cuda", index)

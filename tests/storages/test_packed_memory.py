@@ -38,9 +38,6 @@ def stored(
     return storage
 
 
-# -- places
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_rows_are_the_same_wherever_they_live(place: str, ndim: int, tmp_path: Path) -> None:
@@ -94,9 +91,7 @@ def test_a_first_write_that_is_refused_makes_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "rows" / ROWS_FILE).exists()
 
 
-def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_at_the_first_write_and_leaves_no_file(tmp_path, monkeypatch):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -116,9 +111,6 @@ def test_a_file_is_mapped_where_the_disk_cannot_reserve_space(tmp_path: Path, mo
     memory = allocate_bytes(1000, torch.device("cpu"), scratch_dir=tmp_path)
     memory.fill_(3)
     assert (tmp_path / ROWS_FILE).read_bytes() == b"\3" * 1000
-
-
-# -- processes
 
 
 def _change(storage: PackedStorage, done: Any) -> None:
@@ -151,14 +143,9 @@ def test_a_storage_without_rows_cannot_be_sent_to_a_process() -> None:
         child.start()
 
 
-# -- copies
-
-
 @pytest.mark.parametrize(("how", "steps"), [("pickle", 0), ("deepcopy", 3), ("pickle", 5)])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(
-    how: str, place: str, steps: int, tmp_path: Path
-) -> None:
+def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(how, place, steps, tmp_path):
     storage = stored(place, tmp_path, ndim=2, steps=steps)
     again = pickle.loads(pickle.dumps(storage)) if how == "pickle" else copy.deepcopy(storage)
     for name in ("ndim", "max_size", "device", "shared", "initialized", "_is_full", "shape", "_last_cursor_index"):
@@ -174,9 +161,6 @@ def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(
     storage._empty()
     assert len(again) == 2 * steps
     again.set(range(3), transitions(NESTED, 3, (2,)))
-
-
-# -- saved state
 
 
 @over_schemas
@@ -230,9 +214,7 @@ BAD_STATES = {
 
 
 @pytest.mark.parametrize(("ndim", "steps", "state", "match"), BAD_STATES.values(), ids=BAD_STATES)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
-    ndim: int, steps: int, state: Any, match: str
-) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(ndim, steps, state, match):
     storage = stored("RAM", Path(), ndim=ndim, steps=steps)
     assert_refused(storage, lambda: storage.load_state_dict(state), ValueError, match)
 
@@ -240,9 +222,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize("target", ["new", "used"])
-def test_the_default_checkpointer_of_torchrl_saves_and_loads(
-    ndim: int, steps: int, target: str, tmp_path: Path
-) -> None:
+def test_the_default_checkpointer_of_torchrl_saves_and_loads(ndim, steps, target, tmp_path):
     storage = stored("RAM", tmp_path, ndim=ndim, steps=steps)
     storage.dumps(tmp_path / "saved")
     again = stored("RAM", tmp_path, ndim=ndim, steps=4 if target == "used" else 0)

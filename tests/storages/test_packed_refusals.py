@@ -17,8 +17,6 @@ from tests.catalogue import SCHEMAS, as_bytes, transitions
 
 @tensorclass
 class Point:
-    """A tensorclass, as users have them."""
-
     x: torch.Tensor
 
 
@@ -47,7 +45,6 @@ def jagged() -> torch.Tensor:
 
 
 def snapshot(storage: PackedStorage) -> Any:
-    """Return everything that a refused write could have changed."""
     rows = None if storage.rows is None else as_bytes(storage.rows.matrix)
     counters = (len(storage), storage._last_cursor_index, storage._mutation_revision, storage.max_size)
     return rows, (*counters, storage.initialized, storage.shape, storage.device)
@@ -164,9 +161,6 @@ def test_a_region_outside_the_rows_written_is_refused() -> None:
         assert_refused(storage, partial(storage.set, cursor, data), IndexError, "out of (range|bounds)")
     for mask in (torch.ones(5, 2).bool(), torch.ones(3).bool()):
         assert_refused(storage, partial(storage.set, mask, data), IndexError, "shape of the mask")
-
-
-# -- the first write
 
 
 @pytest.mark.parametrize("data", [torch.zeros(3), {"x": torch.zeros(3)}, None, [1, 2, 3], []], ids=str)

@@ -151,9 +151,7 @@ def test_every_write_raises_the_revision_that_caches_look_at() -> None:
 
 
 @pytest.mark.parametrize(("ndim", "max_size", "lanes", "steps"), [(1, 7, (), 7), (2, 7, (2,), 4), (3, 25, (2, 3), 5)])
-def test_the_capacity_is_rounded_up_to_whole_time_steps(
-    ndim: int, max_size: int, lanes: tuple[int, ...], steps: int
-) -> None:
+def test_the_capacity_is_rounded_up_to_whole_time_steps(ndim, max_size, lanes, steps):
     packed, theirs = PackedStorage(max_size, ndim=ndim), LazyTensorStorage(max_size, ndim=ndim)
     data = transitions(NESTED, 2, lanes)
     for given in ({"batched_data": data}, {"single_data": data[0]}):
@@ -162,9 +160,6 @@ def test_the_capacity_is_rounded_up_to_whole_time_steps(
         storage.set(slice(0, 2), data)
         assert storage._max_size_along_dim0() == steps
     assert packed.max_size == theirs.max_size == steps * torch.Size(lanes).numel()
-
-
-# -- forms of data
 
 
 def forms(data: TensorDict) -> dict[str, Any]:

@@ -31,9 +31,6 @@ def reach(index: TrajectoryIndex, rows: int) -> list[tuple[int, int, bool]]:
     return list(zip(*(part.tolist() for part in found), strict=True))
 
 
-# -- questions
-
-
 @pytest.mark.usefixtures("boundaries")
 def test_rows_are_named_in_every_form(device):
     rb = ReplayBuffer(storage=PackedStorage(12, ndim=2, device=device))
@@ -87,9 +84,6 @@ def test_a_write_costs_what_it_writes():
             rb.extend(steps([0] * n))
             index.steps_back(torch.tensor([0]))
     assert [call.args[:2] for call in write.call_args_list] == [(10, 1), (11, 5), (16, 984), (0, 3)]
-
-
-# -- storages and writers
 
 
 @pytest.mark.usefixtures("boundaries")
@@ -163,9 +157,6 @@ def test_state_keeps_what_the_rows_do_not_say():
     assert reach(theirs, 4) == expected
     theirs.load_state_dict({})
     assert reach(theirs, 4) == [(j, 3 - j, False) for j in range(4)]
-
-
-# -- what it refuses
 
 
 def test_an_empty_storage_is_refused():
@@ -252,9 +243,6 @@ def test_rows_that_are_none_are_refused(rows, error, words):
     rb.extend(steps([0, 1, 0, 0]))
     with pytest.raises(error, match=words):
         TrajectoryIndex.of(rb.storage).steps_back(rows)
-
-
-# -- size
 
 
 def test_a_large_random_ring_by_numpy():

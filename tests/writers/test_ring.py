@@ -61,9 +61,6 @@ class RangeListener(Listener):
         self.heard.append((start, count))
 
 
-# -- where rows go
-
-
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_the_newest_rows_stay_and_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int) -> None:
@@ -156,9 +153,6 @@ def test_writing_nothing_is_refused(data: Any) -> None:
         assert (writer._cursor, writer._write_count, len(storage)) == (0, 0, 0)
 
 
-# -- no index is stored
-
-
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
 def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> None:
@@ -171,9 +165,6 @@ def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> No
         write(writer, how, marked)
     assert set(storage.get(slice(None)).keys(True, True)) == {"x", ("next", "y")}
     assert marked["index"].tolist() == [7, 8, 9]
-
-
-# -- counters
 
 
 def test_counters_have_64_bits() -> None:
@@ -210,9 +201,6 @@ def test_emptying_goes_back_to_the_first_slot(empty_write_count: bool) -> None:
     assert storage["x"].tolist() == [50, 51]
 
 
-# -- refusal
-
-
 @pytest.mark.parametrize("how", ["extend", "add", "write_at"])
 @pytest.mark.parametrize("ndim", [1, 2])
 def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> None:
@@ -234,9 +222,6 @@ def test_a_refused_write_moves_nothing_and_tells_nobody(how: str, ndim: int) -> 
     assert writer.extend(numbered(6, 1, lanes)).flatten()[0] == 3
 
 
-# -- who is told
-
-
 def test_write_at_tells_the_index_that_was_written() -> None:
     storage = PackedStorage(5)
     writer = ring(storage)
@@ -249,9 +234,6 @@ def test_write_at_tells_the_index_that_was_written() -> None:
     assert (writer._cursor, writer._write_count, len(storage)) == (0, 7, 5)
     writer.write_at(4, numbered(20, None))
     assert storage["x"].tolist() == [0, 11, 2, 10, 20]
-
-
-# -- generations
 
 
 @pytest.mark.parametrize("buffer", [ReplayBuffer, TensorDictReplayBuffer])
@@ -282,9 +264,6 @@ def test_generations_are_counted_as_torchrl_counts_them() -> None:
         index = torch.arange(-1, 5)
         assert torch.equal(ours.generations_of(index), theirs.generations_of(index))
     assert not RingWriter().tracks_generations
-
-
-# -- state
 
 
 @pytest.mark.parametrize("track_generations", [False, True])
