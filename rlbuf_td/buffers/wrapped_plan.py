@@ -53,7 +53,7 @@ class WrappedPlan(ABC):
 
     def sample(self) -> tuple[TensorDict, dict[str, Tensor]] | None:
         """See :meth:`Plan.sample`."""
-        inner, written = self.inner, len(self.storage)
+        inner, written = self.inner, self.inner.length.value
         if not written or not inner.holds():
             return None
         boundaries: Any = self.trajectories.boundaries()
@@ -131,7 +131,7 @@ class HindsightPlan(WrappedPlan):
         report = dict(zip(self.inner.names, rows, strict=True))
         batch = self.layout.wrap(tensors, self.batch_size, _CPU, {})
         self.wrapper.recompute_(batch, tensors[-1], tensors[self.reward])
-        set_entries_(batch, report)
+        set_entries_(batch, {"relabeled": tensors[-1], **report})
         return batch, report
 
 

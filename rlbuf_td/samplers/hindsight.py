@@ -173,16 +173,18 @@ class HindsightSampler(SamplerWrapper):
         for key in bound.goal_keys:
             copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
+        set_entries_(batch, {"relabeled": mask})
 
     def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
-        """Compute ``reward`` and flags of the rows that have got a goal, ``[B]`` bool, and note which rows they are."""
-        new = _fitted(self.reward_fn(batch), reward, "reward_fn", "reward")
+        """Compute ``reward`` and flags of the rows that have got a goal, ``[B]`` bool."""
+        new = self.reward_fn(batch)
+        if not (type(new) is torch.Tensor and new.shape == reward.shape and new.dtype is reward.dtype and new.is_cpu):
+            new = _fitted(new, reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:
             raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad} of the batch")
         if self.terminated_fn is not None:
             self._end_(batch, mask)
-        set_entries_(batch, {"relabeled": mask})
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
@@ -245,8 +247,6 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
 
 def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Tensor:
     """Return what a user's function gave for each row in the shape and dtype of what is stored."""
-    if type(values) is torch.Tensor and values.shape == like.shape and values.dtype is like.dtype:
-        return values
     if not isinstance(values, torch.Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:
@@ -256,4 +256,4 @@ def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Te
                 f"got shape {tuple(values.shape)}"
             )
         values = values.view(like.shape)
-    return values if values.dtype is like.dtype else values.to(like.dtype)
+    return values.to(like.device, like.dtype)

@@ -121,7 +121,7 @@ class TrajectoryIndex:
         if self._columns is not storage._storage:
             self._bind()
         boundaries = self._boundaries
-        if boundaries is None or storage._mutation_revision != self._seen[0]:
+        if boundaries is None or storage._mutation_revision != self._seen.values[0]:
             boundaries = self.rebuild()
         return boundaries
 

@@ -219,6 +219,7 @@ REFUSALS = [
     ),
     ({"of": lambda batch: torch.zeros(len(batch), 2)}, ValueError, r"got shape \(20, 2\)"),
     ({"of": lambda batch: 1.0}, ValueError, r"got shape \(\)"),
+    ({"of": lambda batch: torch.zeros(20, 1, device="meta")}, NotImplementedError, "meta tensor"),
     ({"of": nan_at_a_relabelled_row}, ValueError, r"reward_fn returned NaN for relabelled rows, the first .* row \d"),
 ]
 

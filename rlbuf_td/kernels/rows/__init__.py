@@ -52,8 +52,8 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
-        is_double = dtype is torch.float64
-        return cpu_loops().put_values(*_strided(target), *_strided(values), is_double, rows, mask.data_ptr())
+        columns = target.data_ptr(), target.stride(0), values.data_ptr(), values.stride(0)
+        return cpu_loops().put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
+    copy_few,
     inlined,
     kernel,
     load_bool,
@@ -39,17 +40,15 @@ def copy_rows(target, target_stride, source, source_stride, width, count, rows, 
 
 
 @kernel
-def put_values(target, target_stride, values, values_stride, double, count, mask):
-    """Copy some values unless one is NaN; see :func:`rlbuf_td.kernels.rows.put_values_`."""
+def put_values(target, target_stride, values, values_stride, width, count, mask):
+    """Copy some floats unless one is NaN, strides in numbers; see :func:`rlbuf_td.kernels.rows.put_values_`."""
+    for i in range(count):
+        at = values + i * values_stride * width
+        if load_bool(mask + i) and np.isnan(load_float64(at) if width == 8 else load_float32(at)):
+            return i
     for i in range(count):
         if load_bool(mask + i):
-            at = values + i * values_stride
-            if np.isnan(load_float64(at)) if double else np.isnan(load_float32(at)):
-                return i
-    width = 8 if double else 4
-    for i in range(count):
-        if load_bool(mask + i):
-            copy_bytes(target + i * target_stride, values + i * values_stride, width)
+            copy_few(target + i * target_stride * width, values + i * values_stride * width, width)
     return -1
 
 
