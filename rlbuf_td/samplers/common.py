@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
@@ -51,7 +52,7 @@ class RowSampler(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that behaviour depends on."""
-        return _copied(self.snapshot())
+        return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
@@ -68,12 +69,6 @@ class RowSampler(Sampler):
             CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
         """
         self.load_state_dict(load_state(path, type(self).__name__))
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: _copied(value) for name, value in state.items()}
-    return state.clone() if isinstance(state, Tensor) else state
 
 
 class GraphCapturable(ABC):
@@ -116,16 +111,6 @@ def exponent(name: str, value: float) -> float:
     return number
 
 
-def refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
-    """Raise a ValueError that names the first setting of a prioritized sampler that is not one of its values."""
-    if not isinstance(stratified, bool):
-        raise ValueError(f"stratified must be True or False, got {stratified!r}")
-    if weight_norm not in ("buffer", "batch", None):
-        raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
-    if reduction not in ("max", "min", "mean", "median"):
-        raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
-
-
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
     """Return TD errors, one or one per row, as ``[rows]`` float32 or float64, contiguous, on ``device``."""
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
@@ -150,10 +135,8 @@ def refuse_errors(td_error: Tensor) -> None:
     if not finite.all():
         where = (~finite).nonzero().squeeze(1)
         shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
-        raise ValueError(
-            f"{where.numel()} of {td_error.numel()} TD errors are NaN or infinite (positions {shown}): "
-            "nothing has been changed. Look for a diverging loss."
-        )
+        count = f"{where.numel()} of {td_error.numel()} TD errors"
+        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss")
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
@@ -162,16 +145,3 @@ def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low
     raise IndexError(f"row {bad} is out of range: {rows} rows can have a priority, 0 to {rows - 1} (-1 means skip)")
-
-
-def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
-    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
-        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
-    for name, expected in blank.items():
-        tensor = tensors[name]
-        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is the least and the largest
-            raise ValueError(f"the saved {name} holds NaN or infinite values")

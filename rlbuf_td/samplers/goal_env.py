@@ -120,6 +120,5 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
             if callable(method):
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
-    raise TypeError(
-        f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info): write a function of the batch"
-    )
+    kind = type(innermost).__name__
+    raise TypeError(f"{kind} has no {name}(achieved_goal, desired_goal, info): write a function of the batch")

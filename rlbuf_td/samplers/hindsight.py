@@ -16,12 +16,12 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import copy_rows_, put_values_
 from rlbuf_td.samplers.common import uniform_numbers
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
@@ -251,9 +251,7 @@ def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Te
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:
         if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
-            raise ValueError(
-                f"{source} must return one {name} a row, of shape {tuple(like.shape)} or [{len(like)}], "
-                f"got shape {tuple(values.shape)}"
-            )
+            shapes = f"shape {tuple(like.shape)} or [{len(like)}], got {tuple(values.shape)}"
+            raise ValueError(f"{source} must return one {name} per row, of {shapes}")
         values = values.view(like.shape)
     return values.to(like.device, like.dtype)

@@ -13,10 +13,10 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, as_tuple, column_of, rows_at
+from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
 
 @dataclass(frozen=True)

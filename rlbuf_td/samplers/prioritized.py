@@ -12,15 +12,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers.common import (
-    GraphCapturable,
-    RowSampler,
-    as_errors,
-    exponent,
-    refuse_priorities,
-    refuse_settings,
-    refuse_state,
-)
+from rlbuf_td.samplers.common import GraphCapturable, RowSampler, as_errors, exponent, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.memory_budget import require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
@@ -61,7 +53,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     ) -> None:
         if max_capacity < 1 or max_capacity != int(max_capacity):
             raise ValueError(f"max_capacity must be a whole number, at least 1, got {max_capacity}")
-        refuse_settings(stratified, weight_norm, reduction)
+        _refuse_settings(stratified, weight_norm, reduction)
         self._max_capacity = int(max_capacity)
         alpha = exponent("alpha", alpha)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
@@ -236,9 +228,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self._max_capacity:
-            raise IndexError(
-                f"rows {flat.min()} to {flat.max()} were named, there are rows 0 to {self._max_capacity - 1}"
-            )
+            raise IndexError(f"got rows {flat.min()} to {flat.max()}, there are rows 0 to {self._max_capacity - 1}")
         return flat
 
     def follow(self, storage: Storage) -> None:
@@ -265,10 +255,8 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
     def _empty(self) -> None:
         self._see(-1.0)
-        tensors = self._saved(self.table)
-        self._restore(
-            {name: tensor.new_full((), self._blank[name]).expand_as(tensor) for name, tensor in tensors.items()}
-        )
+        saved = self._saved(self.table).items()
+        self._restore({name: old.new_full((), self._blank[name]).expand_as(old) for name, old in saved})
 
     # -- processes, graphs and state
 
@@ -290,16 +278,9 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
         self._weigh()
-        return {
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "stratified": self.stratified,
-            "weight_norm": self.weight_norm,
-            "reduction": self.reduction,
-            "max_capacity": self._max_capacity,
-            "largest": float(self.largest_magnitude),
-            "priorities": self._saved(self.table),
-        }
+        settings = {name: getattr(self, name) for name in ("alpha", "beta", "stratified", "weight_norm", "reduction")}
+        seen = {"max_capacity": self._max_capacity, "largest": float(self.largest_magnitude)}
+        return settings | seen | {"priorities": self._saved(self.table)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`.
@@ -311,10 +292,10 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         if capacity < self._max_capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self._max_capacity}")
         table = self.table if self._is_shared else self._make(capacity, self.device)
-        refuse_state(tensors, self._saved(table))
+        _refuse_state(tensors, self._saved(table))
         alpha, beta = exponent("alpha", state_dict["alpha"]), exponent("beta", state_dict["beta"])
         settings = {n: state_dict.get(n, getattr(self, n)) for n in ("stratified", "weight_norm", "reduction")}
-        refuse_settings(**settings)
+        _refuse_settings(**settings)
         largest = float(state_dict["largest"])
         if not largest < float("inf"):
             raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is no number")
@@ -330,7 +311,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         capacity, saved = max(capacity, self._max_capacity), int(state["max_capacity"])
         if rows is None and saved >= capacity:
             return state
-        refuse_state(state["priorities"], self._saved(self._make(saved, "meta")))
+        _refuse_state(state["priorities"], self._saved(self._make(saved, "meta")))
         rows = torch.arange(saved, device="cpu") if rows is None else rows
         tensors = {}
         for name, like in self._saved(self._make(capacity, "meta")).items():
@@ -341,10 +322,8 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self._is_shared:
-            raise RuntimeError(
-                f"a {type(self).__name__} cannot be sent to another process: each would keep priorities of its own. "
-                "Share the buffer first: rb.share()"
-            )
+            name = type(self).__name__
+            raise RuntimeError(f"a {name} cannot be sent to another process before the buffer is shared: rb.share()")
         return self.__dict__ | {"_rng": None, "_is_shared": is_spawning}
 
     def __repr__(self) -> str:
@@ -352,3 +331,25 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             f"{type(self).__name__}(alpha={self.alpha:g}, beta={self.beta:g}, stratified={self.stratified}, "
             f"weight_norm={self.weight_norm!r}, max_capacity={self._max_capacity})"
         )
+
+
+def _refuse_settings(stratified: Any, weight_norm: Any, reduction: Any) -> None:
+    if not isinstance(stratified, bool):
+        raise ValueError(f"stratified must be True or False, got {stratified!r}")
+    if weight_norm not in ("buffer", "batch", None):
+        raise ValueError(f"weight_norm must be 'buffer', 'batch' or None, got {weight_norm!r}")
+    if reduction not in ("max", "min", "mean", "median"):
+        raise ValueError(f"reduction must be 'max', 'min', 'mean' or 'median', got {reduction!r}")
+
+
+def _refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
+    """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
+    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
+        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
+    for name, expected in blank.items():
+        tensor = tensors[name]
+        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is the least and the largest
+            raise ValueError(f"the saved {name} holds NaN or infinite values")

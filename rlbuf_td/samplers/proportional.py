@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -78,7 +79,7 @@ class ProportionalSampler(Prioritized):
         max_priority_within_buffer: bool = False,
     ) -> None:
         self._eps = exponent("eps", eps)
-        self._max_priority_within_buffer = max_priority_within_buffer
+        self._within_buffer = max_priority_within_buffer
         self._largest_row = 0
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
 
@@ -96,25 +97,16 @@ class ProportionalSampler(Prioritized):
             raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
         return drawn[0], {"priority_weight": drawn[1]}
 
-    @property
-    def eps(self) -> float:
-        """What is added to every magnitude."""
-        return self._eps
-
-    @property
-    def max_priority_within_buffer(self) -> bool:
-        """Whether new rows enter with the highest magnitude now stored."""
-        return self._max_priority_within_buffer
-
-    @property
-    def tree(self) -> sum_tree.SumTree:
-        """The table; unlike a sampler, functions of :mod:`rlbuf_td.kernels.sum_tree` can be compiled."""
-        return self.table
+    eps = property(attrgetter("_eps"), doc="What is added to every magnitude.")
+    max_priority_within_buffer = property(
+        attrgetter("_within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
+    )
+    tree = property(attrgetter("table"), doc="The table, which functions of :mod:`rlbuf_td.kernels.sum_tree` take.")
 
     @property
     def default_priority(self) -> Any:
         """The magnitude that a new row enters with."""
-        if self._max_priority_within_buffer:
+        if self._within_buffer:
             self._find_largest()
         return super().default_priority
 
@@ -174,14 +166,11 @@ class ProportionalSampler(Prioritized):
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        own = {"eps": self._eps, "max_priority_within_buffer": self._max_priority_within_buffer}
-        return super().snapshot() | own
+        return super().snapshot() | {"eps": self._eps, "max_priority_within_buffer": self._within_buffer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
         self._eps = eps
-        self._max_priority_within_buffer = state_dict.get(
-            "max_priority_within_buffer", self._max_priority_within_buffer
-        )
+        self._within_buffer = state_dict.get("max_priority_within_buffer", self._within_buffer)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
+from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.kernels.rank_order import (
-    RankLaw,
-    RankOrder,
-    cumulative,
-    make_order,
-    mass,
-    order_bytes,
-    rank_law,
-    ranks_of_mass,
-)
 from rlbuf_td.samplers.common import EMPTY, uniform_numbers
 from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.indexing import flat_rows
@@ -67,8 +59,8 @@ class RankSampler(Prioritized):
         tensor([ 3, 12,  6,  4])
     """
 
-    table: RankOrder
-    law: RankLaw
+    table: rank_order.RankOrder
+    law: rank_order.RankLaw
     """The probabilities of ranks, of the alpha in use."""
     _blank: ClassVar = {"magnitude": -1.0}
 
@@ -87,7 +79,7 @@ class RankSampler(Prioritized):
             raise ValueError(f"stale_updates must be at least 0, got {stale_updates}")
         self._stale_updates = int(stale_updates)
         super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
-        self.law = rank_law(self.alpha, self.device)
+        self.law = rank_order.rank_law(self.alpha, self.device)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -102,17 +94,14 @@ class RankSampler(Prioritized):
             raise RuntimeError(_NO_ROWS)
         return drawn[0], {"priority_weight": drawn[1]}
 
-    @property
-    def order(self) -> RankOrder:
-        """The rows in the order of their magnitudes."""
-        return self.table
+    order = property(attrgetter("table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> torch.Tensor:
         """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
 
         The arguments are those of :meth:`priority`. Raises an IndexError (on the CPU) if a row is out of range.
         """
-        return self.order.ranks_of(flat_rows(index, storage, self.device))
+        return self.table.ranks_of(flat_rows(index, storage, self.device))
 
     def cumulative(self, n: int) -> torch.Tensor:
         """Return the cumulative weights ``1, 1 + 2^-alpha, ...`` of ranks ``1 .. n``, ``[n]`` float64. O(n).
@@ -121,7 +110,7 @@ class RankSampler(Prioritized):
             >>> RankSampler(7, alpha=0.5).cumulative(7)
             tensor([1.0000, 1.7071, 2.2845, 2.7845, 3.2317, 3.6399, 4.0179], dtype=torch.float64)
         """
-        return cumulative(self.alpha, n)
+        return rank_order.cumulative(self.alpha, n)
 
     def segments(self, k: int) -> torch.Tensor:
         """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
@@ -139,12 +128,12 @@ class RankSampler(Prioritized):
         """
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
-        rows = self.order.count()
+        rows = self.table.count()
         if not rows:
             raise RuntimeError(_NO_ROWS)
-        edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (mass(self.law, rows) / k)
-        first = ranks_of_mass(self.law, edges[:-1], rows)
-        last = ranks_of_mass(self.law, edges[1:].nextafter(edges.new_zeros(())), rows)
+        edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (rank_order.mass(self.law, rows) / k)
+        first = rank_order.ranks_of_mass(self.law, edges[:-1], rows)
+        last = rank_order.ranks_of_mass(self.law, edges[1:].nextafter(edges.new_zeros(())), rows)
         return torch.stack([first, last], 1)
 
     @classmethod
@@ -155,18 +144,19 @@ class RankSampler(Prioritized):
             >>> RankSampler.nbytes_for(1_000_000)
             26495880
         """
-        return order_bytes(capacity, torch.device(device))
+        return rank_order.order_bytes(capacity, torch.device(device))
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
         self._weigh()
         ranks = self.table.ranks_of(self._rows(index, storage))
         weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)
-        return torch.where(ranks > 0, weight / mass(self.law, self.table.count().clamp(min=1)), 0.0)
+        return torch.where(ranks > 0, weight / rank_order.mass(self.law, self.table.count().clamp(min=1)), 0.0)
 
-    def _make(self, capacity: int, device: torch.device | str) -> RankOrder:
+    def _make(self, capacity: int, device: torch.device | str) -> rank_order.RankOrder:
         with outside_inference_mode():
-            return make_order(torch.full((capacity,), -1.0, dtype=torch.float32, device=device), self._stale_updates)
+            magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
+            return rank_order.make_order(magnitude, self._stale_updates)
 
     def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
         return self.table.update_(flat, td_error, rows, counts)
@@ -176,13 +166,13 @@ class RankSampler(Prioritized):
 
     def _weigh(self, anew: bool = False) -> None:
         if self.settings.values[ALPHA] != self.law.alpha:
-            self.law = rank_law(self.alpha, self.device)
+            self.law = rank_order.rank_law(self.alpha, self.device)
         if anew:
             self.table.assign_(self.table.magnitude.clone())
 
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         self.table.assign_(tensors["magnitude"])
-        self.law = rank_law(self.alpha, self.device)
+        self.law = rank_order.rank_law(self.alpha, self.device)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""

@@ -12,10 +12,10 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import permutation
-from rlbuf_td.samplers.wrapper import SamplerWrapper, as_tuple, columns_of, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import SamplerWrapper, columns_of, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY
+from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _ROUNDS = 200  # of draws for windows that fit, on the CPU
@@ -139,10 +139,9 @@ class SequenceSampler(SamplerWrapper):
 
     def _windows_of(self, batch_size: int) -> int:
         if batch_size % self.window:
-            raise ValueError(
-                f"batch_size counts rows: it must be a multiple of burn_in + length = {self.burn_in} + {self.length} = "
-                f"{self.window}, got {batch_size}; for 32 sequences take {32 * self.window}"
-            )
+            window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
+            remedy = f"for 32 sequences take {32 * self.window}"
+            raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
@@ -165,10 +164,8 @@ class SequenceSampler(SamplerWrapper):
                 info[key] = torch.where(fits.view(-1, *[1] * (value.ndim - 1)), value, other_info[key][order])
             back, ahead, _ = boundaries.reach(anchors, self.window)
         if is_on_host:
-            raise RuntimeError(
-                f"in {_ROUNDS} draws of {count} anchors hardly any had a window of {self.window} rows "
-                "within its trajectory: take shorter windows, or boundary='pad'"
-            )
+            window = f"a window of {self.window} rows within its trajectory"
+            raise RuntimeError(f"hardly any anchor had {window}: take shorter windows, or boundary='pad'")
         return anchors, info, back, ahead
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,10 +218,8 @@ class SequenceSampler(SamplerWrapper):
             raise KeyError("a batch of sequences needs its 'mask', 'burn_in_mask' and 'anchor_index' to set priorities")
         mask, burn_in, anchors = entries
         if td_error.shape[0] % self.window:
-            raise ValueError(
-                f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows: update priorities with "
-                "the batch as it was sampled"
-            )
+            given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
+            raise ValueError(f"{given}: update priorities with the batch as it was sampled")
         anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 

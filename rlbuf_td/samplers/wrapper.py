@@ -17,7 +17,7 @@ from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
 """Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
@@ -62,10 +62,8 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
             raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
         if self._inner is not None and self._inner._level >= self._level:
-            raise TypeError(
-                f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: "
-                "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
-            )
+            order = "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
+            raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
         self.done_key, self.traj_key = as_tuple(done_key), traj_key
@@ -238,8 +236,3 @@ def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
         return torch.empty((storage.all_rows().cells, *leaf.shape), dtype=leaf.dtype, device="meta")
     column = leaf_of(columns_of(storage), key)
     return column if column is None or storage.ndim == 1 else column.view(-1, *column.shape[storage.ndim :])
-
-
-def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Return a key in its long form."""
-    return (key,) if isinstance(key, str) else tuple(key)

@@ -64,7 +64,7 @@ class TrajectoryIndex:
         self, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> None:
         self.storage = storage
-        self.done_key, self.traj_key = _as_tuple(done_key), None if traj_key is None else _as_tuple(traj_key)
+        self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None
         self._seen = SharedNumbers("q", [-1])  # the storage's revision, as of the last write that was taken in
@@ -81,7 +81,7 @@ class TrajectoryIndex:
         cls, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> TrajectoryIndex:
         """Return the index that is attached to ``storage``, attaching one if there is none with these keys."""
-        keys = _as_tuple(done_key), None if traj_key is None else _as_tuple(traj_key)
+        keys = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         for listener in storage._attached_entities:
             if isinstance(listener, cls) and (listener.done_key, listener.traj_key) == keys:
                 return listener
@@ -341,5 +341,6 @@ class TrajectoryIndex:
         return f"{type(self).__name__}(done_key={self.done_key}, traj_key={self.traj_key}, {self.nbytes:,} bytes)"
 
 
-def _as_tuple(key: NestedKey) -> tuple[str, ...]:
+def as_tuple(key: NestedKey) -> tuple[str, ...]:
+    """Return a key in its long form."""
     return (key,) if isinstance(key, str) else tuple(key)
