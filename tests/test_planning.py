@@ -43,7 +43,7 @@ def state_of(sampler: Any) -> int:
     if isinstance(sampler, ProportionalSampler):
         return taken(sampler.tree.tensors().values())
     if isinstance(sampler, RankSampler):
-        return taken(sampler.order._tensors.values())  # type: ignore[union-attr]
+        return taken(sampler.order._tensors.values())
     return 0
 
 

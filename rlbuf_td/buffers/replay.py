@@ -26,7 +26,7 @@ from rlbuf_td.diagnostics.html import html_of
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import coordinates, merge_, put_back_
+from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
 from rlbuf_td.writers.ring import RingWriter, continue_after_newest
 
@@ -168,7 +168,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             parts.prioritized.follow(parts.storage)
             if default_priorities:
                 parts.prioritized.admit(parts.storage)
-        self.replay_count = ReplayCount.of(parts.storage) if self._count_replays else None
+        self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
 
     def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:

@@ -95,14 +95,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the text of the manifest, checksum included."""
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "about": self.about,
-            "generation": self.generation,
-            "state": self.state,
-            "tensors": [stored.to_json() for stored in self.tensors],
-        }
+        document: dict[str, Any] = {"format": FORMAT, "version": VERSION, "about": self.about}
+        tensors = [stored.to_json() for stored in self.tensors]
+        document |= {"generation": self.generation, "state": self.state, "tensors": tensors}
         text = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
         return text + _SUFFIX.format(checksum(text)).encode()
 

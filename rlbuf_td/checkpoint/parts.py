@@ -151,15 +151,9 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
     """Return the state of each trajectory index that is attached to a storage."""
-    return [
-        {
-            "done_key": list(index.done_key),
-            "traj_key": index.traj_key and list(index.traj_key),
-            "state": index.state_dict(),
-        }
-        for index in storage._attached_entities
-        if isinstance(index, TrajectoryIndex)
-    ]
+    found = [each for each in storage._attached_entities if isinstance(each, TrajectoryIndex)]
+    keys = [{"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key]} for each in found]
+    return [key | {"state": each.state_dict()} for key, each in zip(keys, found, strict=True)]
 
 
 def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:

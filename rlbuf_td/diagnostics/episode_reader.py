@@ -46,10 +46,8 @@ class StepReader:
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
-        elif len(size) == 0 or not -len(size) <= time_dim < len(size):
-            raise ValueError(
-                f"there is no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None"
-            )
+        elif not -len(size) <= time_dim < len(size):
+            raise ValueError(f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None")
         else:
             time_dim %= len(size)
             if 0 < time_dim < len(size) - 1:

@@ -84,9 +84,8 @@ class EpisodeStats:
         if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        self._reader = StepReader(
-            trajectory_key, done_key, (reward_key, *how), (terminated_key, truncated_key, *reasons)
-        )
+        flags = terminated_key, truncated_key, *reasons
+        self._reader = StepReader(trajectory_key, done_key, (reward_key, *how), flags)
         self.metrics = ("length", "return", *map(_name, self._reader.metric_keys[1:]))
         self.reasons = ("terminated", "truncated", *map(_name, self._reader.reason_keys[2:]))
         for names in (("step", *self.metrics), self.reasons):

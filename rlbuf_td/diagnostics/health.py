@@ -33,10 +33,10 @@ from torchrl.data.replay_buffers import (
 
 from rlbuf_td.diagnostics.torchrl import weights_of
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.samplers import MinibatchSampler, UniformSampler
+from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages.indexing import attached, device_of, flat_rows, lanes_of
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 
 #: The index of a batch, its importance weights, and the writer's cursor at the time.
 LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
@@ -50,15 +50,6 @@ class ReplayCount:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
-
-    @classmethod
-    def of(cls, storage: Storage) -> ReplayCount:
-        """Return the count that is attached to ``storage``; attach one if there is none."""
-        count = attached(storage, cls)
-        if count is None:
-            count = cls(storage)
-            storage.attach(count)
-        return count
 
     def counts(self) -> torch.Tensor:
         """Return the counts of all rows, ``[max_size]`` int32, on the storage's device; not a copy."""
@@ -157,7 +148,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     if type(sampler) is PrioritizedSampler:
         weight = weights_of(sampler, index)
         return weight / weight.sum()
-    if isinstance(sampler, UniformSampler | MinibatchSampler | RandomSampler | SamplerWithoutReplacement):
+    if isinstance(sampler, UniformSampler | RandomSampler | SamplerWithoutReplacement):
         return torch.full((rows,), 1 / rows, dtype=torch.float64, device="cpu")
     return None
 

@@ -29,6 +29,7 @@ from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.specs import leaves_of, schema_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
 
@@ -125,7 +126,7 @@ class GymnasiumRecorder:
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
         self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
         self._trajectories = np.zeros(self._lanes, np.int64)
-        self._numbers = TrajectoryNumbers.of(buffer.storage)
+        self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
         self._loads, self._warned = self._numbers.loads, False
         self._refuse_open_end()
 
@@ -167,10 +168,8 @@ class GymnasiumRecorder:
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
         broken = (lanes & ~self._ended & ~self._fresh).nonzero()[0].tolist()
         if self._trajectory_key is None and broken:
-            raise RuntimeError(
-                f"reset breaks off episodes in lanes {broken}, and without trajectory_key nothing in the rows would "
-                "tell: let them end, or store trajectory numbers"
-            )
+            remedy = "let them end, or store trajectory numbers"
+            raise RuntimeError(f"reset breaks off episodes in lanes {broken}, and no trajectory_key tells: {remedy}")
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._notice_load()
         self._write_stretches(lanes)
@@ -245,10 +244,8 @@ class GymnasiumRecorder:
     def _refuse_open_end(self) -> None:
         """Raise a RuntimeError if rows that are there would run into the next ones, as nothing would part them."""
         if self._trajectory_key is None and len(self.buffer) and not bool(self.buffer.last(1)[_DONE].all()):
-            raise RuntimeError(
-                "the buffer's newest rows end no episode, and without trajectory_key nothing would tell them from what "
-                "is recorded next: store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
-            )
+            remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
+            raise RuntimeError(f"the buffer's newest rows end no episode, and would run into the next: {remedy}")
 
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))
@@ -294,10 +291,8 @@ class GymnasiumRecorder:
         if extras or self._extra_keys:
             given = dict(leaves_of(extras))
             if given.keys() != self._extra_keys:
-                raise SchemaError(
-                    f"this step came with the extras {sorted(map(show_key, given))}, "
-                    f"the first one with {sorted(map(show_key, self._extra_keys))}: every step must bring the same"
-                )
+                now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
+                raise SchemaError(f"this step came with the extras {now}, the first one with {first}: bring the same")
             for key, value in given.items():
                 fill_(columns[key], value, key)
 

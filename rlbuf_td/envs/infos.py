@@ -43,10 +43,7 @@ def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]],
     """Replace the first observations of new episodes by the last ones of those that ended in this step."""
     final = info.get("final_obs")
     if final is None:
-        raise RuntimeError(
-            "an episode has ended, and the infos have no 'final_obs', as in same-step autoreset: set autoreset_mode to "
-            "the environment's mode"
-        )
+        raise RuntimeError("an episode ended without 'final_obs' in the infos: set the environment's autoreset_mode")
     is_each = isinstance(final, np.ndarray) and final.dtype == object
     for lane in done.nonzero()[0]:
         for key, path in paths:
@@ -134,9 +131,8 @@ def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, s
 
 def missing_info(path: Key) -> SchemaError:
     """Return the error for a missing info."""
-    return SchemaError(
-        f"the infos of a step have no {show_key(path)}: give the value to store then, infos={{{show_key(path)}: 0.0}}"
-    )
+    name = show_key(path)
+    return SchemaError(f"the infos of a step have no {name}: give the value to store then, infos={{{name}: 0.0}}")
 
 
 def _stacked(values: np.ndarray) -> np.ndarray:

@@ -159,11 +159,8 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        where = show_key((name, *path))
-        raise SchemaError(
-            f"{where} is a {type(value).__name__} of dtype {array.dtype}, which no tensor can hold: "
-            "give numbers, arrays of them, or dicts and tuples of these"
-        ) from error
+        kind = f"{type(value).__name__} of dtype {array.dtype}, which no tensor can hold"
+        raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
 
 
 def leaves_of(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

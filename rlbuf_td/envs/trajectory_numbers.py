@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torchrl.data.replay_buffers import Storage
 
-from rlbuf_td.storages.indexing import attached, lanes_of, stored_rows
+from rlbuf_td.storages.indexing import lanes_of, stored_rows
 
 
 class TrajectoryNumbers:
@@ -20,15 +20,6 @@ class TrajectoryNumbers:
     def __init__(self, storage: Storage) -> None:
         self.storage, self.loads = storage, 0
         self._next, self._has_read = 0, False
-
-    @classmethod
-    def of(cls, storage: Storage) -> TrajectoryNumbers:
-        """Return what is attached to a storage; attach it if there is none."""
-        numbers = attached(storage, cls)
-        if numbers is None:
-            numbers = cls(storage)
-            storage.attach(numbers)
-        return numbers
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
         """Return new numbers, ``[count]``, greater than those stored under ``key``; O(rows) after a load, else O(1)."""

@@ -95,9 +95,7 @@ def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
     """Return nested dicts of tensors as a TensorDict; refuse tensors that do not start with ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
-            raise SchemaError(
-                f"{show_key((*path, key))} has shape {tuple(value.shape)}, expected {tuple(lanes)} in front, as in "
-                "'terminated': one entry for each environment"
-            )
+            shapes = f"shape {tuple(value.shape)}, expected {tuple(lanes)} in front, as in 'terminated'"
+            raise SchemaError(f"{show_key((*path, key))} has {shapes}: one entry for each environment")
     nested = {key: _batch(value, lanes, *path, key) for key, value in parts.items() if isinstance(value, dict)}
     return TensorDict(parts | nested, lanes)

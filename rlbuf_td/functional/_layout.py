@@ -74,9 +74,7 @@ class TimeLayout:
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:
-            raise ValueError(
-                f"{self.function}: {name} requires a gradient, but estimates are constants here. Pass {name}.detach()."
-            )
+            raise ValueError(f"{self.function}: {name} requires a gradient, estimates have none. Pass {name}.detach().")
         x = x.to(self.device, self.compute_dtype)
         try:
             return x.expand(self.shape).reshape(self.lanes_steps_features)

@@ -90,28 +90,12 @@ def _plain_sizes(
     """
     try:
         dtype, shape = value.dtype, value.shape
-        if (
-            (dtype is torch.float32 or dtype is torch.float64)
-            and next_value.dtype is dtype
-            and reward.dtype is dtype
-            and done.dtype is torch.bool
-            and terminated.dtype is torch.bool
-            and value.is_cpu
-            and next_value.is_cpu
-            and reward.is_cpu
-            and done.is_cpu
-            and terminated.is_cpu
-            and value.is_contiguous()
-            and next_value.is_contiguous()
-            and reward.is_contiguous()
-            and done.is_contiguous()
-            and terminated.is_contiguous()
-            and next_value.shape == shape
-            and reward.shape == shape
-            and done.shape == shape
-            and (terminated is done or terminated.shape == shape)
-            and (count := value.numel())
-        ):
+        for x in (next_value, reward, done, terminated):
+            if not (x.is_cpu and x.is_contiguous() and x.shape == shape):
+                return None
+        is_alike = next_value.dtype is reward.dtype is dtype and done.dtype is terminated.dtype is torch.bool
+        is_plain = value.is_contiguous() and value.is_cpu and (dtype is torch.float32 or dtype is torch.float64)
+        if is_alike and is_plain and (count := value.numel()):
             steps = shape[time_dim]
             features = shape[-1] if time_dim == -2 else prod(shape[time_dim % len(shape) + 1 :])
             return count // (steps * features), steps, features

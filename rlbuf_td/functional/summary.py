@@ -29,10 +29,8 @@ def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
         (1.0, 0.0)
     """
     if state_value.shape != value_target.shape:
-        raise ValueError(
-            f"explained_variance: state_value {tuple(state_value.shape)} and value_target "
-            f"{tuple(value_target.shape)} must share one shape."
-        )
+        shapes = f"{tuple(state_value.shape)} and {tuple(value_target.shape)}"
+        raise ValueError(f"explained_variance: values and targets must share one shape, got {shapes}.")
     if state_value.numel() == 0:
         raise ValueError("explained_variance: the tensors are empty.")
     target = _wide(value_target)

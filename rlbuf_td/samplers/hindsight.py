@@ -251,7 +251,7 @@ def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Te
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:
         if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
-            shapes = f"shape {tuple(like.shape)} or [{len(like)}], got {tuple(values.shape)}"
+            shapes = f"shape {tuple(like.shape)} or [{len(like)}], got shape {tuple(values.shape)}"
             raise ValueError(f"{source} must return one {name} per row, of {shapes}")
         values = values.view(like.shape)
     return values.to(like.device, like.dtype)

@@ -25,6 +25,15 @@ def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
     return next((each for each in storage._attached_entities if isinstance(each, kind)), None)
 
 
+def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
+    """Return the object of a class that is attached to a storage; attach a new one if there is none."""
+    found = attached(storage, kind)
+    if found is None:
+        found = kind(storage)  # type: ignore[call-arg]
+        storage.attach(found)
+    return found
+
+
 def stored_rows(storage: Storage) -> TensorDictBase | None:
     """Return the columns of all cells ``[T, *lanes]`` in place; ``None`` before the first write or without keys."""
     rows = getattr(storage, "_storage", None)

@@ -67,9 +67,8 @@ class RolloutEstimator:
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
         """Return which steps end a trajectory, and which of them end the episode, in the shape of the values."""
         # ``done`` goes before ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
-        done, terminated, truncated = (
-            self._flags(rows, key, value, ndim) for key in (self.done_key, self.terminated_key, self.truncated_key)
-        )
+        keys = self.done_key, self.terminated_key, self.truncated_key
+        done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
         if done is None:
             if terminated is None or truncated is None:
                 raise SchemaError(f"no {self.done_key!r} in the data; there are {_names(rows)}")
@@ -142,9 +141,8 @@ class RolloutEstimator:
     ) -> tuple[Tensor, Tensor]:
         """GAE along dim 0. Data that a collector laid out lane by lane is read so, without a copy."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
-        tensors = (
-            (x.transpose(0, 1) if by_lane else x).contiguous() for x in (value, next_value, reward, ends, terminated)
-        )
+        inputs = value, next_value, reward, ends, terminated
+        tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)
         estimates = generalized_advantage_estimate(self.gamma, self.lmbda, *tensors, time_dim=int(by_lane))
         advantage, target = (x.transpose(0, 1) for x in estimates) if by_lane else estimates
         return advantage, target

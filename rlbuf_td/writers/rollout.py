@@ -145,10 +145,8 @@ class RolloutWriter(RingWriter):
             raise ValueError("extend needs at least one step, got none")
         steps = self._storage._max_size_along_dim0(batched_data=data)
         if count > steps - self._cursor:
-            raise ValueError(
-                f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit. "
-                "Write the rest of this rollout first, or make the storage as long as what the collector gives at once"
-            )
+            room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
+            raise ValueError(f"{room}. Write the rest of it first, or make the storage as long as a collector's batch")
         if count < steps:
             return self._write_part(super().extend, data, count, steps)
         estimates = self.estimator.estimate(data, self._storage.ndim)

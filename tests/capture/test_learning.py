@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.diagnostics.health import ReplayCount
+from rlbuf_td.storages.indexing import attached_or_new
 from tests.capture.rows import SAMPLERS, buffer, data
 from tests.graphs import RecordedGraph
 
@@ -70,7 +71,7 @@ def test_replays_are_counted_and_health_looks_at_the_last_one(device, captures, 
     rb = buffer(SAMPLERS[name](), device, batch_size=16, count_replays=True)
     captured = rb.capture(warmup=2)
     first = captured()["x"].clone()
-    counts = ReplayCount.of(rb.storage).counts()
+    counts = attached_or_new(rb.storage, ReplayCount).counts()
     assert int(counts.sum()) == 16 * (1 + 2 * captures)
     assert (counts[first] > 0).all()
     for calls in (1, 2, 3):

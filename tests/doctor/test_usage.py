@@ -8,6 +8,7 @@ import torch
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.diagnostics.doctor import check
 from rlbuf_td.diagnostics.health import ReplayCount
+from rlbuf_td.storages.indexing import attached_or_new
 from tests.doctor.world import walk
 
 
@@ -15,7 +16,7 @@ def buffer(counts: torch.Tensor | None, sampler: type = ProportionalSampler) -> 
     rb = ReplayBuffer(storage=PackedStorage(300), sampler=sampler(300), batch_size=8, count_replays=counts is not None)
     rb.extend(walk(200)[:, 0])
     if counts is not None:
-        ReplayCount.of(rb.storage).restore(counts)
+        attached_or_new(rb.storage, ReplayCount).restore(counts)
     return rb
 
 
@@ -44,7 +45,7 @@ def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> N
     assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
     assert "rows are drawn 5.0 times on the average" in finding.explanation
     counts[50:150] = 1
-    ReplayCount.of(rb.storage).restore(counts)
+    attached_or_new(rb.storage, ReplayCount).restore(counts)
     rb.update_priority(torch.arange(150), torch.rand(150))
     assert check(rb).codes == []
 

@@ -215,7 +215,7 @@ REFUSALS = [
     (
         {"of": lambda batch: torch.zeros(3)},
         ValueError,
-        r"one reward a row, of shape \(20, 1\) or \[20\], got shape \(3,\)",
+        r"one reward per row, of shape \(20, 1\) or \[20\], got shape \(3,\)",
     ),
     ({"of": lambda batch: torch.zeros(len(batch), 2)}, ValueError, r"got shape \(20, 2\)"),
     ({"of": lambda batch: 1.0}, ValueError, r"got shape \(\)"),

@@ -158,10 +158,8 @@ def bounds_of(source: Any) -> dict[Key, Interval]:
     if gymnasium is not None and isinstance(source, gymnasium.Space):
         is_dict = isinstance(source, gymnasium.spaces.Dict)
         return dict(_of_space(source, () if is_dict else (OBSERVATION,)))
-    raise TypeError(
-        "space must be a Gymnasium space, a TorchRL spec of observations, or an environment of either, "
-        f"got {type(source).__name__}"
-    )
+    accepted = "a Gymnasium space, a TorchRL spec of observations, or an environment of either"
+    raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
 
 
 def _of_spec(spec: Any, path: Key) -> Iterator[tuple[Key, Interval]]:

@@ -18,9 +18,7 @@ INK, ACCENT, SHADE, GUIDE = "0.1", "#c8500a", "0.78", "0.45"
 SMALL = 7  # points
 BARS: dict[str, Any] = {"color": SHADE, "edgecolor": INK, "linewidth": 0.5}
 _LOOKS = {INK: "-", ACCENT: "--", "0.55": "-", "#2a6f97": "-.", "0.35": ":", "0.75": "--"}
-LINES = tuple[dict[str, Any], ...](
-    {"color": color, "linestyle": style, "linewidth": 1.2} for color, style in _LOOKS.items()
-)
+LINES: list[dict[str, Any]] = [{"color": c, "linestyle": style, "linewidth": 1.2} for c, style in _LOOKS.items()]
 LEGEND: dict[str, Any] = {"fontsize": SMALL - 0.5, "frameon": False}
 
 

@@ -146,9 +146,7 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
     storage, sampler = rb.storage, unwrapped(rb.sampler)
     magnitude, probability = priorities(storage, sampler), probabilities(storage, sampler)
     if magnitude is None or probability is None:
-        raise TypeError(
-            f"a {type(rb.sampler).__name__} keeps no priorities: use a ProportionalSampler or a RankSampler"
-        )
+        raise TypeError(f"a {type(rb.sampler).__name__} keeps no priorities: use ProportionalSampler or RankSampler")
     figure, (left, right) = style.panels(1, 2, 1.7)
     _draw_magnitudes(left, style.numbers_of(magnitude))
     _draw_law(right, style.numbers_of(probability))
