@@ -91,7 +91,6 @@ class _Load:
             raise CheckpointError(f"the dump has ndim={saved['storage']['ndim']}, this buffer {rb.storage.ndim}")
 
     def _resize(self, rows: SavedRows) -> None:
-        """Convert the saved states to the capacity of this buffer."""
         fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
         is_tied = isinstance(self.rb.writer, RolloutWriter) or "_generation" in saved["writer"]["state"]
         if is_tied and not fit.is_same:
@@ -145,9 +144,6 @@ class _Load:
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)
             rb.replay_count.restore(saved["buffer"]["replays"] if same else None)
-
-
-# -- without a buffer
 
 
 @dataclass(frozen=True)
@@ -220,7 +216,6 @@ def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -
 
 
 def _content(state: dict[str, Any]) -> TensorDictBase | None:
-    """Return the rows of a TorchRL storage, if they are tensors."""
     content = state.get("_storage")
     if not isinstance(content, dict) or not content:
         return None

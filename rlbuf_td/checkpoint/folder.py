@@ -42,12 +42,9 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} cannot be made: there is a file; a dump is a folder") from error
     with _locked(folder):
-        about = {
-            "kind": kind,
-            "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {name: _version(name) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")},
-        }
-        writer = DumpWriter(folder, about, sync=sync)
+        written = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        versions = {name: _version(name) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
+        writer = DumpWriter(folder, {"kind": kind, "written": written, "versions": versions}, sync=sync)
         try:
             yield writer
         except OSError as error:

@@ -125,7 +125,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _refuse_damage(file: Path, data: bytes) -> None:
-    """Refuse another version, and text that its checksum contradicts."""
     head = _HEAD.match(data)
     version = int(head[1]) if head else VERSION
     if version != VERSION:

@@ -129,9 +129,6 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
             torch.Generator(device).set_state(state)
 
 
-# -- samplers in another capacity
-
-
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
     """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method of this name.
 
@@ -144,9 +141,6 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
         return state
     name = type(sampler).__name__
     raise CheckpointError(f"a {name} can be loaded into the same capacity only; rows_only=True leaves its state out")
-
-
-# -- trajectories
 
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
@@ -170,9 +164,6 @@ def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
             index.load_state_dict(each["state"])
         except ValueError:  # of a storage of another size or device
             index.load_state_dict({})
-
-
-# -- generators
 
 
 def _default_generators(storage: Storage) -> dict[str, Any]:
@@ -210,9 +201,6 @@ def _is_here(device: torch.device) -> bool:
     if device.type != "cuda":
         return device.type == "cpu"
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
-
-
-# -- all or nothing
 
 
 class Rollback:

@@ -50,12 +50,11 @@ class StepReader:
             raise ValueError(f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None")
         else:
             time_dim %= len(size)
-            if 0 < time_dim < len(size) - 1:
-                order = [d for d in range(len(size)) if d != time_dim]
-                data, time_dim = data.permute(*order, time_dim), len(size) - 1
-            steps = size[time_dim] if len(size) == 1 or time_dim == 0 else data.batch_size[-1]
+            steps = size[time_dim]
             lanes = size.numel() // steps if steps else 0
             shape, strides = (steps, lanes), ((lanes, 1) if time_dim == 0 else (1, steps))
+            if 0 < time_dim < len(size) - 1:
+                data = data.permute(*(d for d in range(len(size)) if d != time_dim), time_dim)
         columns = [self._column(data, key, kind, shape[0] * shape[1]) for key, kind in self._columns]
         done = columns[1]
         if done is not None and done.is_cuda:

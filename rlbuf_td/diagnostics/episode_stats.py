@@ -106,8 +106,6 @@ class EpisodeStats:
         self._lane_slot, self._keys, self._lengths, self._touched = (np.zeros(0, np.int64) for _ in range(4))
         self._sums = np.zeros((0, metrics))
 
-    # -- steps in
-
     def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
         """Count steps.
 
@@ -172,8 +170,6 @@ class EpisodeStats:
         self._lengths, self._touched = (np.append(x, np.zeros(more, np.int64)) for x in (self._lengths, self._touched))
         self._sums = np.append(self._sums, np.zeros((more, self._sums.shape[1])), axis=0)
 
-    # -- statistics out
-
     @property
     def episodes(self) -> int:
         """The number of episodes that have ended."""
@@ -219,8 +215,6 @@ class EpisodeStats:
         at = np.arange(max(0, last - min(count, self._rows)), last) % self._rows
         return self._records[at], self._ends[at]
 
-    # -- state
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all counts, of open episodes too, as tensors."""
         self._count_pending()
@@ -239,10 +233,9 @@ class EpisodeStats:
             mine = getattr(self, name)
             shape = (lengths.get(name, len(array)), *mine.shape[1:])
             if (array.dtype, array.shape) != (mine.dtype, shape):
-                raise ValueError(
-                    f"the saved statistics are {array.dtype} of shape {array.shape} ({name.strip('_')}), these "
-                    f"{mine.dtype} of {shape}: make EpisodeStats with the same keys, reasons, window and history"
-                )
+                kinds = f"{array.dtype} of shape {array.shape} ({name.strip('_')}), these {mine.dtype} of {shape}"
+                remedy = "make EpisodeStats with the same keys, reasons, window and history"
+                raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
             raise ValueError("the saved statistics have counted fewer than no steps")
         self._pending.clear()

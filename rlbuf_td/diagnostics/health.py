@@ -95,7 +95,12 @@ def health(
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
-        report |= _quantiles("age", ages(storage, writer, last_draw)) | _of_weights(last_draw[1])
+        report |= _quantiles("age", ages(storage, writer, last_draw))
+        if last_draw[1] is not None:
+            weight = last_draw[1].double()
+            size = float(weight.sum() ** 2 / (weight**2).sum())
+            report |= {"effective_sample_size": size, "effective_share": size / weight.numel()}
+            report["weight_max_over_median"] = float(weight.max() / weight.median())
     if rows:
         probability = probabilities(storage, sampler)
         if probability is not None:
@@ -109,15 +114,6 @@ def health(
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}
         report["never_sampled"] = float((counts == 0).double().mean())
     return report
-
-
-def _of_weights(weight: torch.Tensor | None) -> dict[str, float]:
-    if weight is None:
-        return {}
-    weight = weight.double()
-    size = float(weight.sum() ** 2 / (weight**2).sum())
-    ratio = float(weight.max() / weight.median())
-    return {"effective_sample_size": size, "effective_share": size / weight.numel(), "weight_max_over_median": ratio}
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:

@@ -261,7 +261,6 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
 def _places(
     device: torch.device, scratch_dir: str | Path | None, shared: bool, offload: bool, dedup: DedupLayout | None
 ) -> Iterator[Room]:
-    """Yield the requested place, then the others."""
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
         refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)

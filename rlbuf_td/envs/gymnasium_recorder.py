@@ -12,21 +12,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.infos import (
-    Key,
-    autoreset_mode_of,
-    fill_,
-    fill_final_,
-    fill_info_,
-    fill_infos_,
-    info_example,
-    joined,
-    part_of,
-    paths_of,
-    to_array,
-)
+from rlbuf_td.envs.infos import fill_, fill_final_, fill_info_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
-from rlbuf_td.envs.specs import leaves_of, schema_of
+from rlbuf_td.envs.specs import Key, autoreset_mode_of, leaves_of, paths_of, schema_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import attached_or_new
@@ -152,10 +140,9 @@ class GymnasiumRecorder:
             if key == _REWARD and leaf.dtype.is_floating_point and value.shape[1:] == leaf.shape:
                 schema.set(key, value.to(leaf.dtype))
             elif (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
-                raise SchemaError(
-                    f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}, the "
-                    f"buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}: {_REMEDY}"
-                )
+                given = f"the environment gives {show_key(key)} as {value.dtype} of shape {tuple(value.shape[1:])}"
+                stored_as = f"the buffer's rows hold {leaf.dtype} of shape {tuple(leaf.shape)}"
+                raise SchemaError(f"{given}, {stored_as}: {_REMEDY}")
         return schema
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -194,10 +181,9 @@ class GymnasiumRecorder:
         self._notice_load()
         resetting = np.count_nonzero(self._ended)  # quicker than any()
         if resetting and self._mode == "Disabled":
-            raise RuntimeError(
-                f"the episode has ended in lanes {self._ended.nonzero()[0].tolist()}: reset before the next step"
-                + ("" if self._single else ", with options={'reset_mask': terminated | truncated}")
-            )
+            how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
+            ended = self._ended.nonzero()[0].tolist()
+            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
         lanes = ~self._ended if resetting else None
         if self._queues is None:
             before = deepcopy((self._obs, action))  # the environment may write over it

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from rlbuf_td.envs.specs import ACTION, tensors_of
-from rlbuf_td.storages.schema import SchemaError, show_key, walk
-
-Key = tuple[str, ...]
-_RESULTS = {("next", name) for name in ("reward", "terminated", "truncated", "done")}
+from rlbuf_td.envs.specs import Key, tensors_of
+from rlbuf_td.storages.schema import SchemaError, show_key
 
 
 def part_of(value: Any, path: Key) -> Any:
@@ -148,27 +143,3 @@ def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # NaN is no integer
         converted = array.astype(dtype)
     return converted if np.array_equal(converted, array) else array
-
-
-def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
-    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
-    if single:
-        while hasattr(env, "env"):
-            if type(env).__name__ == "Autoreset":
-                return "NextStep"
-            env = env.env
-        return "Disabled"
-    mode = env.metadata.get("autoreset_mode") if given is None else given
-    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
-    if mode not in ("NextStep", "SameStep", "Disabled"):
-        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
-    return mode
-
-
-def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
-    space = env.observation_space if single else env.single_observation_space
-    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
-    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
-    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
-    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]

@@ -17,9 +17,11 @@ from torchrl.data import Composite, TensorSpec
 
 from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, walk
 
+Key = tuple[str, ...]
 OBSERVATION, ACTION = "observation", "action"
 # The keys of a transition besides the observation, at its root and under "next".
 _TAKEN = {ACTION, "next", "index", "collector", "reward", "done", "terminated", "truncated"}
+_RESULTS = {("next", name) for name in ("reward", "terminated", "truncated", "done")}
 _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
 
 
@@ -129,9 +131,6 @@ def refuse_taken(keys: Any) -> None:
         raise SchemaError(f"the observation has a key {key!r}, which a transition needs for itself: rename it")
 
 
-# -- values: nested dicts and tuples of arrays and numbers
-
-
 def entries(value: Any) -> dict[str, Any] | None:
     """Return the named parts of a dict or tuple, ``None`` for other values."""
     if isinstance(value, Mapping | TensorDictBase):
@@ -163,7 +162,7 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
         raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
 
 
-def leaves_of(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves_of(data: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Yield the leaves of nested dicts or TensorDicts with their keys."""
     for key, value in data.items():
         if isinstance(value, Mapping | TensorDictBase):
@@ -172,7 +171,28 @@ def leaves_of(data: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield (*path, key), value
 
 
-# -- spaces
+def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
+    """Return ``"NextStep"``, ``"SameStep"`` or ``"Disabled"``."""
+    if single:
+        while hasattr(env, "env"):
+            if type(env).__name__ == "Autoreset":
+                return "NextStep"
+            env = env.env
+        return "Disabled"
+    mode = env.metadata.get("autoreset_mode") if given is None else given
+    mode = "NextStep" if mode is None else getattr(mode, "value", mode)
+    if mode not in ("NextStep", "SameStep", "Disabled"):
+        raise ValueError(f"autoreset_mode must be one of Gymnasium's AutoresetMode, got {mode!r}")
+    return mode
+
+
+def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
+    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
+    space = env.observation_space if single else env.single_observation_space
+    whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
+    after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]
+    actions = [key for key, _ in walk(schema) if key[0] == ACTION]
+    return [(key, key[whole:]) for key in after], [(key, key[1:]) for key in actions]
 
 
 def _is_space(source: Any) -> bool:
@@ -191,7 +211,6 @@ def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _value(space: Any, lanes: tuple[int, ...], path: tuple[str, ...]) -> Any:
-    """Return a value of the space as a meta tensor, or a TensorDict of them."""
     if isinstance(space, TensorSpec):
         value = space.zero().to("meta")
         if isinstance(value, TensorDictBase):

@@ -67,7 +67,6 @@ def make_transition(
 
 
 def _observation(obs: Any, *path: str) -> dict[str, Any]:
-    """Return an observation as entries of tensors: those of a dict, or one named ``"observation"``."""
     if entries(obs) is None or isinstance(obs, tuple):
         return {OBSERVATION: tensors_of(obs, *path, OBSERVATION)}
     refuse_taken(obs)

@@ -42,10 +42,9 @@ class TimeLayout:
         for name, x in inputs.items():
             _check_dtype(function, name, x, must_float=name in values)
         if not -first.ndim <= time_dim < first.ndim:
-            raise ValueError(
-                f"{function}: time_dim={time_dim} does not exist in inputs of shape {tuple(first.shape)}. "
-                "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
-            )
+            remedy = "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
+            shape = tuple(first.shape)
+            raise ValueError(f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}")
         out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
         compute_dtype = reduce(torch.promote_types, (x.dtype for x in others.values()), out_dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
@@ -79,10 +78,9 @@ class TimeLayout:
         try:
             return x.expand(self.shape).reshape(self.lanes_steps_features)
         except RuntimeError:
-            raise ValueError(
-                f"{self.function}: {name} of shape {tuple(x.shape)} does not broadcast to the inputs' shape "
-                f"{tuple(self.shape)}. Pass a float, or one value a step with time at dim {self.time_dim}."
-            ) from None
+            shapes = f"shape {tuple(x.shape)} does not broadcast to the inputs' shape {tuple(self.shape)}"
+            remedy = f"Pass a float, or one value per step with time at dim {self.time_dim}."
+            raise ValueError(f"{self.function}: {name} of {shapes}. {remedy}") from None
 
     def is_per_step(self, x: object) -> bool:
         """Whether a coefficient is a tensor of the inputs' shape."""

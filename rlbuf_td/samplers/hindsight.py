@@ -200,10 +200,9 @@ class HindsightSampler(SamplerWrapper):
             goals[next_key] = next_goal
         for key, goal in goals.items():
             if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
-                raise ValueError(
-                    f"{show_key(key)} is {goal.dtype} of shape {tuple(goal.shape[1:])}, but {show_key(outcome_key)} "
-                    f"{outcomes.dtype} of shape {tuple(outcomes.shape[1:])}: goals and outcomes must be alike"
-                )
+                one, other = (f"{x.dtype} of shape {tuple(x.shape[1:])}" for x in (goal, outcomes))
+                kinds = f"{show_key(key)} is {one}, but {show_key(outcome_key)} {other}"
+                raise ValueError(f"{kinds}: goals and outcomes must be alike")
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 

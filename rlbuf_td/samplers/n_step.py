@@ -133,7 +133,6 @@ class NStepSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> None:
-        """Make n-step transitions of a batch."""
         n, bound = self._n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
         if revise is None:

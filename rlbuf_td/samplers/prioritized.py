@@ -68,8 +68,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         )
         self.table = self._make(self._max_capacity, self.device)
 
-    # -- what a subclass does with its table
-
     @classmethod
     @abstractmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
@@ -102,8 +100,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     @abstractmethod
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
         """Return the probability of each row in a draw, ``[B]`` float64; raises as :meth:`priority`."""
-
-    # -- settings
 
     @property
     def alpha(self) -> float:
@@ -153,8 +149,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Waits for the device. Always 0 on the CPU, which refuses the whole batch.
         """
         return int(self.table.refused)
-
-    # -- priorities
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
         """Set the priorities of rows to ``|priority|``, also of rows that were replaced since they were sampled.
@@ -240,16 +234,13 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
             self._restore({name: tensor.to(device) for name, tensor in saved.items()})
         if storage.max_size > self._max_capacity:
             lanes = lanes_of(storage).numel() if storage.ndim > 1 and len(storage) else 1
+            remedy = f"make it with max_capacity={storage.max_size}"
             if storage.max_size - self._max_capacity >= lanes:
-                raise ValueError(
-                    f"the storage holds {storage.max_size} rows, but the sampler was made for "
-                    f"max_capacity={self._max_capacity}: make it with max_capacity={storage.max_size}"
-                )
+                made = f"the sampler was made for max_capacity={self._max_capacity}"
+                raise ValueError(f"the storage holds {storage.max_size} rows, but {made}: {remedy}")
             if self._is_shared:
-                raise ValueError(
-                    f"a sampler of max_capacity={self._max_capacity} cannot grow in shared memory: make it with "
-                    f"max_capacity={storage.max_size}, which the storage holds, or write before you share the buffer"
-                )
+                grow = f"a sampler of max_capacity={self._max_capacity} cannot grow in shared memory"
+                raise ValueError(f"{grow}: {remedy}, or write before you share the buffer")
             self._max_capacity = storage.max_size
             self.table = self._make(self._max_capacity, self.device)
 
@@ -257,8 +248,6 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self._see(-1.0)
         saved = self._saved(self.table).items()
         self._restore({name: old.new_full((), self._blank[name]).expand_as(old) for name, old in saved})
-
-    # -- processes, graphs and state
 
     def share_memory_(self) -> None:
         """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""

@@ -116,8 +116,6 @@ class SequenceSampler(SamplerWrapper):
         """Rows of a window, ``burn_in + length``."""
         return self.burn_in + self.length
 
-    # -- drawing
-
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
         window = self.window
@@ -203,8 +201,6 @@ class SequenceSampler(SamplerWrapper):
         # The index reads rows that it was not told of here, outside of the graph.
         self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
-
-    # -- priorities
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
         """Return the anchors of a batch of whole windows, and their priorities.

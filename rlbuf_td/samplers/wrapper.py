@@ -70,8 +70,6 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
-    # -- drawing
-
     def _reviser(self, storage: Storage, drawn: Tensor) -> Revise | None:
         """Decide what there is to decide for drawn rows (flat, ``[B]``), and return how to revise batches for them."""
         return None if self._inner is None else self._inner._reviser(storage, drawn)
@@ -117,13 +115,9 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         """Return the rows whose priorities a batch's TD errors (one per row) stand for, and these priorities."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
-    # -- CUDA graphs
-
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         return id(self.sampler), self.sampler.prepare_graph(storage, batch_size)
-
-    # -- what goes to the wrapped sampler
 
     alpha = _of_inner("alpha")
     beta = _of_inner("beta")

@@ -84,7 +84,9 @@ def test_strict_windows_carry_the_weights_of_their_own_anchors():
 
 def test_windows_that_do_not_fit_anywhere_are_refused():
     made = world(SequenceSampler(UniformSampler(), 30, boundary="strict"))
-    with pytest.raises(RuntimeError, match=r"hardly any had a window of 30 rows within its trajectory: take shorter"):
+    with pytest.raises(
+        RuntimeError, match=r"hardly any anchor had a window of 30 rows within its trajectory: take shorter"
+    ):
         made.rb.sample(60)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from rlbuf_td.diagnostics.doctor.faults import FAULTS
@@ -91,9 +91,7 @@ def _space(name: str) -> Any:
     import gymnasium
 
     try:
-        env = gymnasium.make(name)
+        with closing(gymnasium.make(name)) as env:
+            return env.observation_space
     except gymnasium.error.Error as error:
         raise ValueError(str(error)) from error
-    space = env.observation_space
-    env.close()
-    return space

@@ -19,10 +19,7 @@ class Fault(NamedTuple):
 _JUMPS = "The next observation is not the following row's observation, though the trajectory goes on there."
 _ENDS = "The trajectory ends here, and yet the next observation is that of the following row"
 _DONE = "store done = terminated | truncated"
-_FLAG_WITHOUT_DONE = (
-    "{name} is set and done is not, of as many rows with {name}. Samplers that need trajectories read done only, and "
-    "continue across the end."
-)
+_FLAG_WITHOUT_DONE = "{name} is set and done is not, of as many rows with {name}: samplers continue across the end."
 
 #: The faults by code, the most serious first.
 FAULTS = {
@@ -87,8 +84,7 @@ FAULTS = {
     "not-finite": Fault(
         "an observation, a reward or an action is NaN or infinite",
         "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then the network.",
-        "look at what the environment returned in these steps (a diverging simulation, a division by zero); leave such "
-        "transitions out, or end the trajectory there.",
+        "look for a diverging simulation or a division by zero; leave such rows out, or end the trajectory there.",
     ),
     "out-of-bounds": Fault(
         "an observation lies outside its space",
@@ -98,27 +94,23 @@ FAULTS = {
     "constant": Fault(
         "a column of an observation or action never changes",
         "{key} has the same value ({value:g}) in every row: {columns}.",
-        "if a sensor or a wrapper should have filled it, look there; else leave it out, which saves memory and spares "
-        "a normalisation the division by a deviation of 0.",
+        "if a sensor or a wrapper should have filled it, look there; else leave it out, which saves memory.",
     ),
     "float-image": Fault(
         "images are stored as floats",
-        "{key} holds images as {dtype}: {size} times the memory that they need, and as much more to gather for each "
-        "batch.",
+        "{key} holds images as {dtype}: {size} times the memory that they need, and the bytes of each batch.",
         "store them as uint8, as the environment gives them, and convert the batch: "
         "rb.append_transform(ToTensorImage(...)), or batch[key].float() / 255.",
     ),
     "never-sampled": Fault(
         "most rows are never drawn",
-        "These rows have never been drawn, though rows are drawn {mean:.1f} times on the average: a few rows get "
-        "nearly all draws.",
+        "These rows have never been drawn, though rows are drawn {mean:.1f} times on the average.",
         "lower alpha, look for outliers among the TD errors (RankSampler does not mind them), and check that "
         "priorities are updated after every batch.",
     ),
     "stale-priorities": Fault(
         "priorities are not updated",
-        "These rows have been drawn, and still have the priority with which they entered: it was never updated. "
-        "Replay is then uniform, at a higher price.",
+        "These rows have been drawn, and still have the priority with which they entered: replay is uniform.",
         "after each batch put the TD errors into it (TorchRL's losses do, under priority_key) and call "
         "rb.update_tensordict_priority(batch).",
     ),

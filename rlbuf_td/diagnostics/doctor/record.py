@@ -171,9 +171,6 @@ class Record:
         return Finding(code, key, rows, count, of, explanation.format(**words), remedy.format(**words))
 
 
-# -- comparing values
-
-
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """Return values of any dtype as integers of the same size, so that NaN equals itself."""
     if values.is_complex():
@@ -208,9 +205,6 @@ def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) ->
         numbers = (_bits(part.flatten(1)[:, places.to(part.device)].contiguous()).flatten(1) for part in parts)
         result += torch.cat([(each.cpu().long() * weight).sum(1) for each in numbers])
     return result
-
-
-# -- from a buffer, a storage, rows or a saved buffer to its parts
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:

@@ -82,9 +82,6 @@ def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Fi
         yield record.finding("one-step-trajectories", one_step, trajectories)
 
 
-# -- comparing observations
-
-
 def _flow(record: Record) -> Flow:
     """Compare each next observation with the following row's observation."""
     inside, ends = record.paired & ~record.cut, record.paired & record.cut
@@ -111,9 +108,6 @@ def _spread(where: torch.Tensor) -> torch.Tensor:
     if not len(rows):
         return rows
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED), dtype=torch.float64, device="cpu").long()]
-
-
-# -- next observations that are not the following row's
 
 
 def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = False, never: bool = False) -> Finding:
@@ -160,9 +154,8 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
             return f"It is found {ahead} step(s) later in another lane: lanes change their places.", f"{_STACK}."
     found = matches[matches > 0]
     if len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3:
-        pieces = (
-            "rows are not in the order of time" if mostly else "pieces of several trajectories lie one after the other"
-        )
+        unordered = "rows are not in the order of time"
+        pieces = unordered if mostly else "pieces of several trajectories lie one after the other"
         return (
             f"It begins another row, elsewhere: {pieces}.",
             f"{_STACK}; or store ('collector', 'traj_ids'), which tell the pieces apart.",
@@ -192,9 +185,6 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
         return False
     changes = int((ids[1:] != ids[:-1]).sum())
     return int(ids.unique().numel()) >= changes and len(cuts.diff().unique()) > 1
-
-
-# -- ends at which the next observation is the following row's
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:

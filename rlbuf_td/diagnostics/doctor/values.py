@@ -68,7 +68,6 @@ def _is_float(record: Record, key: Key) -> bool:
 
 
 def _must_be_finite(record: Record, key: Key) -> bool:
-    """Whether a key is a float of the environment: of an observation, a reward or an action."""
     is_given = key[-1] in ("reward", "action") or _root(key) in record.observed or "observation" in key
     return is_given and _is_float(record, key)
 
@@ -79,7 +78,6 @@ def _is_bounded(record: Record, key: Key, bounds: Mapping[Key, Interval]) -> boo
 
 
 def _may_be_constant(record: Record, key: Key) -> bool:
-    """Whether a key is searched for constant columns: float vectors that are observed, and actions."""
     column = record.columns[key]
     is_vector = column.ndim < 4 and column.shape[2:].numel() > 0
     return is_vector and _is_float(record, key) and (key[-1] == "action" or key in record.observed)
@@ -101,9 +99,6 @@ def _is_image(record: Record, key: Key) -> bool:
     low, high = sample.amin(), sample.amax()
     whole = bool((sample == sample.round()).all())
     return bool(low >= 0) and (bool(high <= 1) or (whole and bool(high <= 255)))
-
-
-# -- draws and priorities
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
@@ -134,9 +129,6 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
     stale, known = untouched & drawn, int(drawn.sum())
     if known >= _ROWS and 2 * int(stale.sum()) > known:
         yield record.finding("stale-priorities", stale, known)
-
-
-# -- bounds
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
