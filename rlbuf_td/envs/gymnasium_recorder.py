@@ -309,8 +309,7 @@ class GymnasiumRecorder:
                 self._write(self._single_now)
         elif self._flat:
             queues.push(lanes)
-            full = queues.waiting >= self.stretch
-            self._write_stretches(done | full)
+            self._write_stretches(done | (queues.waiting >= self.stretch))
         elif lanes is None and not queues.pending:
             self._write(queues.now)
         else:

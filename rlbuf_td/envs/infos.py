@@ -80,7 +80,7 @@ def fill_info_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, A
     value, _ = look_up(info, path)
     value = default if value is None else value
     if value is None:
-        raise missing_info(path)
+        raise _missing_info(path)
     fill_(column, _converted(value, column.dtype), ("next", *path))
 
 
@@ -108,7 +108,7 @@ def fill_infos_(
             missing &= ~here
     if missing.any():
         if default is None:
-            raise missing_info(path)
+            raise _missing_info(path)
         column[missing] = to_array(default)
 
 
@@ -119,13 +119,12 @@ def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, s
         found = to_array(value)[np.broadcast_to(present, lanes)]
         value = _stacked(found)[0] if len(found) else None
     if value is None:
-        raise missing_info(path)
+        raise _missing_info(path)
     value = torch.as_tensor(to_array(value), device="cpu")
     return value.expand(lanes, *value.shape)
 
 
-def missing_info(path: Key) -> SchemaError:
-    """Return the error for a missing info."""
+def _missing_info(path: Key) -> SchemaError:
     name = show_key(path)
     return SchemaError(f"the infos of a step have no {name}: give the value to store then, infos={{{name}: 0.0}}")
 

@@ -71,7 +71,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
             f"cannot tell keys, dtypes and shapes from a {type(source).__name__}: pass a TorchRL or Gymnasium "
             "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
         )
-    return with_extras(schema, extras)
+    return _with_extras(schema, extras)
 
 
 def transition_schema(
@@ -107,11 +107,10 @@ def transition_schema(
     action = _value(action_space, lanes, (ACTION,))
     is_composite = isinstance(action_space, Composite)  # as an environment's full_action_spec: it names its keys
     root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
-    return with_extras(TensorDict(root, lanes), extras)
+    return _with_extras(TensorDict(root, lanes), extras)
 
 
-def with_extras(schema: TensorDict, extras: Any) -> TensorDict:
-    """Return a schema with more entries, if any; see ``extras`` of :func:`schema_of`."""
+def _with_extras(schema: TensorDict, extras: Any) -> TensorDict:
     if extras is None:
         return schema
     result = schema.copy()

@@ -312,7 +312,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self._is_shared:
             name = type(self).__name__
-            raise RuntimeError(f"a {name} cannot be sent to another process before the buffer is shared: rb.share()")
+            raise RuntimeError(f"a {name} cannot be sent to another process. Share the buffer first: rb.share()")
         return self.__dict__ | {"_rng": None, "_is_shared": is_spawning}
 
     def __repr__(self) -> str:
