@@ -202,7 +202,9 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
 
 def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> bool:
     cells = cells.reshape(-1)
-    if backend_of(cells) == "numba" and len(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < live:
+    if not len(cells):
+        return True
+    if backend_of(cells) == "numba" and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
     rows, out = table.rows.index_select(0, cells), [_as_bytes(leaf, len(cells)) for leaf in leaves]
     for source, leaf, width in table.runs.tolist():
