@@ -161,6 +161,10 @@ class SequencePlan(WrappedPlan):
         report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
         return self.layout.wrap(tensors, self.batch_size, _CPU, report), report
 
+    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
+        """Leave it to the wrapper, which turns the TD errors of a window into one."""
+        return None
+
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Plan | WrappedPlan | None:
     """Return a plan for these parts, ``None`` if they need the general path."""

@@ -150,3 +150,14 @@ def test_goals_with_a_reward_of_nan_are_refused_as_on_the_general_path():
     rb.sampler.her_ratio = 1.0
     with pytest.raises(ValueError, match="reward_fn returned NaN for relabelled rows, the first of them row 0"):
         rb.sample()
+
+
+@pytest.mark.parametrize("rows", [slice(BATCH // 4), slice(1, None, 4)], ids=["rows", "a row of each window"])
+def test_td_errors_of_part_of_a_window_are_refused(rows):
+    rb = buffers("pad", "proportional", None)[0]
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    batch = rb.sample()[rows].set("td_error", torch.full((BATCH // 4,), 9.0))
+    with pytest.raises(ValueError, match="not whole windows of 4 rows"):
+        rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(torch.arange(20)) == 1).all()
