@@ -322,6 +322,28 @@ def test_trajectories_are_not_read_anew_after_a_write(rb):
             index.reach(torch.arange(20))
 
 
+def test_trajectories_that_have_moved_to_shared_memory_are_kept_up_to_date_there(rb):
+    index = TrajectoryIndex.of(rb.storage)
+    for seed in range(3):
+        index.reach(torch.arange(20))
+        rb.extend(steps(3, None, seed))
+    assert rb._write_plan is not None
+    index.share_memory_()
+    rb.extend(steps(9, None, 5))
+    reach = index.reach(torch.arange(CAPACITY))
+    index.rebuild()
+    assert_equal(reach, index.reach(torch.arange(CAPACITY)))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs MKL-DNN")
+def test_leaf_without_an_address_is_refused_by_name(rb):
+    data = steps(5, None, 0)
+    rb.extend(data)
+    data["observation"] = data["observation"].to_mkldnn()
+    with pytest.raises(ValueError, match="'observation' is a nested, sparse or quantized"):
+        rb.extend(data)
+
+
 def test_unique_set_later_draws_no_row_twice():
     rb = ReplayBuffer(storage=PackedStorage(CAPACITY), batch_size=BATCH)
     rb.extend(steps(BATCH, None, 0))

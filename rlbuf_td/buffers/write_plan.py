@@ -11,7 +11,7 @@ from __future__ import annotations
 from ctypes import addressof
 from struct import Struct
 from threading import Lock
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import PLANS, is_plain
 from rlbuf_td.kernels.batch import RING, loops
+from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import RankSampler
 from rlbuf_td.samplers.prioritized import ALPHA, LARGEST, WEIGHED
@@ -29,6 +30,8 @@ from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW
 from rlbuf_td.writers import RingWriter
+
+_Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
 
 
 class WritePlan:
@@ -41,7 +44,7 @@ class WritePlan:
         boundaries: :meth:`TrajectoryIndex.numbers` of the trajectories to keep up to date, if any.
     """
 
-    def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: tuple[np.ndarray, Any] | None) -> None:
+    def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
         self.transforms = parts.transforms
@@ -56,6 +59,7 @@ class WritePlan:
         self.lead: torch.Size | None = None  # of the last write
         self.expected: list[tuple[torch.dtype, torch.Size]] = []
         self.boundaries = boundaries
+        self.bitmap = boundaries[0].bitmap if boundaries is not None else None
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
@@ -88,7 +92,7 @@ class WritePlan:
                 "weighed_alpha": settings + 8 * WEIGHED,
             }
         if self.boundaries is not None:
-            numbers |= {"boundaries": self.boundaries[0].ctypes.data, "seen": addressof(self.boundaries[1])}
+            numbers |= {"boundaries": self.boundaries[1].ctypes.data, "seen": addressof(self.boundaries[2])}
         return numbers
 
     def holds(self) -> bool:
@@ -100,6 +104,7 @@ class WritePlan:
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and (self.priorities is None or self.sampler.table.addresses is self.priorities)
+            and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
         )
 
     def write(self, data: TensorDict, single: bool) -> int | Tensor | None:
@@ -119,7 +124,6 @@ class WritePlan:
         leaves = self.collect(data, lead)
         if leaves is None:
             return None
-        self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
         if lanes:
             index = torch.empty((count * self.lanes, 2), dtype=torch.int64, device="cpu")
         elif not single:
@@ -133,7 +137,7 @@ class WritePlan:
         return cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return the leaves if they are plain tensors that fit the rows, contiguous."""
+        """Return the leaves if they are plain tensors that fit the rows, contiguous; their addresses are noted."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -147,9 +151,12 @@ class WritePlan:
                     return None
                 if not leaf.is_contiguous():
                     leaves[slot] = leaf.contiguous()
-        except (SchemaError, RuntimeError):  # a sparse tensor is not contiguous, a nested one has no shape
+            if unknown:
+                return None
+            self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
+        except (SchemaError, RuntimeError):  # sparse: not contiguous, nested: without a shape, MKL-DNN: no address
             return None
-        return None if unknown else leaves
+        return leaves
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:

@@ -164,15 +164,17 @@ class TrajectoryIndex:
             else:
                 self._take_in(boundaries, int(run[0]), len(run))
 
-    def numbers(self) -> tuple[np.ndarray, Any] | None:
+    def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
         """Return what a kernel that writes rows keeps up to date: the boundaries, and the revision that they know.
+
+        The array holds addresses, right as long as the boundaries keep their ``bitmap``.
 
         ``None`` if there are none yet, or if a kernel cannot read the flags.
         """
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
             return None
-        return boundaries.numbers(self._end, self._name), self._seen.values
+        return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
         """Read all rows again, as a ring; O(T)."""
