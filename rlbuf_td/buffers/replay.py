@@ -279,11 +279,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with storage.lock:
             parts = self._parts  # under the lock: another thread may replace the sampler
             if parts.draws:
-                if parts.draws == "draw":
-                    flat, info = parts.sampler.draw(storage, batch_size)
-                    batch = storage.gather(flat)
-                else:
-                    flat, info, batch = parts.sampler.draw_batch(storage, batch_size)
+                flat, info, batch = parts.draw(batch_size, storage.gather)
                 if parts.is_stamped:
                     info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
         if not parts.draws:

@@ -377,10 +377,6 @@ class PackedStorage(LazyTensorStorage):
         """Return a copy of the rows, where they lie (of offloaded ones in RAM), and their layout, as plain state."""
         return state.copied(self)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the rows themselves rather than a copy."""
-        return state.snapshot(self)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content by what :meth:`state_dict` returned.
 
@@ -390,10 +386,8 @@ class PackedStorage(LazyTensorStorage):
         """
         state.load(self, state_dict)
 
-    def restore_counters(self, state_dict: dict[str, Any]) -> None:
-        """Count the rows that a loader has put in place as :meth:`state_dict` did."""
-        state.restore_counters(self, state_dict)
-
+    snapshot = state.snapshot
+    restore_counters = state.restore_counters
     __getstate__ = state.pickled
     __setstate__ = state.unpickle
     __repr__ = state.describe

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlbuf_td.kernels import rows as row_kernels
@@ -72,12 +71,7 @@ class WriteClock:
 
     def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
         """Return stamps ``now`` of ``rows`` rows that are being sampled, ``[rows]`` int64."""
-        if device.type == "cpu":
-            array = np.empty(rows, np.int64)  # a fifth less time than torch.full
-            array.fill(now)
-            stamps = torch.from_numpy(array)
-        else:
-            stamps = torch.full((rows,), now, device=device)
+        stamps = torch.full((rows,), now, device=device)
         self._newest = stamps, now
         return stamps
 

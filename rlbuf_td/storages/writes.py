@@ -135,16 +135,17 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
     if not single and data.batch_size[:1] != steps.shape:
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
     rows, leaves, count = admit(storage, data, single)
+    where = torch.from_numpy(steps)
     if storage.shared_rows is not None:
-        storage.shared_rows.journal.begin_at(rows.cells_at(steps))
+        storage.shared_rows.journal.begin_at(rows.cells_at(where).flatten())
     if single or (np.diff(steps) == 1).all():
         rows.copy_(int(steps[0]), count, leaves)
     else:
-        rows.scatter_(steps, leaves)
+        rows.replace_(rows.cells_at(where), leaves)
     if len(steps) <= rows.steps and (np.diff(steps) % rows.steps == 1).all():
         storage.clock.advance(int(steps[0]), len(steps), rows.shape, rows.matrix.device)
     else:
-        storage.clock.note(rows.cells_at(steps), len(steps), rows.shape)
+        storage.clock.note(rows.cells_at(where).flatten(), len(steps), rows.shape)
     if set_cursor:
         storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
 

@@ -50,15 +50,8 @@ class Rows(ABC):
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
-        self._begin = 0  # addresses, from the first longer write on
-        self._end: int | None = None
 
     # -- what there is
-
-    @property
-    def stored_layout(self) -> RowLayout:
-        """The layout of the matrix."""
-        return self.layout if self.dedup is None else self.dedup.stored
 
     @property
     def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
@@ -113,8 +106,7 @@ class Rows(ABC):
         steps = from_start(index, self.steps)
         if not self.lanes:
             return self.at_cells(steps)
-        lanes = torch.arange(prod(self.lanes), device=steps.device)
-        return self.at_cells((steps[..., None] * len(lanes) + lanes).view(*index.shape, *self.lanes))
+        return self.at_cells(self.cells_at(steps))
 
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
         """Return the rows at coordinates, one int64 tensor per dim."""
@@ -143,20 +135,11 @@ class Rows(ABC):
         """Yield time steps in order, as how many and their leaves, in parts that fit into memory."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
-    def read_ahead(self, flat: torch.Tensor) -> None:
-        """Ask for the pages of rows that are about to be read, if they lie in a file and not in memory."""
-        if self.is_mapped:
-            ask_for_rows(self.flat, flat)
-
     # -- writing
 
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         """Write ``count`` time steps from ``start`` on, wrapping at the end; leaves may be views of these rows."""
-
-    @abstractmethod
-    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write the time steps named; of one that is named twice, the last row stays."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         """Write at flat positions of any shape; of one that is named twice, the last row stays."""
@@ -168,21 +151,14 @@ class Rows(ABC):
         """Write at flat positions, ``[B]``; of one that is named twice, the last row stays."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
-        """Whether any of some tensors is a view of these rows; costs 0.1 us each."""
-        if self._end is None:
-            self._begin = self.matrix.data_ptr()
-            self._end = self._begin + self.matrix.nbytes
-        begin, end = self._begin, self._end
-        for address in map(torch.Tensor.data_ptr, leaves):  # noqa: SIM110 (any() takes twice as long)
-            if begin <= address < end:
-                return True
-        return False
+        """Whether any of some tensors is a view of these rows."""
+        begin = self.matrix.data_ptr()
+        return any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves)
 
-    def cells_at(self, steps: np.ndarray) -> torch.Tensor:
-        """Return the flat positions of all rows of these time steps, ``[n * lanes]``."""
-        lanes = self.cells // self.steps
-        first = torch.from_numpy(steps).to(self.matrix.device)[:, None] * lanes
-        return (first + torch.arange(lanes, device=first.device)).flatten()
+    def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
+        """Return the flat positions of all rows of time steps of any shape, ``[*steps.shape, *lanes]``."""
+        lanes = torch.arange(prod(self.lanes), device=self.matrix.device)
+        return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
 
     def cells_of(self, region: Any) -> torch.Tensor:
         """Return the flat positions of a region, an index of a tensor ``[T, *lanes]``, in the region's shape."""
@@ -245,7 +221,7 @@ class PlainRows(Rows):
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         if self.is_mapped:
-            self.read_ahead(cells.reshape(-1))
+            ask_for_rows(self.flat, cells.reshape(-1))
         if backend_of(self.matrix) != "numba":  # views of one block: one launch
             return self.layout.columns(self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, -1))
         leaves = self.layout.blank(cells.shape, self.matrix.device)
@@ -253,16 +229,9 @@ class PlainRows(Rows):
         return leaves
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        self.read_ahead(flat)
+        if self.is_mapped:
+            ask_for_rows(self.flat, flat)
         torch.index_select(self.flat, 0, flat, out=out)
-
-    def at_steps(self, index: torch.Tensor) -> TensorDict:
-        if self.is_mapped or self.lanes or index.is_cuda:
-            return super().at_steps(index)
-        try:
-            return self.at_cells(index)
-        except (IndexError, RuntimeError):  # the latter when no row has been written
-            return super().at_steps(index)
 
     def view(self) -> TensorDict:
         return self.layout.unpack(self.matrix)
@@ -277,18 +246,12 @@ class PlainRows(Rows):
             self.copy_(start, head, [leaf[:head] for leaf in leaves])
             self.copy_(0, count - head, [leaf[head:] for leaf in leaves])
 
-    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        self._put(self.matrix, steps, leaves)
-
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        self._put(self.flat, cells, leaves)
-
-    def _put(self, matrix: torch.Tensor, index: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        if len(np.unique(index)) < len(index):
-            index, leaves = last_of_each(index, leaves)
-        block = matrix.new_zeros((len(index), *matrix.shape[1:]))
+        if len(np.unique(cells)) < len(cells):
+            cells, leaves = last_of_each(cells, leaves)
+        block = self.flat.new_zeros((len(cells), self.flat.shape[1]))
         torch._foreach_copy_(self.layout.columns(block), leaves)
-        matrix.index_copy_(0, torch.from_numpy(index).to(block.device), block)
+        self.flat.index_copy_(0, torch.from_numpy(cells).to(block.device), block)
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ class DedupRows(Rows):
         found = self.view()[index]
         is_step = isinstance(index, int | np.integer) and not isinstance(index, bool)  # True is a mask
         if is_step and -self.steps <= index < self.steps:
-            cells = self.cells_at(np.array([index % self.steps])).view(self.lanes)
+            cells = self.cells_at(torch.tensor(index % self.steps, device="cpu"))
         else:
             cells = self.cells_of(index)
         for key in self.deduplicated:
@@ -201,26 +201,15 @@ class DedupRows(Rows):
         dense = [[_dense(leaves[i].to(device), lane_dims, dims[i]).resolve_conj() for i in x] for x in self.dedup.given]
         write_by_steps_(table, [tuple(sides) for sides in dense], cells, deferred=deferred)
 
-    def scatter_(self, steps: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        steps, leaves = last_of_each(steps, leaves)
-        count = len(steps) * (self.cells // self.steps)
-        self._ensure(count)
-        self._put_stored(self.matrix, torch.from_numpy(steps), leaves)
-        self._write_entries(leaves, len(self.lanes), self.cells_at(steps), count)
-
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
         if not len(cells):
             return
         rows, leaves = last_of_each(cells, leaves)
         self._ensure(len(rows))
-        where = self._put_stored(self.flat, torch.from_numpy(rows), leaves)
-        self._write_entries([leaf[:, None] for leaf in leaves], 1, where, len(rows))
-
-    def _put_stored(self, matrix: torch.Tensor, where: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
-        where = where.to(matrix.device)
-        for column, slot in zip(self._stored_columns(matrix), self.dedup.kept, strict=True):
+        where = torch.from_numpy(rows).to(self.flat.device)
+        for column, slot in zip(self._stored_columns(self.flat), self.dedup.kept, strict=True):
             column[where] = leaves[slot].to(column.device)
-        return where
+        self._write_entries([leaf[:, None] for leaf in leaves], 1, where, len(rows))
 
     # -- room for entries
 
