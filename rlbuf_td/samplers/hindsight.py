@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
-from rlbuf_td.kernels.rows import copy_rows_, put_values_
+from rlbuf_td.kernels.rows import put_values_
 from rlbuf_td.samplers.common import uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
 from rlbuf_td.storages.indexing import device_of
@@ -171,7 +171,9 @@ class HindsightSampler(SamplerWrapper):
             outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
             rows = torch.arange(len(rows), device=rows.device)
         for key in bound.goal_keys:
-            copy_rows_(leaf_of(batch, key), outcomes, rows, mask)
+            goal = leaf_of(batch, key)
+            where = mask.view(-1, *[1] * (goal.ndim - 1))
+            goal.copy_(torch.where(where, outcomes.index_select(0, rows), goal))
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
 

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import (
-    inlined,
-    kernel,
-    load_float32,
-    load_float64,
-    load_int64,
-    prefetch,
-    store_float32,
-    store_float64,
-    store_int64,
-)
-from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
-
-_STEPS_SOON = 16  # rows whose bits begin to come before they are needed
-_STEPS_AHEAD = 9  # rows whose memory is asked for before it is needed: fewer leave it waiting, more are forgotten
-
+from rlbuf_td.kernels.compiled import inlined, kernel, load_float32, load_float64
+from rlbuf_td.kernels.episodes.cpu import is_cut, is_over, split, steps_ahead, steps_back
 
 # -- hindsight
 
@@ -83,28 +69,3 @@ def sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
         discount *= gamma
         total += discount * _reward_at(rewards + cell * row_bytes, double)
     return total
-
-
-@kernel
-def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
-    """See :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors come as addresses."""
-    lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
-    for begun in range(count + _STEPS_AHEAD):
-        if begun + _STEPS_SOON < count:
-            expect(bitmap, load_int64(rows + 8 * (begun + _STEPS_SOON)))
-        if begun < count:
-            cell = load_int64(rows + 8 * begun)
-            k, end = walk(bitmap, cell, n)
-            store_int64(taken + 8 * begun, k)
-            store_int64(last + 8 * begun, end)
-            for _ in range(k):
-                prefetch(reward + cell * row_bytes)
-                cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
-        i = begun - _STEPS_AHEAD
-        for feature in range(features if i >= 0 else 0):
-            cell, k, to = load_int64(rows + 8 * i), load_int64(taken + 8 * i), total + (i * features + feature) * width
-            found = sum_rewards(reward + feature * width, row_bytes, cell, lanes, cells, k, gamma, double)
-            if double:
-                store_float64(to, found)
-            else:
-                store_float32(to, np.float32(found))

@@ -1,12 +1,11 @@
-"""n-step returns: sums of rewards along trajectories, in torch ops or, on the CPU, in one compiled loop."""
+"""n-step returns: sums of rewards along trajectories, in torch ops."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
-from rlbuf_td.kernels.rows import is_dense
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
 
@@ -30,10 +29,12 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
     counts = (steps <= ahead[:, None]) & ~ended_before
-    discount = torch.where(counts, gamma ** steps.to(torch.float64), 0.0)
+    # Multiplied and added up in order, as the compiled loop of planned batches does: the results are equal.
+    powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
+    discount = torch.where(counts, powers, 0.0)
     wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))
     terms = torch.where(wide, reward.to(torch.float64), 0.0) * discount.view(wide.shape)
-    return terms.sum(1).to(reward.dtype), counts.sum(1)
+    return terms.cumsum(1)[:, -1].to(reward.dtype), counts.sum(1)
 
 
 def sums_ahead(
@@ -51,24 +52,10 @@ def sums_ahead(
     Returns:
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
     """
-    if isinstance(boundaries, BitBoundaries) and reward.dtype in (torch.float32, torch.float64) and is_dense(reward):
-        return _sums_on_cpu(boundaries, rows, reward, n, gamma)
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
     return total, taken, window.gather(1, taken[:, None] - 1)[:, 0]
-
-
-def _sums_on_cpu(
-    boundaries: BitBoundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, rows = reward.new_empty((len(rows), *reward.shape[1:])), rows.contiguous()
-    taken, last = torch.empty_like(rows), torch.empty_like(rows)
-    width = reward.element_size()
-    column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
-    given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
-    batch_loops().sums_ahead(boundaries.bitmap, *column, *given)
-    return total, taken, last
 
 
 def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:

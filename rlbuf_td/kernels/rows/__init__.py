@@ -15,29 +15,6 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of
 
 
-def copy_rows_(target: Tensor, source: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Set ``target[i] = source[rows[i]]`` for every ``i`` with ``mask[i]``.
-
-    Args:
-        target: ``[B, ...]``, changed in place.
-        source: ``[N, ...]``, of the same dtype and shape a row.
-        rows: ``[B]`` int64, contiguous, ``0 <= row < N``.
-        mask: ``[B]`` bool, contiguous.
-    """
-    if backend_of(rows) != "numba" or not (is_dense(target) and is_dense(source)):
-        where = mask.view(-1, *[1] * (target.ndim - 1))
-        target.copy_(torch.where(where, source.index_select(0, rows), target))
-        return
-    width = target.shape[1:].numel() * target.element_size()
-    columns = *_strided(target), *_strided(source)
-    cpu_loops().copy_rows(*columns, width, len(rows), rows.data_ptr(), mask.data_ptr())
-
-
-def _strided(column: Tensor) -> tuple[int, int]:
-    """Return a column's address, and the bytes from one row to the next."""
-    return column.data_ptr(), column.stride(0) * column.element_size()
-
-
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``, unless one of these values is NaN.
 
@@ -67,13 +44,6 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
     """Raise an IndexError that names a drawn row outside of the ``live`` ones."""
     low, high = int(rows.min()), int(rows.max())
     raise IndexError(f"row {high if high >= live else low} was drawn, but rows 0 to {live - 1} have been written")
-
-
-def is_dense(column: Tensor) -> bool:
-    """Whether each row of a column is contiguous."""
-    if column.ndim == 2:
-        return column.stride(1) == 1 or column.shape[1] == 1
-    return column.ndim == 1 or not len(column) or column[0].is_contiguous()
 
 
 # -- which sampled rows have been rewritten since

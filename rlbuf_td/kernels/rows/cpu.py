@@ -11,7 +11,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rlbuf_td.kernels.compiled import (
-    copy_bytes,
     copy_few,
     inlined,
     kernel,
@@ -29,14 +28,6 @@ _SAMPLED = 16
 
 
 # -- copies: a column is an address and a stride in bytes
-
-
-@kernel
-def copy_rows(target, target_stride, source, source_stride, width, count, rows, mask):
-    """Copy ``width`` bytes of some rows; see :func:`rlbuf_td.kernels.rows.copy_rows_`."""
-    for i in range(count):
-        if load_bool(mask + i):
-            copy_bytes(target + i * target_stride, source + load_int64(rows + 8 * i) * source_stride, width)
 
 
 @kernel

@@ -78,19 +78,6 @@ def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advanta
 
 
 @njit(**_OPTIONS)
-def _gae(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    lanes, steps, features = advantage.shape
-    if features > 1:
-        _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target)
-        return
-    shape = lanes, steps
-    flags = done.reshape(shape), terminated.reshape(shape)
-    given = value.reshape(shape), next_value.reshape(shape), reward.reshape(shape), *flags
-    found = advantage.reshape(shape), target.reshape(shape)
-    _gae_lanes(gamma, decay, *given, *found)
-
-
-@njit(**_OPTIONS)
 def _scan(a, b, x):
     """``x[t] = a[t] + b[t] * x[t + 1]`` over ``[L, T, F]`` arrays."""
     lanes, steps, features = x.shape
@@ -105,12 +92,10 @@ def _scan(a, b, x):
 
 
 @njit(**_OPTIONS)
-def _gae_at(gamma, decay, given, flags, found, shape, dtype):
-    value, next_value, reward = given
+def _blocks(numbers, flags, found, shape, dtype):
+    value, next_value, reward = numbers
     done, terminated = flags
-    _gae(
-        gamma,
-        decay,
+    return (
         carray(pointer(value), shape, dtype),
         carray(pointer(next_value), shape, dtype),
         carray(pointer(reward), shape, dtype),
@@ -119,6 +104,14 @@ def _gae_at(gamma, decay, given, flags, found, shape, dtype):
         carray(pointer(found[0]), shape, dtype),
         carray(pointer(found[1]), shape, dtype),
     )
+
+
+@njit(**_OPTIONS)
+def _gae_at(gamma, decay, numbers, flags, found, shape, dtype):
+    if shape[2] > 1:
+        _gae_rows(gamma, decay, *_blocks(numbers, flags, found, shape, dtype))
+    else:
+        _gae_lanes(gamma, decay, *_blocks(numbers, flags, found, shape[:2], dtype))
 
 
 @njit(**_OPTIONS)
