@@ -89,7 +89,6 @@ class UniformPlan(Plan):
         return super().holds() and not self.sampler.unique
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        """See :meth:`Plan.draw`."""
         gather, flat = self.gather, self.flat if self.lanes else tensors[-1]
         flat.random_(0, written, generator=self.generator)
         fixed = gather.rows, gather.row_bytes, self.lanes, gather.leaves, gather.targets
@@ -156,7 +155,6 @@ class ProportionalPlan(PrioritizedPlan):
         )
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        """See :meth:`Plan.draw`."""
         sampler = self.sampler
         self.uniform.uniform_(generator=self.generator)
         step = self.step if sampler.stratified else 0
@@ -164,7 +162,6 @@ class ProportionalPlan(PrioritizedPlan):
         return loops().sample_proportional(*self.fixed, self.gather.targets, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
-        """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
         law = written, self.settings[WEIGHED], self.sampler.eps, self.clock[NOW], self.clock[LAST]
         return loops().update_proportional(self.tree, *where, *law, self.rows.steps, self.lanes)
@@ -191,7 +188,6 @@ class RankPlan(PrioritizedPlan):
         )
 
     def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        """See :meth:`Plan.draw`."""
         sampler = self.sampler
         self.uniform.uniform_(generator=self.generator)
         step = self.step if sampler.stratified else 0
@@ -200,7 +196,6 @@ class RankPlan(PrioritizedPlan):
             return loops().sample_rank(*self.fixed, self.gather.targets, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
-        """See :meth:`PrioritizedPlan.assign`."""
         where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
         with self.lock:
             law = written, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes

@@ -52,7 +52,6 @@ class WrappedPlan(ABC):
         """Return dtype and shape of the entries that are gathered behind the leaves."""
 
     def sample(self) -> tuple[TensorDict, dict[str, Tensor]] | None:
-        """See :meth:`Plan.sample`."""
         inner, written = self.inner, self.inner.length.value
         if not written or not inner.holds():
             return None
@@ -70,7 +69,6 @@ class WrappedPlan(ABC):
         """Fill a batch from the drawn ``rows`` and what is reported of them; return it and the report."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Plan.update`."""
         return self.inner.update(batch, priority_key)
 
 
@@ -89,13 +87,11 @@ class NStepPlan(WrappedPlan):
         self.shape = size, *[1] * len(self.layout.leaves[self.places[reward]].shape)
 
     def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        """See :meth:`WrappedPlan.entries`."""
         return [(torch.int64, _WHOLE)]
 
     def revise(
         self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
     ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """See :meth:`WrappedPlan.revise`."""
         wrapper, where = self.wrapper, (rows[0].data_ptr(), self.drawn)
         wrapped_loops().n_step(
             bitmap, *self.fixed, self.leaves, self.gather.targets, *where, wrapper.n_steps, wrapper.gamma
@@ -117,13 +113,11 @@ class HindsightPlan(WrappedPlan):
         self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
 
     def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        """See :meth:`WrappedPlan.entries`."""
         return [(torch.bool, _WHOLE)]
 
     def revise(
         self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
     ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """See :meth:`WrappedPlan.revise`."""
         self.uniform.uniform_(generator=self.inner.generator)
         where, law = (rows[0].data_ptr(), self.drawn), (*self.wrapper.law, written, self.uniform.data_ptr())
         leaves, targets = self.gather.leaves, self.gather.targets
@@ -146,7 +140,6 @@ class SequencePlan(WrappedPlan):
         self.reports = np.array([(0, dtype.itemsize) for _, dtype in self.inner.reports], np.int64).reshape(-1, 2)
 
     def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        """See :meth:`WrappedPlan.entries`."""
         index = torch.int64, torch.Size([2] if self.inner.lanes else [])
         reports = [(dtype, _WHOLE) for _, dtype in self.inner.reports]
         return [index, *reports, (torch.bool, _WHOLE), (torch.bool, _WHOLE), index]
@@ -154,7 +147,6 @@ class SequencePlan(WrappedPlan):
     def revise(
         self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
     ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """See :meth:`WrappedPlan.revise`."""
         self.reports[:, 0] = [report.data_ptr() for report in rows[1:]]
         where, leaves, targets = (rows[0].data_ptr(), self.drawn), self.gather.leaves, self.gather.targets
         wrapped_loops().windows(bitmap, *self.fixed, leaves, targets, *where, *self.law, self.reports, self.flags)

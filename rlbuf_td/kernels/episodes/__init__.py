@@ -91,7 +91,6 @@ class FlagBoundaries(BoundariesBase):
         self._reach: tuple[Tensor, Tensor] | None = None  # of all rows, until the next write
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """See :meth:`BoundariesBase.write`."""
         self._reach = None
         steps, stop = len(self.cut), start + count
         before = (start - 1) % steps
@@ -107,7 +106,6 @@ class FlagBoundaries(BoundariesBase):
         self.head.fill_(stop - 1)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`BoundariesBase.reach`."""
         if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
             return _triton().reach(self, cells, within)
         return self.scan(cells, within)
@@ -138,11 +136,9 @@ class FlagBoundaries(BoundariesBase):
         return at[:steps] + (steps - 1) - last_cut, next_cut - at[:steps]
 
     def tensors(self) -> dict[str, Tensor]:
-        """See :meth:`BoundariesBase.tensors`."""
         return {"cut": self.cut, "over": self.over, "head": self.head}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """See :meth:`BoundariesBase.restore`."""
         self._reach = None
         super().restore(tensors)
 
@@ -172,7 +168,6 @@ class BitBoundaries(BoundariesBase):
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """See :meth:`BoundariesBase.write`; O(count * E)."""
         _cpu().write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
@@ -184,7 +179,6 @@ class BitBoundaries(BoundariesBase):
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`BoundariesBase.reach`; O(B * levels)."""
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
@@ -192,7 +186,6 @@ class BitBoundaries(BoundariesBase):
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See :meth:`BoundariesBase.tensors`."""
         return {"bits": self.bits, "head": self.head}
 
     def share_memory_(self) -> None:

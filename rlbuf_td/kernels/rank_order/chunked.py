@@ -66,12 +66,10 @@ class ChunkedOrder:
             _cpu_update().arrange(self.addresses, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
-        """See :meth:`SortedOrder.assign_`. O(N log N)."""
         with self.lock:
             self._fill_with(magnitude)
 
     def share_memory_(self) -> None:
-        """See :meth:`SortedOrder.share_memory_`. O(N)."""
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
@@ -82,16 +80,13 @@ class ChunkedOrder:
 
     @property
     def magnitude(self) -> Tensor:
-        """See :class:`SortedOrder`."""
         return self._magnitude
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
-        """See :meth:`SortedOrder.update_`. O(B (128 + log N))."""
         with self.lock:
             return _cpu_update().update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """See :meth:`SortedOrder.fill_`. O(count) for new rows."""
         if count > 0:
             bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
             with self.lock:
@@ -100,7 +95,6 @@ class ChunkedOrder:
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`SortedOrder.draw`. O(B log N)."""
         batch = uniform.shape[0]
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
         numbers = law.head.numpy(), law.alpha, law.shift
@@ -110,7 +104,6 @@ class ChunkedOrder:
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        """See :meth:`SortedOrder.ranks_of`. O(B log N)."""
         ranks = np.empty(index.shape[0], np.int64)
         with self.lock:
             inside = _cpu().ranks_of(self.addresses, index.numpy(), ranks)
@@ -120,7 +113,6 @@ class ChunkedOrder:
         return torch.from_numpy(ranks)
 
     def count(self) -> Tensor:
-        """See :meth:`SortedOrder.count`. O(1)."""
         return self._tensors["head"][ROWS]
 
     def __getstate__(self) -> dict[str, Any]:
