@@ -234,6 +234,16 @@ def test_leaves_are_contiguous_tensors_of_their_own(rb):
     assert first["observation"].view(-1).shape == (17 * BATCH,)
 
 
+@pytest.mark.parametrize("sampler", [ProportionalSampler, RankSampler])
+def test_rows_beyond_those_written_are_not_read(sampler):
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler(1_000_000, alpha=5.0), batch_size=BATCH)
+    rb.extend(steps(20, None, 0))
+    rb.sample()
+    rb.sampler.update_priority(torch.tensor([900_000]), torch.tensor([1e6]))
+    with pytest.raises(IndexError, match="row 900000 was drawn"):
+        rb.sample()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_refused_error_changes_nothing(rb, bad):
     batch = rb.sample()

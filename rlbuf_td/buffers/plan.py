@@ -192,7 +192,7 @@ class RankPlan(PrioritizedPlan):
         self.uniform.uniform_(generator=self.generator)
         step = self.step if sampler.stratified else 0
         with self.lock:
-            law = step, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
+            law = step, written, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
             return loops().sample_rank(*self.fixed, self.gather.targets, *self.scratch, *law)
 
     def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:

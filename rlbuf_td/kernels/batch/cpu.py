@@ -97,7 +97,7 @@ def sample_uniform(rows, row_bytes, lanes, leaves, targets, flat, count):
 def sample_proportional(
     tree, rows, row_bytes, lanes, leaves, targets, flat, uniform, count, step, written, beta, mode, now
 ):
-    """Draw rows from a sum tree, weigh them, stamp them and gather them; return whether any weight is positive.
+    """Draw rows from a sum tree, weigh them, stamp them and gather them; return whether there are rows to draw.
 
     The targets behind the leaves are the index, the importance weights and the stamps. See
     :func:`rlbuf_td.kernels.sum_tree.draw` for the law.
@@ -105,20 +105,34 @@ def sample_proportional(
     index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
     if not draw(tree, mass, step, written, beta, mode, index, importance):
         return False
-    _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now)
-    return True
+    return _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now)
 
 
 @kernel
 def sample_rank(
-    order, rows, row_bytes, lanes, leaves, law, alpha, shift, targets, flat, uniform, count, step, beta, mode, now
+    order,
+    rows,
+    row_bytes,
+    lanes,
+    leaves,
+    law,
+    alpha,
+    shift,
+    targets,
+    flat,
+    uniform,
+    count,
+    step,
+    written,
+    beta,
+    mode,
+    now,
 ):
     """Do as :func:`sample_proportional`, by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
     index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
     if not draw_by_rank(order, law, alpha, shift, mass, step, beta, mode, index, importance):
         return False
-    _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now)
-    return True
+    return _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now)
 
 
 @inlined
@@ -130,14 +144,18 @@ def _drawn(leaves, targets, lanes, flat, uniform, count):
 
 
 @inlined
-def _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, now):
-    """Gather and stamp the rows that have been drawn."""
+def _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now):
+    """Gather and stamp the rows that have been drawn; return whether all are written: a sampler may know of others."""
+    for i in range(len(index)):
+        if index[i] >= written:
+            return False
     last = leaves.shape[0]
     stamp = carray(pointer(targets[last + 2]), len(index), np.int64)
     stamp[:] = now
     gather(rows, row_bytes, index, leaves, targets)
     if lanes:
         _coordinates(index, lanes, targets[last])
+    return True
 
 
 @kernel
