@@ -90,7 +90,7 @@ def _plain_sizes(
     """
     try:
         dtype, shape = value.dtype, value.shape
-        for x in (next_value, reward, done, terminated):
+        for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):
             if not (x.is_cpu and x.is_contiguous() and x.shape == shape):
                 return None
         is_alike = next_value.dtype is reward.dtype is dtype and done.dtype is terminated.dtype is torch.bool
