@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of, rows_at
-from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
@@ -149,9 +149,9 @@ class NStepSampler(SamplerWrapper):
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
             total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self._gamma))
             after = steps.select("next")[first * n + taken - 1]
-        for key, leaf in walk(batch.get("next"), ("next",)):
-            leaf.copy_(total if key == self.reward_key else leaf_of(after, key))
-        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
+        leaf_of(after, self.reward_key).copy_(total)
+        steps_taken = taken.view(-1, *[1] * (total.ndim - 1))
+        set_entries_(batch, {"next": after.get("next"), "steps_to_next_obs": steps_taken})
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import inlined, kernel, load_float32, load_float64
-from rlbuf_td.kernels.episodes.cpu import is_cut, is_over, split, steps_ahead, steps_back
+from rlbuf_td.kernels.compiled import (
+    inlined,
+    kernel,
+    load_float32,
+    load_float64,
+    load_int64,
+    prefetch,
+    store_float32,
+    store_float64,
+    store_int64,
+)
+from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
 # -- hindsight
+
+_SOON = 16  # rows whose bits and rewards begin to come before they are needed
 
 
 @inlined
@@ -69,3 +81,26 @@ def sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
         discount *= gamma
         total += discount * _reward_at(rewards + cell * row_bytes, double)
     return total
+
+
+@kernel
+def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
+    """See :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors come as addresses."""
+    lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
+    for i in range(count):
+        if i + _SOON < count:
+            cell = load_int64(rows + 8 * (i + _SOON))
+            expect(bitmap, cell)
+            for _ in range(n):
+                prefetch(reward + cell * row_bytes)
+                cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
+        cell = load_int64(rows + 8 * i)
+        k, end = walk(bitmap, cell, n)
+        store_int64(taken + 8 * i, k)
+        store_int64(last + 8 * i, end)
+        for feature in range(features):
+            found = sum_rewards(reward + feature * width, row_bytes, cell, lanes, cells, k, gamma, double)
+            if double:
+                store_float64(total + (i * features + feature) * 8, found)
+            else:
+                store_float32(total + (i * features + feature) * 4, np.float32(found))

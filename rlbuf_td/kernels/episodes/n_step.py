@@ -1,11 +1,11 @@
-"""n-step returns: sums of rewards along trajectories, in torch ops."""
+"""n-step returns: sums of rewards along trajectories, in torch ops or, on the CPU, in one compiled loop."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
 
@@ -52,6 +52,14 @@ def sums_ahead(
     Returns:
         ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
     """
+    is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
+    if isinstance(boundaries, BitBoundaries) and is_plain:
+        total, rows = reward.new_empty((len(rows), *reward.shape[1:])), rows.contiguous()
+        taken, last, width = torch.empty_like(rows), torch.empty_like(rows), reward.element_size()
+        column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
+        given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
+        batch_loops().sums_ahead(boundaries.bitmap, *column, *given)
+        return total, taken, last
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)
     total, taken = n_step_sums(reward[window], end, ahead, discount_of(boundaries, gamma))
