@@ -87,7 +87,6 @@ def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Return the dtype called ``name``, such as ``"float32"``."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"the manifest names an unknown dtype {name!r}")

@@ -117,11 +117,9 @@ class DumpReader:
         return self.manifest.tensors[number]
 
     def read(self, number: Any) -> torch.Tensor:
-        """Return the tensor ``{"$tensor": number}``, in RAM."""
         return self.read_stored(self.tensor(number), lambda nbytes: None)
 
     def read_stored(self, stored: Stored, report: Report) -> torch.Tensor:
-        """Return a tensor in RAM."""
         for chunk in stored.chunks:  # before memory of these lengths is allocated
             self._require(chunk)
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
@@ -129,7 +127,6 @@ class DumpReader:
         return data.view(stored.dtype).view(stored.shape)
 
     def verify(self, tensors: Sequence[Stored], report: Report) -> None:
-        """Compare all files with their checksums."""
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:

@@ -57,11 +57,9 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Return the input of :meth:`from_json`."""
         name = str(self.dtype).removeprefix("torch.")
         return {"dtype": name, "shape": list(self.shape), "chunks": [list(chunk) for chunk in self.chunks]}
 
@@ -94,7 +92,6 @@ class Manifest:
     about: dict[str, Any]  # the kind of dump, when it was written, and by which versions
 
     def to_bytes(self) -> bytes:
-        """Return the text of the manifest, checksum included."""
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION, "about": self.about}
         tensors = [stored.to_json() for stored in self.tensors]
         document |= {"generation": self.generation, "state": self.state, "tensors": tensors}

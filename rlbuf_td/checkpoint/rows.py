@@ -96,7 +96,6 @@ class SavedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:

@@ -61,7 +61,6 @@ class ReplayCount:
         return self._counts
 
     def count_(self, index: Any) -> None:
-        """Count a draw of rows; ``index`` in any form."""
         counts = self.counts()
         flat = rows_of(index, self.storage)
         counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
@@ -82,7 +81,6 @@ class ReplayCount:
 
 
 def rows_of(index: Any, storage: Storage) -> torch.Tensor:
-    """Return an index of any form and number of dims as flat rows ``[B]`` int64."""
     if isinstance(index, torch.Tensor) and index.ndim > 1:
         index = index.reshape(-1) if storage.ndim == 1 else index.reshape(-1, index.shape[-1])
     return flat_rows(index, storage, device_of(storage))
@@ -117,7 +115,6 @@ def health(
 
 
 def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
-    """Return quantiles of a 1-D tensor (nearest rank); an empty dict for an empty tensor."""
     if x is None or not x.numel():
         return {}
     x = x.double().sort().values
@@ -159,5 +156,4 @@ def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def unwrapped(sampler: Sampler) -> Sampler:
-    """Return the innermost sampler, which draws the rows."""
     return sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler

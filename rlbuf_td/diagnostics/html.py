@@ -25,7 +25,6 @@ _CELL = (
 
 
 def html_of(rb: Any) -> str:
-    """Return a buffer as HTML without scripts and style sheets."""
     name = escape(type(rb).__name__)
     if not rb.initialized:
         return f"<div><b>{name}</b> (not initialized)</div>"
@@ -73,7 +72,6 @@ def _words(value: Any) -> str:
 
 
 def _storage(storage: Any) -> str:
-    """Describe a storage in a line, without its keys."""
     words = [f"{storage.ndim} dim{'s' * (storage.ndim > 1)}", str(getattr(storage, "device", "cpu"))]
     if getattr(storage, "row_bytes", 0):
         words.append(f"{storage.row_bytes} bytes per row, {show_bytes(storage.nbytes)} in all")
@@ -88,7 +86,6 @@ def _storage(storage: Any) -> str:
 
 
 def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
-    """Yield key, dtype, shape and bytes of each leaf of a row; nothing if the storage has no columns."""
     rows, deduplicated = stored_rows(storage), getattr(storage, "deduplicated", {})
     if rows is None:
         return

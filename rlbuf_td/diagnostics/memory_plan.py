@@ -75,12 +75,10 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
         return self.rows + self.priorities + self.trajectories
 
     @property
     def largest_key(self) -> str:
-        """The key of the most bytes."""
         return self.leaves[0].name
 
     @property
@@ -222,7 +220,6 @@ def plan(
 
 
 def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cpu") -> int:
-    """Return the bytes of a sampler's state for ``capacity`` rows; ``sampler`` as for :func:`plan`."""
     while hasattr(sampler, "sampler"):
         sampler = sampler.sampler
     if isinstance(sampler, str):

@@ -130,7 +130,6 @@ def _missing_info(path: Key) -> SchemaError:
 
 
 def _stacked(values: np.ndarray) -> np.ndarray:
-    """Return an array of objects ``[n]`` as one of numbers."""
     return np.stack([to_array(each) for each in values]) if values.dtype == object else values
 
 

@@ -67,7 +67,6 @@ class LaneQueues:
         self.pending += len(tails)
 
     def clear(self) -> None:
-        """Drop the rows of all queues."""
         self._tails[:] = self._head
         self.pending = 0
 

@@ -131,7 +131,6 @@ def refuse_taken(keys: Any) -> None:
 
 
 def entries(value: Any) -> dict[str, Any] | None:
-    """Return the named parts of a dict or tuple, ``None`` for other values."""
     if isinstance(value, Mapping | TensorDictBase):
         for key in value.keys():
             if not isinstance(key, str):
@@ -162,7 +161,6 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
 
 
 def leaves_of(data: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Yield the leaves of nested dicts or TensorDicts with their keys."""
     for key, value in data.items():
         if isinstance(value, Mapping | TensorDictBase):
             yield from leaves_of(value, (*path, key))

@@ -65,7 +65,6 @@ class TimeLayout:
         return x.detach().reshape(self.lanes_steps_features).to(self.compute_dtype)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Return a result in the shape and dtype of the inputs."""
         return x.reshape(self.shape).to(self.out_dtype)
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
@@ -88,7 +87,6 @@ class TimeLayout:
 
 
 def coefficient(function: str, name: str, x: float) -> float:
-    """Return ``x`` as a Python float if it is a number in [0, 1]."""
     try:
         x = float(x)
     except (TypeError, ValueError):

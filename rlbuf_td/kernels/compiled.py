@@ -74,8 +74,6 @@ copy_bytes, move_bytes = _copier(cgutils.raw_memcpy), _copier(cgutils.raw_memmov
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Start loading the cache line at an address."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = builder.inttoptr(arguments[0], cgutils.voidptr_t)
         kind = ir.FunctionType(ir.VoidType(), [line.type, *[ir.IntType(32)] * 3])
@@ -89,7 +87,6 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @inlined
 def same_bytes(first, second, count):
-    """Return whether ``count`` bytes at two addresses are the same."""
     at = np.int64(0)
     while at + 64 <= count:
         difference = np.int64(0)
@@ -115,15 +112,12 @@ def same_bytes(first, second, count):
 
 @inlined
 def prefetch_row(address, width):
-    """Start loading ``width`` bytes at an address."""
     for line in range(0, width, 64):
         prefetch(address + line)
     prefetch(address + width - 1)
 
 
 def _loader(kind: types.Type) -> Any:
-    """Return a function that reads a value of a type at an address."""
-
     def load(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             pointer = ir.PointerType(context.get_data_type(kind))
@@ -135,8 +129,6 @@ def _loader(kind: types.Type) -> Any:
 
 
 def _storer(kind: types.Type) -> Any:
-    """Return a function that writes a value of a type at an address."""
-
     def store(typing_context: Any, address: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             pointer = ir.PointerType(context.get_data_type(kind))

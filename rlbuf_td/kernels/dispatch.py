@@ -52,7 +52,6 @@ def enable_triton(enabled: bool = True) -> None:
 
 @cache
 def _has_triton() -> bool:
-    """Return whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 

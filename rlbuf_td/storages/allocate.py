@@ -43,7 +43,6 @@ _ROWS = Purpose()
 def refuse_arguments(
     max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool
 ) -> None:
-    """Refuse arguments of a storage that are out of range or exclude each other."""
     if max_size < 1 or max_size != int(max_size):
         raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
     if ndim < 1:
@@ -68,7 +67,6 @@ def refuse_schema(storage: Any, schema: TensorDictBase) -> None:
 
 
 def steps_for(storage: Any, lanes: torch.Size) -> int:
-    """Return the capacity in time steps of these lanes."""
     if not prod(lanes):
         raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
     return -(-storage.max_size // prod(lanes))
@@ -103,7 +101,6 @@ def make_rows(
 
 
 def bytes_of(layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> int:
-    """Return how many bytes of memory rows need."""
     return shape.numel() * layout.row_bytes if dedup is None else Sections.of(dedup, shape.numel()).total
 
 

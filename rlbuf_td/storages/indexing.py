@@ -21,7 +21,6 @@ Listener = TypeVar("Listener")
 
 
 def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
-    """Return the object of a class that is attached to a storage, or ``None``."""
     return next((each for each in storage._attached_entities if isinstance(each, kind)), None)
 
 
@@ -41,7 +40,6 @@ def stored_rows(storage: Storage) -> TensorDictBase | None:
 
 
 def device_of(storage: Storage) -> torch.device:
-    """Return the device on which a storage wants its indices."""
     device = getattr(storage, "device", None)
     if type(device) is torch.device:
         return device

@@ -165,12 +165,10 @@ class RowLayout:
         return leaves
 
     def state(self) -> dict[str, Any]:
-        """Return the layout as plain numbers and strings, for checkpoints; :meth:`from_state` reads it back."""
         return _node_state(self.root, self.leaves)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> RowLayout:
-        """Return the layout that :meth:`state` described."""
         return cls(_example(state), lead_dims=0)
 
     def __eq__(self, other: object) -> bool:

@@ -60,7 +60,6 @@ class Room:
 
 
 def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: bool = False) -> Room:
-    """Return the room of the place that the arguments of a storage name."""
     if scratch_dir is not None:
         return disk(scratch_dir)
     if device.type == "cuda":
@@ -91,7 +90,6 @@ def shared_memory() -> Room:
 
 
 def disk(folder: Path) -> Room:
-    """Return the room on the disk where ``folder`` lies, or would lie."""
     folder = folder.absolute()
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     return _file_system(there, f"disk ({folder})")

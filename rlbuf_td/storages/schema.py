@@ -37,16 +37,13 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this leaf in a row."""
         return prod(self.shape) * self.dtype.itemsize
 
     def is_like(self, other: Leaf) -> bool:
-        """Whether both have one dtype and shape."""
         return (self.dtype, self.shape) == (other.dtype, other.shape)
 
     @property
     def name(self) -> str:
-        """The key as an error message shows it."""
         return show_key(self.key)
 
 
@@ -56,7 +53,6 @@ def show_key(key: tuple[str, ...]) -> str:
 
 
 def walk(data: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every leaf of ``data`` with its full key."""
     for name, value in entries_of(data).items():
         if isinstance(value, TensorDictBase) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
@@ -120,7 +116,6 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
 
 
 def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> NoReturn:
-    """Say what is wrong with data that does not fit the rows."""
     refuse_unfit(data, leaves, lead, more=False)
     raise SchemaError(f"the nesting of {sorted(data.keys())} differs from that of the rows")
 

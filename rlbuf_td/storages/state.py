@@ -55,7 +55,6 @@ def pickled(storage: Any) -> dict[str, Any]:
 
 
 def unpickle(storage: Any, state: dict[str, Any]) -> None:
-    """Do what ``__setstate__`` does with :func:`pickled`."""
     saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
     vars(storage).update(state)
     if saved is None and storage.shared_rows is not None:
@@ -77,7 +76,6 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
 
 
 def snapshot(storage: Any) -> dict[str, Any]:
-    """Return :meth:`PackedStorage.state_dict` with the rows themselves rather than a copy."""
     rows = storage.rows
     if rows is None:
         return {"_len": 0}
@@ -105,7 +103,6 @@ def copied(storage: Any) -> dict[str, Any]:
 
 
 def load(storage: Any, state: dict[str, Any]) -> None:
-    """Replace the content by a state; see :meth:`PackedStorage.load_state_dict`."""
     admitted = examine(storage, state)
     if admitted is None:
         return storage._empty()
@@ -220,7 +217,6 @@ def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[A
 def rows_of_state(
     layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, entries: list[torch.Tensor]
 ) -> Rows:
-    """Return saved rows, to be read only."""
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], len(matrix)

@@ -19,14 +19,12 @@ _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
 
 def is_key(index: Any) -> bool:
-    """Return whether ``index`` is a key, nested or not."""
     return isinstance(index, str) or (
         isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
     )
 
 
 def is_mask(index: Any) -> bool:
-    """Return whether ``index`` is a boolean mask."""
     return isinstance(index, torch.Tensor | np.ndarray) and index.dtype in (torch.bool, np.bool_)
 
 
@@ -70,7 +68,6 @@ def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None
 
 
 def as_tensordict(data: Any) -> TensorDictBase:
-    """Return the data of a write as one TensorDict."""
     if type(data) is TensorDict:
         return data
     if isinstance(data, (list, tuple)) and data and all(map(is_tensor_collection, data)):
@@ -126,7 +123,6 @@ def _fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
 
 
 def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool) -> None:
-    """Write at time steps; see :meth:`PackedStorage.set`."""
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
     total = storage._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
@@ -151,7 +147,6 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
 
 
 def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
-    """Write at a mask or at coordinates of rows that are there."""
     rows = storage.written_rows()
     cells = rows.cells_of(cursor)
     leaves = rows.layout.collect(data, cells.shape)
@@ -162,7 +157,6 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
 
 
 def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> None:
-    """Let ``change`` set entries of rows in place; see :meth:`PackedStorage.edit`."""
     rows = storage.written_rows()
     in_place = region is None and rows.dedup is None
     cells = rows.cells_of(slice(None) if region is None else region)
@@ -180,7 +174,6 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> 
 
 
 def forget(storage: Any, rows: Rows) -> None:
-    """Let rows hold nothing."""
     if rows.dedup is not None and storage.shared_rows is not None:
         storage.shared_rows.begin_write(rows, 0, rows.steps, len(storage))
     rows.forget()

@@ -149,7 +149,6 @@ class RolloutEstimator:
 
 
 def entry(data: TensorDictBase, key: NestedKey) -> Any:
-    """Return an entry, or raise a SchemaError that names what there is."""
     value = data.get(key, None)
     if value is None:
         raise SchemaError(f"no {key!r} in the data; there are {_names(data)}")

@@ -46,7 +46,6 @@ def dict_rows(count: int, parts: int) -> TensorDict:
 
 
 def leaves(batch: int) -> dict[str, Calls]:
-    """Return for each number of leaves a sample of each side."""
     result: dict[str, Calls] = {}
     for operation, parts in (("leaves-12", 4), ("leaves-3", 1)):
         ours = ReplayBuffer(storage=PackedStorage(LEAF_ROWS), batch_size=batch)
@@ -74,11 +73,9 @@ class Replayed(VectorEnv):
         self.results: Iterator[Any] = cycle(results)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Return the first observations."""
         return self.observation, {}
 
     def step(self, actions: Any) -> Any:
-        """Return the next step."""
         return next(self.results)
 
 

@@ -60,12 +60,10 @@ def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: S
 
 
 def _needed(rows: int, make_rows: Callable[[int], TensorDict]) -> int:
-    """Return about how many bytes the buffers of all contenders take together."""
     return (2 * len(available()) + 1) * rows * (make_rows(1).bytes() + 24)
 
 
 def _available() -> int:
-    """Return the bytes of memory that are free, without what the system could still give up."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -98,7 +96,6 @@ def leaves_note(timings: Sequence[Timing]) -> str:
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
-    """Return the results as a table: microseconds, and in brackets the ratio to this package."""
     title = "Microseconds per call after a learner's step (in brackets: as a multiple of rlbuf_td's)"
     result = Table(title=title, title_justify="left")
     result.add_column("operation")

@@ -71,11 +71,9 @@ class Contender:
         self.prioritize(torch.rand(rows))
 
     def build(self) -> None:
-        """Make the buffers."""
         raise NotImplementedError
 
     def fill(self, data: TensorDict) -> None:
-        """Put transitions into both buffers."""
         raise NotImplementedError
 
     def prioritize(self, td_error: torch.Tensor) -> None:

@@ -22,7 +22,6 @@ Timed = Iterator[tuple[str, float, str]]  # what was timed, a number, its unit
 
 
 def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_rows, part: int = 100_000) -> Any:
-    """Fill a buffer with the same ``part`` rows over and over, and return it."""
     device = rb.storage.device
     data = make_rows(min(rows, part)).to(device)
     for start in range(0, rows, len(data)):
@@ -82,7 +81,6 @@ def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def images(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time the sampling of image rows."""
     rows = min(rows, 20_000)
     rb = ReplayBuffer(storage=PackedStorage(rows, device=device), batch_size=BATCH)
     filled(rb, rows, image_rows, part=2_000)
@@ -91,7 +89,6 @@ def images(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def advantages(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time GAE."""
     for shape in ((4096, 32, 1), (8, 2048, 1)):
         value, done = torch.randn(shape, device=device), torch.rand(shape, device=device) < 0.01
         call = partial(generalized_advantage_estimate, 0.99, 0.95, value, value, value, done, done)
@@ -100,7 +97,6 @@ def advantages(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def torchrl(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time TorchRL's own parts."""
     parts = {"storage": LazyTensorStorage(rows, device=device), "sampler": PrioritizedSampler(rows, 0.6, 0.4)}
     rb = filled(TensorDictReplayBuffer(**parts, batch_size=BATCH), rows)
     yield "TorchRL: proportional, sample + update", wall(cycle(rb, torch.rand(BATCH, device=device)), seconds), "us"
@@ -110,7 +106,6 @@ TIMINGS = (samples, from_host, images, advantages, torchrl)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Time and print."""
     refuse_missing_device(options.device)
     device = torch.device(options.device)
     if device.type != "cuda":

@@ -204,6 +204,5 @@ class Flashbax(Contender):
 
 
 def available() -> list[type[Contender]]:
-    """Return the contenders whose library is installed, ours first, TorchRL second."""
     others = {"stable_baselines3": StableBaselines3, "cpprb": Cpprb, "flashbax": Flashbax}
     return [Ours, TorchRL, Mixed, BareGather, *(cls for name, cls in others.items() if importlib.util.find_spec(name))]

@@ -73,7 +73,6 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
 
 
 def save(path: Path, timings: Sequence[Timing], batch: int) -> None:
-    """Draw the timings into a file, whose ending tells the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(timings, batch).savefig(path, dpi=180)
 

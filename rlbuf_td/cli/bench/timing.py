@@ -29,7 +29,6 @@ class Timing:
     tight: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """Return the median over the blocks."""
         return statistics.median(self.blocks[name])
 
     def ratio(self, name: str) -> float:
@@ -55,7 +54,6 @@ class Learner:
         self.observation = torch.randn(batch, 17)
 
     def step(self) -> None:
-        """Run forward, backward and Adam."""
         self.optimizer.zero_grad()
         self.network(self.observation).square().mean().backward()
         self.optimizer.step()

@@ -42,7 +42,6 @@ CAPACITY, WARM_UP, CPU = 100_000, 1_000, torch.device("cpu")
 
 
 def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffer:
-    """Return a side's replay buffer."""
     alpha, beta = 0.6, 0.4
     if side == OURS:
         own = {"sampler": ProportionalSampler(CAPACITY, alpha, beta)} if prioritized else {}
@@ -160,7 +159,6 @@ STEPS = {"dqn": 8_192, "sac": 4_000, "ppo": 16_384}
 
 
 def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Tensor]]:
-    """Run a script; return its seconds, the buffer's share of them, and the final weights of the policy."""
     torch.manual_seed(0)
     clock = Clock()
     policy = SCRIPTS[script](side, clock, steps)
@@ -187,7 +185,6 @@ def compare(script: str, steps: int, rounds: int) -> list[str]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the scripts and print how long they take (``python -m rlbuf_td train``)."""
     table = Table(title="Whole training scripts, one thread: environment steps per second", title_justify="left")
     for column in ("script", *SIDES, *(f"in {side}'s buffer" for side in SIDES), "speed-up", "final weights"):
         table.add_column(column, justify="right" if column != "script" else "left")

@@ -106,7 +106,6 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train as the command line says, and tell how it went (``python -m rlbuf_td demo``)."""
     steps = STEPS if options.steps is None else options.steps
     if steps < WARM_UP:
         raise UsageError(f"--steps must be at least {WARM_UP}: learning begins after {WARM_UP} steps")

@@ -43,12 +43,10 @@ SETTINGS = {
 
 
 def make_env(name: str) -> EnvBase:
-    """Return one Gymnasium environment."""
     return GymEnv(name, categorical_action_encoding=True)
 
 
 def make_agent(env: EnvBase, device: torch.device) -> tuple[ProbabilisticActor, ValueOperator]:
-    """Return a policy for discrete or bounded continuous actions, and a value network."""
     size = env.observation_spec["observation"].shape[-1]
     network = partial(MLP, size, num_cells=[64, 64], activation_class=torch.nn.Tanh, device=device)
     spec = env.action_spec_unbatched
@@ -80,7 +78,6 @@ class Learner:
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=rollouts)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take a step of the optimizer."""
         losses = self.loss_module(batch)
         self.optimizer.zero_grad()
         (losses["loss_objective"] + losses["loss_critic"]).backward()
@@ -89,7 +86,6 @@ class Learner:
 
 
 def make_rollout(settings: Settings, critic: ValueOperator, device: torch.device) -> RolloutBuffer:
-    """Return a buffer for one rollout of all environments."""
     return RolloutBuffer(
         settings.rollout_steps,
         LANES,
@@ -139,7 +135,6 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train as the command line says, and tell how it went (``python -m rlbuf_td demo --algo ppo``)."""
     out = prepare(options, f"ppo-{options.env}")
     run = train(options.env, options.steps, options.seed, torch.device(options.device), out)
     other = "Pendulum-v1" if options.env == "CartPole-v1" else "CartPole-v1"

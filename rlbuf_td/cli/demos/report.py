@@ -52,12 +52,10 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
         return time.perf_counter() - self._start
 
     @property
     def share(self) -> float:
-        """The buffer's part of the time."""
         return self._in_buffer / self.seconds
 
 
@@ -108,7 +106,6 @@ class Run(Clock):
         return mean >= self.threshold and self.evaluate(policy, seed=5_000 + self.seed) >= self.threshold
 
     def finish(self, policy: TensorDictModuleBase, title: str) -> None:
-        """Evaluate the best policy on new episodes, and draw the learning curve."""
         self._bar.close()
         if not self.evaluations:
             self.is_solved_by(policy)
@@ -118,7 +115,6 @@ class Run(Clock):
 
 
 def tell(run: Run, following: str) -> None:
-    """Print how a run went, where its results are, and what to try next."""
     print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
     print(f"learning curve: {run.out / 'learning_curve.png'}, policy: {run.out / 'policy.pt'}")
     print(f"next: {following}")

@@ -34,7 +34,6 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The share of rows concerned, in [0, 1]."""
         return self.count / self.of if self.of else 0.0
 
     def __str__(self) -> str:
@@ -65,12 +64,10 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether there are no findings."""
         return not self.findings
 
     @property
     def codes(self) -> list[str]:
-        """The codes of the findings."""
         return [finding.code for finding in self.findings]
 
     def __len__(self) -> int:

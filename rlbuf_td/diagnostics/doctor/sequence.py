@@ -36,7 +36,6 @@ class Flow:
 
 
 def sequence_findings(record: Record) -> Iterator[Finding]:
-    """Yield the faults in the order of rows and in the flags."""
     flags = {name: flag for name in ("done", "terminated", "truncated") if (flag := record.flag(name)) is not None}
     ended = torch.stack([torch.zeros_like(record.cut), *flags.values()]).any(0)
     flow = _flow(record) if record.knows_ends and record.observed else None

@@ -25,7 +25,6 @@ _DRAWS, _ROWS = 2.0, 100  # fewer draws a row, or fewer rows, show nothing
 
 
 def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
-    """Yield the faults in values: one pass over the rows."""
     columns = record.columns
     infinite = {key: torch.zeros_like(record.cut) for key in columns if _must_be_finite(record, key)}
     outside = {key: torch.zeros_like(record.cut) for key in columns if _is_bounded(record, key, bounds)}

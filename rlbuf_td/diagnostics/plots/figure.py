@@ -32,7 +32,6 @@ class Picture(Figure):
 
 
 def empty_figure(height: float) -> Picture:
-    """Return a figure without panels; ``height`` in inches."""
     figure = Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
     FigureCanvasAgg(figure)
     return figure
@@ -45,7 +44,6 @@ def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> t
 
 
 def dress(axes: Axes, title: str, x: str, y: str) -> None:
-    """Label a panel."""
     axes.set_title(title, fontsize=SMALL, loc="left", pad=3)
     if x:
         axes.set_xlabel(x, fontsize=SMALL, labelpad=2)

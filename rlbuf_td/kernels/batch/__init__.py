@@ -82,7 +82,6 @@ def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Seque
 
 @cache
 def loops() -> ModuleType:
-    """Return the compiled kernels, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.batch import cpu
 
     return cpu

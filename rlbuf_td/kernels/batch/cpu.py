@@ -145,7 +145,6 @@ def _drawn(leaves, targets, lanes, flat, uniform, count):
 
 @inlined
 def _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now):
-    """Gather and stamp the rows that have been drawn; return whether all are written: a sampler may know of others."""
     for i in range(len(index)):
         if index[i] >= written:
             return False

@@ -240,7 +240,6 @@ def _triton() -> ModuleType:
 
 @cache
 def batch_loops() -> ModuleType:
-    """Return numba's loops over the rows of batches: goals and n-step sums."""
     from rlbuf_td.kernels.episodes import batches_cpu
 
     return batches_cpu

@@ -159,13 +159,11 @@ def is_cut(bitmap, lane, t):
 
 @inlined
 def is_over(bitmap, lane, t):
-    """Return whether a trajectory ended with step ``t``, which may lie beyond the end of the ring."""
     return _bit(bitmap, lane, _start(bitmap, bitmap[3]), t - bitmap[4] if t >= bitmap[4] else t)
 
 
 @inlined
 def split(cell, lanes):
-    """Return time step and lane of a flat row."""
     if lanes == 1:
         return cell, np.int64(0)
     t = np.int64(np.uint64(cell) // np.uint64(lanes))

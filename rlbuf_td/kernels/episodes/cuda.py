@@ -54,7 +54,6 @@ def _reach(cut, over, cells, steps, lanes, most, back, ahead, is_over, STRETCH: 
 
 
 def reach(boundaries: Any, cells: Tensor, within: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Do as :meth:`rlbuf_td.kernels.episodes.FlagBoundaries.reach`."""
     (steps, lanes), cells = boundaries.cut.shape, cells.contiguous()
     back, ahead = torch.empty_like(cells), torch.empty_like(cells)
     over = torch.empty(cells.shape, dtype=torch.bool, device=cells.device)

@@ -26,7 +26,6 @@ _ROW = 0xFFFFFFFF
 
 @inlined
 def chunks_at(order: np.ndarray) -> Chunks:
-    """Return the arrays of an order."""
     rows, chunks, groups, top = order[0], order[1], order[2], order[3]
     return Chunks(
         carray(pointer(order[4]), 3, np.int64),
@@ -88,7 +87,6 @@ def find_places(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray)
 
 @bare
 def chunk_at(st: Chunks, p: int, s: int) -> tuple[int, int]:
-    """Chunk at a place, and how many keys it has."""
     g = np.uint64(st.top_group[p])
     return st.child[g, s], st.before[g, s + 1] - st.before[g, s]
 
@@ -151,7 +149,6 @@ def ranks_of(order: np.ndarray, rows: np.ndarray, ranks: np.ndarray) -> bool:
 
 @bare
 def _mass_of_all(rows: int, law: np.ndarray, alpha: float, shift: float) -> float:
-    """``H_N``: see :func:`rlbuf_td.kernels.rank_order.law.mass`."""
     if rows <= HEAD:
         return law[rows - 1]
     x = rows + 0.5
@@ -164,7 +161,6 @@ def _mass_of_all(rows: int, law: np.ndarray, alpha: float, shift: float) -> floa
 
 @bare
 def _rank_of_mass(mass: float, rows: int, law: np.ndarray, alpha: float, shift: float) -> Any:
-    """See :func:`rlbuf_td.kernels.rank_order.law.ranks_of_mass`."""
     if mass >= law[HEAD - 1]:
         y = mass - shift
         bend = 1.0 - alpha

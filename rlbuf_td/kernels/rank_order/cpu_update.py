@@ -114,7 +114,6 @@ def _arrange(st: Chunks, keys: np.ndarray) -> None:
 
 @compiled
 def _started(order: np.ndarray) -> Chunks:
-    """Return the arrays of an order that has a group."""
     st = chunks_at(order)
     if st.head[GROUPS] == 0:
         _arrange(st, np.empty(0, np.int64))
@@ -137,7 +136,6 @@ def _arrange_afresh(st: Chunks) -> None:
 
 @bare
 def _count(st: Chunks) -> None:
-    """Add up how many keys lie before each group."""
     total = 0
     for p in range(st.head[GROUPS]):
         st.top_before[p] = total
@@ -156,7 +154,6 @@ def _add_count(st: Chunks, p: int, s: int, delta: int) -> None:
 
 @bare
 def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> None:
-    """Take rows out of the order."""
     n = 0
     for i in range(len(index)):
         row = index[i]

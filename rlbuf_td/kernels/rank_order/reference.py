@@ -14,7 +14,6 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def as_float32(td_error: Tensor) -> Tensor:
-    """Return errors as float32; finite ones stay finite."""
     if td_error.dtype is torch.float32:
         return td_error
     return torch.where(td_error.isfinite(), td_error.clamp(-LARGEST, LARGEST), td_error).to(torch.float32)
@@ -95,7 +94,6 @@ class SortedOrder:
         return state.note(largest.to(torch.float64), refused, counts)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Give ``count`` rows from ``start`` on one magnitude. O(count)."""
         value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
         self._magnitude[start : start + count] = value
         self._behind = -1  # a row that is new must be known at once
@@ -132,7 +130,6 @@ class SortedOrder:
         return torch.where(self._magnitude[index] >= 0, self._by_row[index], 0)
 
     def count(self) -> Tensor:
-        """Return how many rows have a magnitude, a 0-dim int64 tensor."""
         self._refresh()
         return self._count
 

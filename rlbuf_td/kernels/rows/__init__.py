@@ -102,7 +102,6 @@ def _on_cpu(skip: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tens
 
 @cache
 def cpu_loops() -> ModuleType:
-    """Return the numba backend, imported (and compiled, or read from disk) on first use."""
     from rlbuf_td.kernels.rows import cpu
 
     return cpu

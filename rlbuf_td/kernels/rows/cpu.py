@@ -32,7 +32,6 @@ _SAMPLED = 16
 
 @kernel
 def put_values(target, target_stride, values, values_stride, width, count, mask):
-    """Copy some floats unless one is NaN, strides in numbers; see :func:`rlbuf_td.kernels.rows.put_values_`."""
     for i in range(count):
         at = values + i * values_stride * width
         if load_bool(mask + i) and np.isnan(load_float64(at) if width == 8 else load_float32(at)):
@@ -55,7 +54,6 @@ def _difference(a: int, b: int) -> int:
 
 @kernel
 def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
-    """See :func:`rlbuf_td.kernels.rows.skip_ring`."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -95,8 +93,6 @@ def skip_newer(kept: int, index: int, stamp: int, rows: int, clock: int, written
 
 
 def _of_libc(name: str) -> Any:
-    """Return a function of three integers that the C library has."""
-
     def call(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             word = ir.IntType(64)
@@ -138,7 +134,6 @@ def _ask(first, last, until):
 
 @kernel
 def ask_for_rows(base, stride, live, cells, count):
-    """Ask for rows, which are named in order."""
     until, first, last = np.int64(0), np.int64(0), np.int64(0)
     for i in range(count):
         cell = load_int64(cells + 8 * i)

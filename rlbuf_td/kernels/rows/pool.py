@@ -62,12 +62,10 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an entry."""
         return sum(part.inner * part.outer for part in self.parts)
 
     @property
     def names(self) -> int:
-        """Entries that a row names."""
         return self.pieces * self.sides
 
     @property
@@ -110,7 +108,6 @@ class Table:
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
     def arrays(self) -> list[np.ndarray]:
-        """Return groups and parts as numba takes them."""
         if not self._arrays:
             groups: list[list[int]] = []
             parts: list[list[int]] = []

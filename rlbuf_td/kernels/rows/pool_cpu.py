@@ -41,7 +41,6 @@ def _entry(groups, g, name):
 
 @inlined
 def _expect_entries(groups, row):
-    """Start loading the entries that a row names."""
     for g in range(len(groups)):
         width = min(groups[g, BYTES], 64 * _MOST_LINES)
         last = np.int32(0)
@@ -109,7 +108,6 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
 
 @inlined
 def _take(groups, g):
-    """Return an entry that nobody holds."""
     counters = groups[g, COUNTERS]
     free = load_int64(counters)
     if free > 0:
@@ -271,7 +269,6 @@ def _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane):
 
 @inlined
 def _cell(total, cells, start, i):
-    """Return the row that is written as number ``i``."""
     return load_int64(cells + 8 * i) if cells else _wrapped(start + i, total)
 
 

@@ -90,7 +90,6 @@ def _raise_minimum(starts, minima, node):
 
 @kernel
 def update(tree, index, td_error, rows, alpha, eps):
-    """See :func:`rlbuf_td.kernels.sum_tree.update_`."""
     if not acceptable(index, td_error, rows):
         return REFUSED
     starts, magnitude, weight, sums, before, minima = _arrays(tree)
@@ -130,7 +129,6 @@ def _sum_upwards(starts, sums, before, node, count):
 
 @kernel
 def fill(tree, start, count, value, alpha, eps):
-    """See :func:`rlbuf_td.kernels.sum_tree.fill_`."""
     magnitude, weight = _arrays(tree)[1:3]
     magnitude[start : start + count] = value
     weight[start : start + count] = _weight(value, alpha, eps)
@@ -154,13 +152,11 @@ def _repair_range(tree, first, last):
 
 @kernel
 def rebuild(tree):
-    """See :func:`rlbuf_td.kernels.sum_tree.rebuild_`."""
     _repair_range(tree, uint64(0), uint64(tree[1] // BLOCK) - _ONE)
 
 
 @kernel
 def _descend(starts, before, mass, node):
-    """Go from the root to the blocks: in each group, to the last member that begins within the mass."""
     for k in range(starts.shape[0] - 2, -1, -1):
         start = starts[k]
         for j in range(node.shape[0]):

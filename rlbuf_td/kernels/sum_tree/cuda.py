@@ -27,7 +27,6 @@ _EXACT = {"enable_fp_fusion": False}
 
 @triton.jit
 def _set_blocks(weight, sums, minima, block, inside):
-    """Recompute the sums and minima of blocks of rows."""
     w0, smallest = _leaf(weight, block, 0, inside, float("inf"))
     w1, smallest = _leaf(weight, block, 1, inside, smallest)
     w2, smallest = _leaf(weight, block, 2, inside, smallest)
@@ -164,7 +163,6 @@ def _draw(
 
 
 def repair(tree: SumTree, rows: Tensor) -> None:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.repair`."""
     subtrees = triton.cdiv(tree.weight.shape[0], SUBTREE.value)
     if rows.shape[0] < subtrees:
         _recompute(tree, rows, 0, rows.shape[0])
@@ -173,7 +171,6 @@ def repair(tree: SumTree, rows: Tensor) -> None:
 
 
 def repair_range(tree: SumTree, start: int, count: int) -> None:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.repair_range`."""
     first, last = start // SUBTREE.value, (start + count - 1) // SUBTREE.value
     _recompute(tree, None, first, last + 1 - first)
 

@@ -33,12 +33,10 @@ def assign(
 
 
 def repair(tree: SumTree, rows: Tensor) -> None:
-    """Recompute everything above rows, ``[B]`` int64."""
     _repair_blocks(tree, rows // BLOCK)
 
 
 def repair_range(tree: SumTree, start: int, count: int) -> None:
-    """Recompute everything above ``count`` rows from ``start`` on."""
     _repair_blocks(tree, torch.arange(start // BLOCK, (start + count - 1) // BLOCK + 1, device=tree.weight.device))
 
 
@@ -76,7 +74,6 @@ def _block_levels(weight: Tensor) -> list[Tensor]:
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw rows, and their importance weights."""
     total = tree.total
     mass = masses(uniform, total, stratified)
     index = torch.zeros_like(mass, dtype=torch.int64)

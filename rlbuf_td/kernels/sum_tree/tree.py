@@ -55,7 +55,6 @@ class SumTree:
         return tree
 
     def clear_(self) -> None:
-        """Forget all priorities. O(N)."""
         self.magnitude.fill_(-1.0)
         self.weight.zero_()
         self.sums.zero_()
@@ -72,7 +71,6 @@ class SumTree:
 
     @property
     def total(self) -> Tensor:
-        """The sum of all weights, 0-dim."""
         return self.sums[self.starts[-1]]
 
     @property
@@ -103,12 +101,10 @@ class SumTree:
         return 0 if self._device_state is None else self._device_state.refused
 
     def share_memory_(self) -> None:
-        """Move the state to shared memory. O(N)."""
         self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
         self._addresses = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state by name."""
         return {name: getattr(self, name) for name in self.NAMES}
 
     @property

@@ -77,7 +77,6 @@ class DedupLayout:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The groups as the kernels take them."""
         at, groups = self.stored.offsets[(ENTRY_IDS,)], []
         for group in self.chosen:
             parts, into = [], 0
@@ -111,7 +110,6 @@ class DedupLayout:
 
     @classmethod
     def from_state(cls, layout: RowLayout, state: Sequence[Any]) -> DedupLayout:
-        """Return what :meth:`state` described."""
         leaves, groups = _by_key(layout), []
         for keys, pieces, dim, _ in state:
             names = tuple(tuple(str(part) for part in key) for key in keys)
@@ -156,7 +154,6 @@ class Sections:
 
     @classmethod
     def of(cls, dedup: DedupLayout, cells: int) -> Sections:
-        """Return the sections for ``cells`` rows."""
         most = tuple(2 * cells * group.names for group in dedup.groups)
         if max(most) > _MAX_ENTRIES:
             fit = cells * _MAX_ENTRIES // max(most)
@@ -176,7 +173,6 @@ class Sections:
 
     @property
     def fixed(self) -> int:
-        """Bytes of rows and counters."""
         return self.stacks[0]
 
     def likely(self, dedup: DedupLayout, cells: int) -> int:

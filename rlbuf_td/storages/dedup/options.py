@@ -45,7 +45,6 @@ class DedupOptions:
 
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
-        """Check the arguments."""
         if isinstance(share_next, Sequence | Set) and not isinstance(share_next, str):
             share_next = tuple(_key(key, "share_next") for key in share_next)
         elif not isinstance(share_next, bool) and share_next != "auto":
@@ -117,7 +116,6 @@ def _may_share(leaves: Mapping[Key, Leaf], key: Key) -> bool:
 
 
 def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
-    """Refuse a key that cannot be stored once."""
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None or other is None:
         raise SchemaError(
@@ -133,7 +131,6 @@ def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
 
 
 def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> DedupGroup:
-    """Return the group of a stack of frames."""
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None:
         raise SchemaError(f"frames names {show_key(key)}, which rows do not hold")

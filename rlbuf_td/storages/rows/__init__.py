@@ -68,11 +68,9 @@ class Rows(ABC):
         return {}
 
     def sources(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that reading goes to."""
         return (self.matrix,)
 
     def first(self, steps: int) -> Rows:
-        """Return the first time steps, as a view."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self))  # a third of copy.copy's time
         rows._use(self.matrix.narrow(0, 0, steps))
@@ -90,7 +88,6 @@ class Rows(ABC):
         """
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Write whole rows at flat positions, ``[B]``, to ``out``, ``[B, row_bytes]`` in bytes."""
         torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:

@@ -76,7 +76,6 @@ class SharedNumbers:
         self.values = RawArray(self._kind, values) if isinstance(values, list) else values
 
     def counters(self) -> list[NumberOf]:
-        """Return each number as an object with a ``value``."""
         return [NumberOf(self, position) for position in range(len(self))]
 
 
@@ -90,7 +89,6 @@ class NumberOf:
 
     @property
     def value(self) -> Any:
-        """The number."""
         return self._numbers[self._position]
 
     @value.setter

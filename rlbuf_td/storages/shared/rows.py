@@ -84,13 +84,11 @@ class Journal:
         self._words[_PHASE] = WRITING
 
     def written(self) -> None:
-        """Announce that rows and counters are complete."""
         if self._words[_PHASE] == WRITING:
             self._words[_PHASE] = WRITTEN
 
     @property
     def phase(self) -> int:
-        """How far the write in progress is."""
         return self._words[_PHASE]
 
     @property
@@ -100,7 +98,6 @@ class Journal:
 
     @property
     def cells(self) -> torch.Tensor:
-        """The flat rows of the write in progress."""
         start, count = self.range
         return self._cells[:count] if start < 0 else (start + torch.arange(count, device="cpu")) % len(self._rows)
 
@@ -182,7 +179,6 @@ class SharedRows:
         return not (failed and self.journal.phase == WRITING)
 
     def recover(self) -> None:
-        """Undo the write of a process that has died, or finish it."""
         if not self._has_rows:
             self.find()
         journal, storage = self.journal, self._storage
