@@ -76,6 +76,7 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
 
 
 def snapshot(storage: Any) -> dict[str, Any]:
+    """Return :meth:`PackedStorage.state_dict` with the rows themselves rather than a copy."""
     rows = storage.rows
     if rows is None:
         return {"_len": 0}
