@@ -16,6 +16,7 @@ from itertools import chain
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tensordict import TensorDict
 
@@ -104,7 +105,7 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
         result.add_column(name, justify="right", style="bold" if name == Ours.name else "")
     result.add_column("in a tight loop", justify="right", no_wrap=True)
     for timing in timings:
-        cells = [OPERATIONS[timing.operation], f"{timing.rows:,} {timing.kind}"]
+        cells = [escape(OPERATIONS[timing.operation]), f"{timing.rows:,} {timing.kind}"]
         for name in names:
             if name not in timing.blocks:
                 cells.append("")

@@ -34,7 +34,7 @@ WORDS = {
     **{"leaves-12": "a Dict of 12 leaves", "leaves-3": "the same in 3 leaves"},
     **{"gae": "GAE {}, loop", "gae-vectorized": "GAE {}, vector"},
 }
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.42, 0.5  # inches
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.48, 0.5  # inches
 _LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches a line and a heading, points
 
 
@@ -65,7 +65,7 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
         _draw_group(axes, members)
         axes.set_xlim(0.08, max(20.0, 1.6 * highest))
         axes.tick_params(labelbottom=top < _BOTTOM + 1e-6)
-    words = f"time of a call after a learner's step / rlbuf_td's, given at the right (batch of {batch})"
+    words = f"time after a learner's step / rlbuf_td's, at the right (batch of {batch})"
     figure.text(0.5, 0.16 / height, words, fontsize=_SIZE, ha="center")
     figure.text(0.5, 0.04 / height, "* TorchRL: proportional, it has no ranks", fontsize=_SIZE - 1, ha="center")
     _draw_legend(figure, {name for timing in timings for name in timing.blocks})
