@@ -60,3 +60,12 @@ def test_each_leaf_of_rows_read_by_index_has_its_own_memory(storage):
     rb.extend(rows(60))
     for data in (rb[torch.arange(5)], rb.storage.get([3, 4]), rb.last(5), rb.chronological()):
         assert_own_memory(data)
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "unique"])
+def test_leaves_of_a_batch_of_one_row_can_be_viewed_as_bytes(sampler):
+    rb = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SAMPLERS[sampler](), batch_size=1)
+    rb.extend(rows(60))
+    for batch in (rb.sample(), rb.sample()):
+        assert batch["next", "reward"].view(torch.uint8).shape == (1, 4)
+        assert batch["index"].view(torch.uint8).shape == (8,)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from rlbuf_td.kernels.batch import example_of
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
 
@@ -109,9 +110,7 @@ class RowLayout:
         """Return a tensor ``[*lead, ...]`` for each leaf, not initialised."""
         key, examples = self._blank
         if key != (lead, device):  # ``empty_like`` takes two thirds of the time of ``empty``
-            examples = [
-                torch.empty((), dtype=leaf.dtype, device=device).expand(lead + leaf.shape) for leaf in self.leaves
-            ]
+            examples = [example_of(lead + leaf.shape, leaf.dtype, device) for leaf in self.leaves]
             self._blank = (lead, device), examples
         return list(map(torch.empty_like, examples))
 

@@ -49,7 +49,7 @@ class Gather:
         self.leaves = np.stack((np.cumsum(widths) - widths, widths), -1)
         # ``empty_like`` takes two thirds of the time of ``empty``; the examples have one element of memory each.
         self._examples = [
-            torch.empty((), dtype=dtype, device="cpu").expand(count, *shape) for dtype, shape in (*leaves, *more)
+            example_of(torch.Size([count, *shape]), dtype, torch.device("cpu")) for dtype, shape in (*leaves, *more)
         ]
         self.targets = np.empty(len(self._examples), np.int64)
         self._set_targets = Struct(f"{len(self._examples)}q").pack_into
@@ -59,6 +59,12 @@ class Gather:
         tensors = list(map(torch.empty_like, self._examples))
         self._set_targets(self.targets.data, 0, *map(Tensor.data_ptr, tensors))
         return tensors
+
+
+def example_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that takes no memory to speak of, for ``empty_like`` to make contiguous ones of its shape."""
+    few = shape.numel() < 2  # ``empty_like`` would keep the strides of an expanded tensor
+    return torch.empty(shape if few else (), dtype=dtype, device=device).expand(shape)
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
