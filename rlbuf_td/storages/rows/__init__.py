@@ -220,7 +220,9 @@ class PlainRows(Rows):
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
         if backend_of(self.matrix) != "numba":  # views of one block: one launch
-            return self.layout.columns(self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, -1))
+            return self.layout.columns(
+                self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, self.flat.shape[1])
+            )
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
