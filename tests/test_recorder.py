@@ -490,3 +490,11 @@ def test_transforms_see_what_is_recorded():
     assert rb.storage["next", "reward"].flatten(1).tolist() == seen
     assert rb.storage["note"][:, 0].tolist() == list(range(1, 11))
     assert "note" not in recorder._queues.now.keys()  # type: ignore[union-attr]
+
+
+def test_a_recorders_writes_take_the_short_path():
+    env = vector(AutoresetMode.SAME_STEP)
+    rb = ReplayBuffer.from_env(env, 300)
+    run(GymnasiumRecorder(rb, env), env, 10)
+    assert rb._write_plan is not None
+    assert rb._write_plan.holds()

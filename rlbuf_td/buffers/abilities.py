@@ -142,6 +142,13 @@ def from_schema(
 
     Raises:
         SchemaError: the schema has an entry that cannot be packed.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from rlbuf_td import ReplayBuffer
+        >>> transition = TensorDict({"observation": torch.zeros(3), "next": {"reward": torch.zeros(1)}})
+        >>> ReplayBuffer.from_schema(transition, 100).storage.is_reserved
+        True
     """
     if flat and schema.ndim:
         schema = schema.flatten()[0]
@@ -194,7 +201,12 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer."""
+    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
+
+    Raises:
+        KeyError: no such key.
+        RuntimeError: ``value`` has another shape than the entry.
+    """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_at_(rb, key, value, index)
     rb.storage.edit(lambda data: setitem(data[key], ..., value), index)
@@ -202,7 +214,12 @@ def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
 
 
 def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
-    """Set one entry of all rows, ``[T, *lanes, ...]``, and return the buffer."""
+    """Set one entry of all rows, and return the buffer.
+
+    Raises:
+        KeyError: no such key.
+        RuntimeError: ``value`` is not ``[T, *lanes, ...]``.
+    """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_(rb, key, value)
     rb.storage.edit(lambda data: data.set_(key, value))

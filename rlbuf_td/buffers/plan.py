@@ -49,7 +49,7 @@ class Plan(ABC):
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
         leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves if gathers]
-        self.gather = Gather(self.rows.flat, leaves, more, size)
+        self.gather = Gather(self.rows.flat, self.rows.layout.extents[: len(leaves)], leaves + more, size)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size = torch.Size([size])
         self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock

@@ -41,9 +41,9 @@ class WrappedPlan(ABC):
         self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, drawn, gathers=False)
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
         self.layout = self.inner.rows.layout
-        leaves = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
-        self.places = {leaf.key: place for place, leaf in enumerate(self.layout.leaves)}
-        self.gather = Gather(self.inner.rows.flat, leaves, self.entries(), size)
+        self.places = self.layout.places
+        entries = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves] + self.entries()
+        self.gather = Gather(self.inner.rows.flat, self.layout.extents, entries, size)
         self.fixed = self.gather.rows, self.gather.row_bytes, self.inner.lanes
         self.batch_size = torch.Size([size])
 

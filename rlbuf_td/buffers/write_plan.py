@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import PLANS, is_plain
+from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.batch import RING, loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
@@ -166,7 +167,8 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
         return None
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler
-    listeners = [each for each in storage._attached_entities if each is not buffer]
+    attached = [each for each in storage._attached_entities if each is not buffer]
+    listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # which take no note of writes
     if (
         type(sampler) not in PLANS
         or getattr(sampler, "max_priority_within_buffer", False)

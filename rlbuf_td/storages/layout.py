@@ -66,7 +66,8 @@ class RowLayout:
             raise SchemaError("cannot store a TensorDict without a single tensor")
         # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
         self.leaves = tuple(sorted(found, key=_place))
-        self.root = _describe(data, lead_dims, (), {leaf.key: slot for slot, leaf in enumerate(self.leaves)})
+        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # which of the leaves a key is
+        self.root = _describe(data, lead_dims, (), self.places)
         self.offsets: dict[tuple[str, ...], int] = {}  # where each leaf begins in a row, in bytes
         self.data_bytes = 0
         for leaf in self.leaves:

@@ -7,6 +7,7 @@ arguments. What a library does not have, its contender leaves out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ def image_rows(count: int) -> TensorDict:
     return rows
 
 
-class Contender:
+class Contender(ABC):
     """A library's buffers, uniform and prioritized, each full."""
 
     name: str
@@ -70,13 +71,15 @@ class Contender:
             self.fill(make_rows(min(chunk, rows - start)))
         self.prioritize(torch.rand(rows))
 
+    @abstractmethod
     def build(self) -> None:
-        raise NotImplementedError
+        """Make the buffers."""
 
+    @abstractmethod
     def fill(self, data: TensorDict) -> None:
-        raise NotImplementedError
+        """Put transitions into both buffers."""
 
-    def prioritize(self, td_error: torch.Tensor) -> None:
+    def prioritize(self, td_error: torch.Tensor) -> None:  # noqa: B027  uniform buffers have no priorities
         """Give every row its TD error."""
 
     def next_sampled(self) -> Any:

@@ -51,10 +51,11 @@ class DedupLayout:
         state = _without(layout.state(), (), self.places)
         state["leaves"][ENTRY_IDS] = ["int32", [*state["batch_size"], ids]]
         self.stored = RowLayout.from_state(state)
-        slots = {key: slot for slot, key in enumerate(layout.offsets)}
-        self.kept = [slots[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
-        self.given = [tuple(slots[path] for path in _sides(group, key)) for group in chosen for key in group.keys]
-        self.ids_slot = list(self.stored.offsets).index((ENTRY_IDS,))
+        self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
+        self.given = [
+            tuple(layout.places[path] for path in _sides(group, key)) for group in chosen for key in group.keys
+        ]
+        self.ids_slot = self.stored.places[(ENTRY_IDS,)]
 
     @classmethod
     def chosen_for(
@@ -68,12 +69,8 @@ class DedupLayout:
     def runs(self) -> np.ndarray:
         """What is copied from a stored row, ``[R, 3]``: from where, to which leaf, how many bytes."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
-        runs = [[self.stored.offsets[leaf.key], self._places[leaf.key], leaf.nbytes] for leaf in leaves]
+        runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
-
-    @cached_property
-    def _places(self) -> dict[Key, int]:
-        return {leaf.key: place for place, leaf in enumerate(self.layout.leaves)}
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -84,8 +81,8 @@ class DedupLayout:
                 leaf = self.deduplicated[key]
                 outer = prod(leaf.shape[: group.dim]) if group.pieces > 1 else 1
                 inner = leaf.nbytes // outer // group.pieces
-                following = self._places[_sides(group, key)[-1]] if group.has_next else 0
-                parts.append(Part(into, inner, outer, inner * group.pieces, self._places[key], following))
+                following = self.layout.places[_sides(group, key)[-1]] if group.has_next else 0
+                parts.append(Part(into, inner, outer, inner * group.pieces, self.layout.places[key], following))
                 into += inner * outer
             groups.append(Group(at, group.pieces, 1 + group.has_next, tuple(parts)))
             at += 4 * groups[-1].names
