@@ -228,7 +228,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             RuntimeError: the buffer is empty, or there is no batch size.
         """
         plan = self._plan
-        if plan is not None and batch_size is None and include_info is None and not return_info:
+        if plan is not None and batch_size in (None, self._batch_size) and include_info is None and not return_info:
             planned = self._sample_by(plan)
             if planned is not None:
                 return planned
