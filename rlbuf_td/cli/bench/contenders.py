@@ -8,7 +8,8 @@ arguments. What a library does not have, its contender leaves out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle as in_turn
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rlbuf_td.cli.bench.timing import OURS
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
-SAMPLED = 64
+SAMPLED, ERRORS = 64, 3  # batches that updates take turns with, and TD errors that each gets in turn
 
 
 def small_rows(count: int) -> TensorDict:
@@ -57,8 +58,8 @@ class Contender(ABC):
     """A library's buffers, uniform and prioritized, each full."""
 
     name: str
-    sampled: list[Any]
-    _turn = 0
+    sampled: Iterator[Any]
+    td_errors: Iterator[Any]
 
     def __init__(self, rows: int, batch: int, make_rows: Callable[[int], TensorDict]) -> None:
         self.rows, self.batch = rows, batch
@@ -82,10 +83,10 @@ class Contender(ABC):
     def prioritize(self, td_error: torch.Tensor) -> None:  # noqa: B027  uniform buffers have no priorities
         """Give every row its TD error."""
 
-    def next_sampled(self) -> Any:
-        """Return one of several sampled batches in turn: an update finds its rows no warmer than in training."""
-        self._turn = (self._turn + 1) % len(self.sampled)
-        return self.sampled[self._turn]
+    def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
+        """Update several batches in turn: their rows are no warmer than in training, and their errors new each time."""
+        self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
+        self.td_errors = in_turn(errors)
 
 
 class _TorchRLStyle(Contender):
@@ -100,11 +101,10 @@ class _TorchRLStyle(Contender):
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priority(torch.arange(self.rows), td_error)
-        self.td_error = torch.rand(self.batch)
-        self.sampled = [
-            TensorDict({"index": self.prioritized.sample()["index"], "td_error": self.td_error}, [self.batch])
-            for _ in range(SAMPLED)
-        ]
+        errors = [torch.rand(self.batch) for _ in range(ERRORS)]
+        report = [self.prioritized.sample().select("index", "sampled_at", strict=False) for _ in range(SAMPLED)]
+        self.take_turns(report, errors)
+        self.sampled = in_turn([batch.copy().set("td_error", error) for error in errors for batch in report])
 
     def uniform(self) -> Any:
         return self.plain.sample()
@@ -113,11 +113,11 @@ class _TorchRLStyle(Contender):
         return self.prioritized.sample()
 
     def update(self) -> None:
-        self.prioritized.update_tensordict_priority(self.next_sampled())
+        self.prioritized.update_tensordict_priority(next(self.sampled))
 
     def cycle(self) -> None:
         batch = self.prioritized.sample()
-        batch.set("td_error", self.td_error)
+        batch.set("td_error", next(self.td_errors))
         self.prioritized.update_tensordict_priority(batch)
 
     def extend(self) -> None:
@@ -157,7 +157,7 @@ class Ours(_TorchRLStyle):
         return self.ranked.sample()
 
     def rank_update(self) -> None:
-        self.ranked.update_tensordict_priority(self.next_sampled())
+        self.ranked.update_tensordict_priority(next(self.sampled))
 
 
 class TorchRL(_TorchRLStyle):

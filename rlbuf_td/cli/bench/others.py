@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, SAMPLED, BareGather, Contender, Mixed, Ours, TorchRL
+from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, ERRORS, SAMPLED, BareGather, Contender, Mixed, Ours, TorchRL
 
 
 def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
@@ -78,7 +78,6 @@ class Cpprb(Contender):
         self.plain = cpprb.ReplayBuffer(self.rows, fields)
         self.prioritized = cpprb.PrioritizedReplayBuffer(self.rows, fields, alpha=ALPHA, eps=EPS)
         self.batch_columns, self.row = arrays_of(self.new_rows), arrays_of(self.new_row)
-        self.td_error = np.random.default_rng(0).random(self.batch)
 
     def fill(self, data: TensorDict) -> None:
         columns = arrays_of(data)
@@ -87,7 +86,8 @@ class Cpprb(Contender):
 
     def prioritize(self, td_error: torch.Tensor) -> None:
         self.prioritized.update_priorities(np.arange(self.rows), td_error.numpy())
-        self.sampled = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
+        rows = [self.prioritized.sample(self.batch, BETA)["indexes"] for _ in range(SAMPLED)]
+        self.take_turns(rows, [*np.random.default_rng(0).random((ERRORS, self.batch))])
 
     def uniform(self) -> Any:
         return self.plain.sample(self.batch)
@@ -96,11 +96,11 @@ class Cpprb(Contender):
         return self.prioritized.sample(self.batch, BETA)
 
     def update(self) -> None:
-        self.prioritized.update_priorities(self.next_sampled(), self.td_error)
+        self.prioritized.update_priorities(*next(self.sampled))
 
     def cycle(self) -> None:
         batch = self.prioritized.sample(self.batch, BETA)
-        self.prioritized.update_priorities(batch["indexes"], self.td_error)
+        self.prioritized.update_priorities(batch["indexes"], next(self.td_errors))
 
     def extend(self) -> None:
         self.plain.add(**self.batch_columns)
@@ -156,7 +156,6 @@ class Flashbax(Contender):
         self.plain, self.prioritized = uniform.init(single), ranked.init(single)
         self.key = jax.random.PRNGKey(0)
         self.many, self.one = self._on_device(self.new_rows), self._on_device(self.new_row)
-        self.td_error = jnp.asarray(torch.rand(self.batch).numpy())
 
     def fill(self, data: TensorDict) -> None:
         columns = self._on_device(data)
@@ -165,7 +164,8 @@ class Flashbax(Contender):
     def prioritize(self, td_error: torch.Tensor) -> None:
         jnp = self.jax.numpy
         self.prioritized = self._update(self.prioritized, jnp.arange(self.rows), jnp.asarray(td_error.numpy()))
-        self.sampled = [self.proportional()[0].indices for _ in range(16)]
+        errors = [jnp.asarray(torch.rand(self.batch).numpy()) for _ in range(ERRORS)]
+        self.take_turns([self.proportional()[0].indices for _ in range(16)], errors)
 
     def _on_device(self, data: TensorDict) -> dict[str, Any]:
         return {name: self.jax.numpy.asarray(column) for name, column in arrays_of(data).items()}
@@ -182,12 +182,12 @@ class Flashbax(Contender):
         return self._done(batch)
 
     def update(self) -> None:
-        self.prioritized = self._update(self.prioritized, self.next_sampled(), self.td_error)
+        self.prioritized = self._update(self.prioritized, *next(self.sampled))
         self._done(self.prioritized)
 
     def cycle(self) -> None:
         drawn, _ = self.proportional()
-        self.prioritized = self._update(self.prioritized, drawn.indices, self.td_error)
+        self.prioritized = self._update(self.prioritized, drawn.indices, next(self.td_errors))
         self._done(self.prioritized)
 
     def extend(self) -> None:
