@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import rlbuf_td
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import assert_same
 
@@ -173,7 +173,10 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, 
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
                 error = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
                 batch["td_error"] = (error, error[:, None], error.double(), error.requires_grad_())[value % 4]
-                rb.update_tensordict_priority(batch)
+                try:
+                    rb.update_tensordict_priority(batch if value % 5 else batch.exclude("sampled_at"))
+                except IndexError as error:  # rows that are no more
+                    answers.append(str(error))
             elif step in CHANGES and len(rb) > 2 * LANES:
                 CHANGES[step](rb, value)
     for mine, theirs in (*zip(*kept, strict=True), *zip(*found, strict=True)):
@@ -245,24 +248,37 @@ def test_rows_beyond_those_written_are_not_read(sampler):
         rb.sample()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_refused_error_changes_nothing(rb, bad):
-    batch = rb.sample()
-    batch["td_error"] = torch.ones(BATCH)
-    batch["td_error"][3] = bad
-    before = rb.sampler.state_dict()["priorities"]["magnitude"]
-    with pytest.raises(ValueError, match="finite"):
-        rb.update_tensordict_priority(batch)
-    assert torch.equal(rb.sampler.state_dict()["priorities"]["magnitude"], before)
+BAD = {"td_error": np.nan, "TD error": np.inf, "index": 20, "sampled_at": None}  # None: of another shape
 
 
-def test_row_out_of_range_changes_nothing(rb):
-    batch = rb.sample()
-    batch["td_error"] = torch.ones(BATCH)
-    batch["index"][2] = 20
-    with pytest.raises(IndexError):
+@pytest.mark.parametrize("entry", BAD)
+def test_refused_update_changes_nothing(rb, entry):
+    bad, entry = BAD[entry], entry.replace("TD error", "td_error")
+    batch = rb.sample().set("td_error", torch.full((BATCH,), 2.0))
+    if bad is None:
+        batch[entry] = batch[entry][:, None]
+    else:
+        batch[entry][3] = bad
+    with pytest.raises((ValueError, IndexError), match=r"finite|out of range|sampled_at"):
         rb.update_tensordict_priority(batch)
     assert rb.sampler.priority(torch.arange(20)).tolist() == [1.0] * 20
+
+
+def test_writes_count_the_generations_that_another_writer_begins_to_track(rb):
+    step = steps(1, None, 0)[0]
+    rb.add(step)
+    other = ReplayBuffer(storage=rb.storage, writer=RingWriter(track_generations=True))
+    other.add(step)
+    assert [other.writer.generations_of(rb.add(step)).item() for _ in range(2)] == [1, 0]
+
+
+def test_new_rows_get_the_eps_of_a_loaded_state_in_shared_memory(rb):
+    rb.sampler.share_memory_()
+    rb.extend(steps(2, None, 0))
+    rb.sampler.load_state_dict(rb.sampler.state_dict() | {"eps": 0.5})
+    index = rb.extend(steps(2, None, 0))
+    new, old = rb.sampler.probability(torch.stack([index[0], index[0] - 1])).tolist()
+    assert new / old == pytest.approx(1.5**rb.sampler.alpha, rel=1e-5)
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])

@@ -9,14 +9,15 @@ gives nothing: the buffer takes the general path, and makes another plan.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, TypeGuard, cast
+from threading import Lock
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.kernels.batch import Gather, loops
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.dispatch import backend_of, loops
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
@@ -30,8 +31,43 @@ from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW, SAMPLED_AT
 _CPU = torch.device("cpu")
 
 
-class Plan(ABC):
-    """Samples plain rows on the CPU. A subclass knows the law by which rows are drawn.
+class Blank(NamedTuple):
+    """A batch whose memory has no values yet."""
+
+    slot: int  # the address of the addresses of its tensors
+    tensors: list[Tensor]
+    batch: TensorDict
+    report: dict[str, Tensor]
+
+
+class Planned(ABC):
+    """Samples plain rows on the CPU. A subclass says which memory a batch takes."""
+
+    gather: Gather
+    _blanks: list[Any]
+
+    def blank(self) -> Any:
+        """Return memory for a batch, fresh, every leaf a tensor of its own."""
+        if not self._blanks:
+            with torch.inference_mode(False):  # a batch may be used after inference mode
+                self._blanks = self.make_blanks()
+        return self._blanks.pop()
+
+    @abstractmethod
+    def make_blanks(self) -> list[Any]:
+        """Return memory for batches, one for each slot of :attr:`gather`."""
+
+    @abstractmethod
+    def sample(self) -> Blank | None:
+        """Return a batch, ``None`` if the general path must be taken; the caller holds the buffer's locks."""
+
+    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
+        """Take the TD errors of a batch; return how many rows are stale, ``None``: take the general path."""
+        return None
+
+
+class Plan(Planned):
+    """Draws rows. A subclass knows the law.
 
     Args:
         storage: its rows are ``[T]`` or ``[T, E]``.
@@ -41,44 +77,49 @@ class Plan(ABC):
     """
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # what the sampler adds to a batch beside the index
+    table = 0  # the address of the addresses of the priorities
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
-        self.storage, self.sampler, self.size = storage, sampler, size
+        self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
         self.rows, self.generator, self.length = storage.all_rows(), sampler._rng, storage.counters[0]
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
         leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves if gathers]
-        self.gather = Gather(self.rows.flat, self.rows.layout.extents[: len(leaves)], leaves + more, size)
-        self.names = ("index", *(name for name, _ in self.reports))
-        self.batch_size = torch.Size([size])
         self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
+        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr()}
+        shape = {"steps": self.rows.steps, "lanes": self.lanes, "table": self.table}
+        extents = self.rows.layout.extents[: len(leaves)]
+        self.gather = Gather(self.rows.flat, extents, leaves + more, size, **scratch, **shape)
+        self.names = ("index", *(name for name, _ in self.reports))
+        self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
+        self.gathers, self._blanks = gathers, []
 
     def holds(self) -> bool:
         """Whether the parts are as they were when the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
 
-    def sample(self) -> tuple[TensorDict, dict[str, Tensor]] | None:
-        """Return a batch and the sampler's report, as fresh memory, every leaf a tensor of its own.
+    def make_blanks(self) -> list[Blank]:
+        blanks, batch = [], cast(TensorDict, None)
+        for slot in self.gather.slots:
+            tensors = self.gather.allocate(slot)
+            report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
+            if self.gathers:
+                batch = self.rows.layout.wrap(tensors, self.batch_size, _CPU, report)
+            blanks.append(Blank(slot, tensors, batch, report))
+        return blanks
 
-        ``None`` if the general path must be taken. The caller holds the buffer's locks.
-        """
+    def sample(self) -> Blank | None:
         written = self.length.value
         if not written or not self.holds():
             return None
-        tensors = self.gather.allocate()
-        if not self.draw(written, tensors):
-            return None
-        report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
-        return self.rows.layout.wrap(tensors, self.batch_size, _CPU, report), report
+        blank = self._blanks.pop() if self._blanks else self.blank()
+        return blank if self.draw(written, blank.slot) else None
 
     @abstractmethod
-    def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        """Fill the tensors of a batch; return whether there is a row to draw."""
-
-    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Take the TD errors of a batch; return how many rows are stale, ``None``: take the general path."""
-        return None
+    def draw(self, written: int, slot: int) -> bool:
+        """Fill a batch; return whether there is a row to draw."""
 
 
 class UniformPlan(Plan):
@@ -86,13 +127,11 @@ class UniformPlan(Plan):
 
     def holds(self) -> bool:
         """See :meth:`Plan.holds`; ``unique`` may be set at any time."""
-        return super().holds() and not self.sampler.unique
+        return self.storage.rows is self.rows and self.sampler._rng is self.generator and not self.sampler.unique
 
-    def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        gather, flat = self.gather, self.flat if self.lanes else tensors[-1]
-        flat.random_(0, written, generator=self.generator)
-        fixed = gather.rows, gather.row_bytes, self.lanes, gather.leaves, gather.targets
-        loops().sample_uniform(*fixed, flat.data_ptr(), self.size)
+    def draw(self, written: int, slot: int) -> bool:
+        self.flat.random_(0, written, generator=self.generator)
+        self.kernels.sample_uniform(self.gather.address, slot)
         return True
 
 
@@ -100,40 +139,51 @@ class PrioritizedPlan(Plan, ABC):
     """Takes TD errors back; a subclass knows where priorities are kept."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
+    draws: Any  # the kernels
+    assigns: Any
+    fixed: tuple[float, ...] = ()
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
-        super().__init__(storage, sampler, size, gathers)
         self.settings, self.clock = sampler.settings.values, storage.clock.values
-        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.priorities, self.step, self.lock = sampler.table.addresses, step_of(size, True), Lock()
+        self.table = self.priorities.ctypes.data
+        super().__init__(storage, sampler, size, gathers)
+
+    def draw(self, written: int, slot: int) -> bool:
+        sampler = self.sampler
+        self.uniform.uniform_(generator=self.generator)
+        law = self.step if sampler.stratified else 0, written, self.settings[BETA], NORMS[sampler.weight_norm]
+        with self.lock:
+            return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Plan.update`. The usual case is a sampled batch with one float32 error per row."""
-        if type(batch) is not TensorDict or type(priority_key) is not str:
+        """See :meth:`Planned.update`. The usual case is a sampled batch with one float32 error per row."""
+        if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
-        entries, size = entries_of(batch), self.size
+        entries = entries_of(batch)
         index, error, stamp = entries.get("index"), entries.get(priority_key), entries.get(SAMPLED_AT)
         if not (
-            batch.batch_size == self.batch_size
-            and _fits(index, torch.int64, size * (2 if self.lanes else 1))
-            and _fits(error, torch.float32, size)
-            and _fits(stamp, torch.int64, size)
+            _fits(index, torch.int64)
+            and index.shape == self.index_shape
+            and _fits(error, torch.float32)
+            and error.numel() == self.size
+            and (stamp is None or (_fits(stamp, torch.int64) and stamp.shape == self.batch_size))
             and not self.clock[BY_ROW]
             and self.holds()
         ):
             return None
-        largest, stale = self.assign(index, error, stamp, self.length.value)
-        if largest == REFUSED:
+        where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
+        with self.lock:
+            now = self.length.value, self.clock[NOW], self.clock[LAST]
+            largest, stale = self.assigns(self.gather.address, *where, *now, *self.scale())
+        if largest == REFUSED:  # a row is out of range or an error not finite, and nothing has changed
             return None
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         return stale
 
-    @abstractmethod
-    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
-        """Set the priorities of rows that still hold what was sampled; return the largest magnitude and the stale rows.
-
-        ``REFUSED`` instead of a magnitude: a row is out of range or an error not finite, and nothing has changed.
-        """
+    def scale(self) -> tuple[float, ...]:
+        return ()  # how magnitudes become weights
 
 
 class ProportionalPlan(PrioritizedPlan):
@@ -141,30 +191,19 @@ class ProportionalPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: ProportionalSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
-        self.step, self.tree = step_of(size, True), sampler.table.addresses
-        self.fixed = self.tree, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves
-        self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
+        self.draws, self.assigns = self.kernels.sample_proportional, self.kernels.update_proportional
 
     def holds(self) -> bool:
         """See :meth:`Plan.holds`; loading and sharing replace the tree's memory, and alpha its weights."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.table.addresses is self.tree
+            and self.sampler.table.addresses is self.priorities
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
 
-    def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        sampler = self.sampler
-        self.uniform.uniform_(generator=self.generator)
-        step = self.step if sampler.stratified else 0
-        law = step, written, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
-        return loops().sample_proportional(*self.fixed, self.gather.targets, *self.scratch, *law)
-
-    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
-        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
-        law = written, self.settings[WEIGHED], self.sampler.eps, self.clock[NOW], self.clock[LAST]
-        return loops().update_proportional(self.tree, *where, *law, self.rows.steps, self.lanes)
+    def scale(self) -> tuple[float, ...]:
+        return self.settings[WEIGHED], self.sampler.eps
 
 
 class RankPlan(PrioritizedPlan):
@@ -172,45 +211,23 @@ class RankPlan(PrioritizedPlan):
 
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
-        order, self.law = cast(ChunkedOrder, sampler.table), sampler.law
-        self.step, self.order, self.lock = step_of(size, True), order.addresses, order.lock
-        numbers = self.law.head.numpy(), self.law.alpha, self.law.shift
-        self.fixed = self.order, self.gather.rows, self.gather.row_bytes, self.lanes, self.gather.leaves, *numbers
-        self.scratch = self.flat.data_ptr(), self.uniform.data_ptr(), size
+        self.draws, self.assigns = self.kernels.sample_rank, self.kernels.update_rank
+        self.law, self.lock = sampler.law, cast(ChunkedOrder, sampler.table).lock
+        self.fixed = self.law.head.data_ptr(), self.law.alpha, self.law.shift
 
     def holds(self) -> bool:
         """See :meth:`Plan.holds`; loading and sharing replace the order's memory, and alpha the law."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.table.addresses is self.order
+            and self.sampler.table.addresses is self.priorities
             and self.settings[ALPHA] == self.law.alpha
         )
 
-    def draw(self, written: int, tensors: list[Tensor]) -> bool:
-        sampler = self.sampler
-        self.uniform.uniform_(generator=self.generator)
-        step = self.step if sampler.stratified else 0
-        with self.lock:
-            law = step, written, self.settings[BETA], NORMS[sampler.weight_norm], self.clock[NOW]
-            return loops().sample_rank(*self.fixed, self.gather.targets, *self.scratch, *law)
 
-    def assign(self, index: Tensor, error: Tensor, stamp: Tensor, written: int) -> tuple[float, int]:
-        where = index.data_ptr(), error.data_ptr(), stamp.data_ptr(), self.flat.data_ptr(), self.size
-        with self.lock:
-            law = written, self.clock[NOW], self.clock[LAST], self.rows.steps, self.lanes
-            return loops().update_rank(self.order, *where, *law)
-
-
-def _fits(entry: Any, dtype: torch.dtype, numel: int) -> TypeGuard[Tensor]:
+def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
     """Whether a kernel can read an entry of a batch by its address."""
-    return (
-        type(entry) is torch.Tensor
-        and entry.dtype is dtype
-        and entry.is_cpu
-        and entry.numel() == numel
-        and entry.is_contiguous()
-    )
+    return type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu and entry.is_contiguous()
 
 
 PLANS: dict[type, type[Plan]] = {

@@ -256,7 +256,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if drawn is None:
             self._plan = None
             return None
-        batch, info = drawn
+        batch, info = drawn.batch, drawn.report
         self.last_draw = info["index"], info.get("priority_weight"), getattr(parts.writer, "_cursor", 0)
         return batch
 

@@ -5,16 +5,18 @@ A plan of the wrapped sampler draws; see :mod:`rlbuf_td.buffers.plan`. Wrappers 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.buffers.plan import PLANS, Plan, can_plan
-from rlbuf_td.kernels.batch import Gather, wrapped_loops
+from rlbuf_td.buffers.plan import PLANS, Blank, Plan, Planned, can_plan
+from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.samplers import HindsightSampler, NStepSampler, SequenceSampler
 from rlbuf_td.storages import PackedStorage
@@ -23,10 +25,9 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 _CPU = torch.device("cpu")
 _WHOLE = torch.Size([])
-Key = tuple[str, ...]
 
 
-class WrappedPlan(ABC):
+class WrappedPlan(Planned):
     """Samples plain rows on the CPU through a wrapper.
 
     Args:
@@ -34,39 +35,52 @@ class WrappedPlan(ABC):
         wrapper: its sampler wraps none.
         size: rows per batch.
         drawn: rows that the wrapped sampler draws for a batch.
+        more: dtype and shape of the entries that are gathered behind the leaves.
+        columns: what kernels know of each leaf beside its place.
     """
 
-    def __init__(self, storage: PackedStorage, wrapper: Any, size: int, drawn: int) -> None:
+    def __init__(
+        self, storage: PackedStorage, wrapper: Any, size: int, drawn: int, more: Sequence[Any], *columns: Sequence[int]
+    ) -> None:
         self.storage, self.wrapper, self.drawn = storage, wrapper, drawn
         self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, drawn, gathers=False)
         self.trajectories = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key)
         self.layout = self.inner.rows.layout
-        self.places = self.layout.places
-        entries = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves] + self.entries()
-        self.gather = Gather(self.inner.rows.flat, self.layout.extents, entries, size)
-        self.fixed = self.gather.rows, self.gather.row_bytes, self.inner.lanes
-        self.batch_size = torch.Size([size])
+        entries = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
+        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        record = {"lanes": self.inner.lanes, "uniform": self.uniform.data_ptr()}
+        extents = np.column_stack((self.layout.extents, *columns))
+        self.gather = Gather(self.inner.rows.flat, extents, [*entries, *more], size, **record)
+        self.batch_size, self._blanks = torch.Size([size]), []
+
+    def make_blanks(self) -> list[tuple[Blank, Blank]]:
+        """Return memory for batches, and for what is drawn for each."""
+        blanks = []
+        for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
+            tensors = self.gather.allocate(slot)
+            report = self.report(tensors, drawn.report)
+            batch = self.layout.wrap(tensors, self.batch_size, _CPU, report)
+            blanks.append((Blank(slot, tensors, batch, drawn.report | report), drawn))
+        return blanks
 
     @abstractmethod
-    def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        """Return dtype and shape of the entries that are gathered behind the leaves."""
+    def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what a batch holds beside the leaves; ``drawn``: what is reported of the drawn rows."""
 
-    def sample(self) -> tuple[TensorDict, dict[str, Tensor]] | None:
+    def sample(self) -> Blank | None:
         inner, written = self.inner, self.inner.length.value
         if not written or not inner.holds():
             return None
         boundaries: Any = self.trajectories.boundaries()
-        rows = inner.gather.allocate()
-        if not inner.draw(written, rows):
+        blank, drawn = self._blanks.pop() if self._blanks else self.blank()
+        if not inner.draw(written, drawn.slot):
             return None
-        tensors = self.gather.allocate()
-        return self.revise(boundaries.bitmap, written, rows, tensors)
+        self.revise((boundaries.bitmap, self.gather.address, blank.slot, drawn.slot, self.drawn), written, blank)
+        return blank
 
     @abstractmethod
-    def revise(
-        self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Fill a batch from the drawn ``rows`` and what is reported of them; return it and the report."""
+    def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
+        """Fill a batch from the drawn rows; ``given``: the first arguments of a kernel."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
@@ -76,82 +90,61 @@ class NStepPlan(WrappedPlan):
     """Gathers n-step transitions."""
 
     def __init__(self, storage: PackedStorage, wrapper: NStepSampler, size: int) -> None:
-        super().__init__(storage, wrapper, size, size)
-        kernels, reward = wrapped_loops(), wrapper.reward_key
+        kernels, reward, leaves = loops("batch.wrapped_cpu"), wrapper.reward_key, storage.all_rows().layout.leaves
         kinds = [
-            kernels.REWARD if key == reward else kernels.NEXT if key[0] == "next" else kernels.ROOT
-            for key in self.places
+            kernels.REWARD if leaf.key == reward else kernels.NEXT if leaf.key[0] == "next" else kernels.ROOT
+            for leaf in leaves
         ]
-        sizes = [leaf.dtype.itemsize for leaf in self.layout.leaves]
-        self.leaves = np.column_stack((self.gather.leaves, kinds, sizes))
-        self.shape = size, *[1] * len(self.layout.leaves[self.places[reward]].shape)
+        self.shape = size, *[1] * next(len(leaf.shape) for leaf in leaves if leaf.key == reward)
+        widths = [leaf.dtype.itemsize for leaf in leaves]
+        super().__init__(storage, wrapper, size, size, [(torch.int64, _WHOLE)], kinds, widths)
 
-    def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        return [(torch.int64, _WHOLE)]
+    def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        return drawn | {"steps_to_next_obs": tensors[-1].view(self.shape)}
 
-    def revise(
-        self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
-        wrapper, where = self.wrapper, (rows[0].data_ptr(), self.drawn)
-        wrapped_loops().n_step(
-            bitmap, *self.fixed, self.leaves, self.gather.targets, *where, wrapper.n_steps, wrapper.gamma
-        )
-        report = dict(zip(self.inner.names, rows, strict=True))
-        more = report | {"steps_to_next_obs": tensors[-1].view(self.shape)}
-        return self.layout.wrap(tensors, self.batch_size, _CPU, more), report
+    def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
+        loops("batch.wrapped_cpu").n_step(*given, self.wrapper.n_steps, self.wrapper.gamma)
 
 
 class HindsightPlan(WrappedPlan):
     """Gathers rows and gives some of them the outcomes of others as goals."""
 
     def __init__(self, storage: PackedStorage, wrapper: HindsightSampler, size: int) -> None:
-        super().__init__(storage, wrapper, size, size)
-        goals = wrapper.goal_key, ("next", *wrapper.goal_key)
-        self.goals = np.array([self.places[key] for key in goals if key in self.places], np.int64)
+        super().__init__(storage, wrapper, size, size, [(torch.bool, _WHOLE)])
+        places, goals = self.layout.places, (wrapper.goal_key, ("next", *wrapper.goal_key))
+        self.goals = np.array([places[key] for key in goals if key in places], np.int64)
         outcome_key = "next", *wrapper.achieved_goal_key
-        self.outcome, self.reward = self.places[outcome_key], self.places[wrapper.reward_key]
-        self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
+        self.outcome, self.reward = places[outcome_key], places[wrapper.reward_key]
 
-    def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        return [(torch.bool, _WHOLE)]
+    def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {}  # the wrapper's functions see the leaves only
 
-    def revise(
-        self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
+    def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
-        where, law = (rows[0].data_ptr(), self.drawn), (*self.wrapper.law, written, self.uniform.data_ptr())
-        leaves, targets = self.gather.leaves, self.gather.targets
-        wrapped_loops().hindsight(bitmap, *self.fixed, leaves, targets, *where, *law, self.outcome, self.goals)
-        report = dict(zip(self.inner.names, rows, strict=True))
-        batch = self.layout.wrap(tensors, self.batch_size, _CPU, {})
-        self.wrapper.recompute_(batch, tensors[-1], tensors[self.reward])
-        set_entries_(batch, {"relabeled": tensors[-1], **report})
-        return batch, report
+        loops("batch.wrapped_cpu").hindsight(*given, *self.wrapper.law, written, self.outcome, self.goals)
+        relabeled = blank.tensors[-1]
+        self.wrapper.recompute_(blank.batch, relabeled, blank.tensors[self.reward])
+        set_entries_(blank.batch, {"relabeled": relabeled, **blank.report})
 
 
 class SequencePlan(WrappedPlan):
     """Gathers the windows of anchors."""
 
     def __init__(self, storage: PackedStorage, wrapper: SequenceSampler, size: int) -> None:
-        super().__init__(storage, wrapper, size, size // wrapper.window)
-        self.flags = np.array([self.places.get(key, -1) for key in wrapper.flag_keys], np.int64)
-        self.names = *self.inner.names, "mask", "burn_in_mask", "anchor_index"
+        index = torch.int64, torch.Size([2] if storage.ndim > 1 else [])
+        reports = [(dtype, _WHOLE) for _, dtype in PLANS[type(wrapper.sampler)].reports]
+        more = [index, *reports, (torch.bool, _WHOLE), (torch.bool, _WHOLE), index]
+        super().__init__(storage, wrapper, size, size // wrapper.window, more)
+        self.flags = np.array([self.layout.places.get(key, -1) for key in wrapper.flag_keys], np.int64)
         self.law = wrapper.length, wrapper.burn_in, wrapper.boundary == "shift"
-        self.reports = np.array([(0, dtype.itemsize) for _, dtype in self.inner.reports], np.int64).reshape(-1, 2)
+        self.widths = np.array([dtype.itemsize for _, dtype in self.inner.reports], np.int64)
 
-    def entries(self) -> list[tuple[torch.dtype, torch.Size]]:
-        index = torch.int64, torch.Size([2] if self.inner.lanes else [])
-        reports = [(dtype, _WHOLE) for _, dtype in self.inner.reports]
-        return [index, *reports, (torch.bool, _WHOLE), (torch.bool, _WHOLE), index]
+    def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = *drawn, "mask", "burn_in_mask", "anchor_index"
+        return dict(zip(names, tensors[-len(names) :], strict=True))
 
-    def revise(
-        self, bitmap: Any, written: int, rows: list[Tensor], tensors: list[Tensor]
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
-        self.reports[:, 0] = [report.data_ptr() for report in rows[1:]]
-        where, leaves, targets = (rows[0].data_ptr(), self.drawn), self.gather.leaves, self.gather.targets
-        wrapped_loops().windows(bitmap, *self.fixed, leaves, targets, *where, *self.law, self.reports, self.flags)
-        report = dict(zip(self.names, tensors[-len(self.names) :], strict=True))
-        return self.layout.wrap(tensors, self.batch_size, _CPU, report), report
+    def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
+        loops("batch.wrapped_cpu").windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         """Leave it to the wrapper, which turns the TD errors of a window into one."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import PLANS, is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
-from rlbuf_td.kernels.batch import RING, loops
+from rlbuf_td.kernels.batch import RING
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import RankSampler
@@ -48,7 +49,7 @@ class WritePlan:
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
-        self.transforms = parts.transforms
+        self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
@@ -64,7 +65,7 @@ class WritePlan:
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
-        self.address, self.kernel = self.ring.ctypes.data, loops().write_ring
+        self.address, self.kernel = self.ring.ctypes.data, loops("batch.cpu").write_ring
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
         """Return the fields of the kernel's ``RING``; the plan keeps alive what they point to."""
@@ -87,7 +88,7 @@ class WritePlan:
             settings = addressof(self.sampler.settings.values)
             numbers |= {
                 "order" if type(self.sampler) is RankSampler else "tree": self.priorities.ctypes.data,
-                "eps": getattr(self.sampler, "eps", 0.0),
+                "eps": self.eps,
                 "alpha": settings + 8 * ALPHA,
                 "largest": settings + 8 * LARGEST,
                 "weighed_alpha": settings + 8 * WEIGHED,
@@ -104,7 +105,9 @@ class WritePlan:
             and self.storage.rows is self.rows
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
+            and not self.writer.counts_generations
             and (self.priorities is None or self.sampler.table.addresses is self.priorities)
+            and getattr(self.sampler, "eps", 0.0) == self.eps
             and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
         )
 
@@ -112,30 +115,20 @@ class WritePlan:
         """Write one time step, or several; return their index, ``None`` if the general path must be taken."""
         if type(data) is not TensorDict or len(self.transforms):
             return None
-        with self.storage.lock:
-            return self.write_leaves(data, single) if self.holds() else None
-
-    def write_leaves(self, data: TensorDict, single: bool) -> int | Tensor | None:
-        """Do as :meth:`write`, under the lock."""
         lanes, dim = self.rows.lanes, self.time_dim
         lead = lanes if single else data.batch_size[: 1 + len(lanes)]
         count = 1 if single else lead[dim] if len(lead) > dim else 0
         if not count or lead.numel() != count * self.lanes:
             return None
-        leaves = self.collect(data, lead)
-        if leaves is None:
-            return None
-        if lanes:
-            index = torch.empty((count * self.lanes, 2), dtype=torch.int64, device="cpu")
-        elif not single:
-            index = torch.empty(count, dtype=torch.int64, device="cpu")
-        else:
-            index = None
-        with self.lock:
-            cursor = self.kernel(self.address, count, dim == 1, 0 if index is None else index.data_ptr())
-        if cursor < 0:
-            return None
-        return cursor if index is None else index
+        index = None
+        if lanes or not single:
+            shape = (count * self.lanes, 2) if lanes else (count,)
+            index = torch.empty(shape, dtype=torch.int64, device="cpu")
+        where = 0 if index is None else index.data_ptr()
+        with self.storage.lock, self.lock:
+            leaves = self.collect(data, lead) if self.holds() else None  # kept alive for the kernel
+            cursor = -1 if leaves is None else self.kernel(self.address, count, dim == 1, where)
+        return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
         """Return the leaves if they are plain tensors that fit the rows, contiguous; their addresses are noted."""
@@ -163,7 +156,7 @@ class WritePlan:
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     """Return a plan for a buffer that has just been written to; ``None``: its writes need the general path."""
     storage, sampler = parts.storage, parts.sampler
-    if type(parts.writer) is not RingWriter or parts.writer.tracks_generations or not is_plain(storage):
+    if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
         return None
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler

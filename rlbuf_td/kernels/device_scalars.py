@@ -60,13 +60,8 @@ class DeviceScalars:
 class PriorityState:
     """What captured draws and updates of priorities read and change, always in the same memory.
 
-    Args:
-        names: of the numbers that they read.
-        device: where they are.
-
-    Attributes:
-        largest: 0-dim float64, the largest magnitude seen, -1 before any.
-        refused: 0-dim int64, how many NaN or infinite errors have been left out.
+    Beside the numbers of these names: ``largest``, 0-dim float64, the largest magnitude seen, -1 before any, and
+    ``refused``, 0-dim int64, how many NaN or infinite errors have been left out.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:

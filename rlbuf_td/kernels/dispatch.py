@@ -19,7 +19,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Literal, TypeAlias
 
 import torch
@@ -77,6 +79,12 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
                 stacklevel=2,
             )
     return _agrees[key]
+
+
+@cache
+def loops(name: str) -> ModuleType:
+    """Return a module of kernels, which is imported at its first use: numba and Triton take seconds."""
+    return import_module(f"rlbuf_td.kernels.{name}")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.storages.schema import reshaped
 
 _COUNTERS = ("_cursor_value", "_write_count_value")
+_GENERATIONS = "_slot_generations"  # where TorchRL's writers keep them, in the storage
 
 
 class RingWriter(RoundRobinWriter):
@@ -49,6 +50,11 @@ class RingWriter(RoundRobinWriter):
     def counters(self) -> tuple[Any, Any]:
         """The cursor and the write count themselves, for hot paths."""
         return self._cursor_value, self._write_count_value
+
+    @property
+    def counts_generations(self) -> bool:
+        """Whether writes count the generations of slots: this writer's, or another one's over the same storage."""
+        return self._track_generations or _GENERATIONS in self._storage.__dict__  # in one call: writes ask each time
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
-from rlbuf_td.kernels.rows import cpu_loops
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
@@ -47,7 +47,7 @@ def test_what_is_read_ahead_is_what_is_read(how, ndim, tmp_path: Path, monkeypat
         asked.append(arguments)
         return True
 
-    monkeypatch.setattr(cpu_loops(), "is_absent", is_absent)
+    monkeypatch.setattr(loops("rows.cpu"), "is_absent", is_absent)
     plain, mapped = PackedStorage(400, ndim=ndim), PackedStorage(400, ndim=ndim, scratch_dir=tmp_path, **HOW[how])
     data = Lanes(2, 0).steps(200, 0.1) if ndim > 1 else Lanes(1, 0).steps(300, 0.1)[:, 0]
     for storage in (plain, mapped):
@@ -82,13 +82,13 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
         storage.set(range(start, start + 100), data)
     expected = storage.gather(torch.arange(100))
     asked: list[Any] = []
-    ask = cpu_loops().ask_for_rows
+    ask = loops("rows.cpu").ask_for_rows
 
     def noted(*arguments: int) -> None:
         asked.append(arguments)
         ask(*arguments)
 
-    monkeypatch.setattr(cpu_loops(), "ask_for_rows", noted)
+    monkeypatch.setattr(loops("rows.cpu"), "ask_for_rows", noted)
     storage.gather(torch.arange(100))
     assert not asked
     del storage

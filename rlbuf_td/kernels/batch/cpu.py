@@ -1,9 +1,8 @@
 """Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
 
-Tensors come as addresses: unboxing an array takes numba longer than reading an integer. ``tree`` and ``order`` are the
-addresses of a sum tree and of a chunked order of ranks; ``lanes`` is 0 where the index is flat, else E of ``[T, E]``;
-``leaves`` and ``targets`` are those of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps every tensor alive and
-holds the buffer's lock.
+Arrays come as addresses: unboxing one takes numba longer than reading an integer. ``address`` is that of a ``BATCH``,
+``targets`` one of the ``slots`` of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps all memory alive and holds
+the buffer's lock.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from rlbuf_td.kernels.batch.ring import RING
+from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.compiled import (
     copy_bytes,
     copy_few,
@@ -32,12 +31,13 @@ from rlbuf_td.kernels.rank_order.chunks import Chunks
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
 from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
+from rlbuf_td.kernels.rank_order.law import HEAD
 from rlbuf_td.kernels.rank_order.reference import LARGEST
 from rlbuf_td.kernels.rows.cpu import skip_ring
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
-_ORDER = 4 + len(Chunks._fields)  # addresses
+TREE, ORDER = 9, 4 + len(Chunks._fields)  # numbers in the ``addresses`` of a sum tree and of an order of ranks
 # Rows whose cache lines are requested while as many are copied: between learner steps, with 1e6 rows and batches of
 # 256, 4 to 64 differ by less than 5 %. A leaf at a time over a block takes two thirds of the time of a row at a time.
 _BLOCK = 16
@@ -46,14 +46,9 @@ _LARGE = 1_024  # bytes of a row from which on the processor's own prefetching d
 
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
-    """Copy each leaf of the rows at ``index`` to its own contiguous tensor.
+    """Copy each leaf of the rows at ``index``, ``[B]``, to its own tensor, ``[B, bytes]`` at an address in ``targets``.
 
-    Args:
-        rows: address of the first row.
-        row_bytes: bytes per row.
-        index: ``[B]`` int64.
-        leaves: ``[leaves, 2]``, where each leaf begins in a row and its bytes.
-        targets: addresses of the tensors, ``[B, bytes]`` each.
+    ``rows`` is the address of the first row; ``leaves``: where each leaf begins in a row, and its bytes.
     """
     count, small = index.shape[0], row_bytes < _LARGE
     for begin in range(-_BLOCK, count, _BLOCK):
@@ -84,131 +79,133 @@ def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
     return True
 
 
-@kernel
-def sample_uniform(rows, row_bytes, lanes, leaves, targets, flat, count):
-    """Gather the rows at the flat positions ``flat``, and write their coordinates if there are lanes."""
-    index = carray(pointer(flat), count, np.int64)
-    gather(rows, row_bytes, index, leaves, targets)
-    if lanes:
-        _coordinates(index, lanes, targets[leaves.shape[0]])
+@inlined
+def batch_at(address):
+    """Return the ``BATCH`` at an address."""
+    return carray(pointer(address), 1, BATCH)[0]
+
+
+@inlined
+def gather_batch(batch, index, targets):
+    """Copy each leaf of the rows at ``index`` to its own tensor; ``targets``: the address of their addresses."""
+    leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
+    gather(batch.rows, batch.row_bytes, index, leaves, carray(pointer(targets), batch.leaves, np.int64))
 
 
 @kernel
-def sample_proportional(
-    tree, rows, row_bytes, lanes, leaves, targets, flat, uniform, count, step, written, beta, mode, now
-):
+def sample_uniform(address, targets):
+    """Gather the rows at the flat positions in the scratch memory, and write their index."""
+    batch = batch_at(address)
+    index, out = carray(pointer(batch.flat), batch.count, np.int64), load_int64(targets + 8 * batch.leaves)
+    gather_batch(batch, index, targets)
+    if batch.lanes:
+        _coordinates(index, batch.lanes, out)
+    else:
+        copy_bytes(out, batch.flat, 8 * batch.count)
+
+
+@kernel
+def sample_proportional(address, targets, step, written, beta, mode, now):
     """Draw rows from a sum tree, weigh them, stamp them and gather them; return whether there are rows to draw.
 
     The targets behind the leaves are the index, the importance weights and the stamps. See
-    :func:`rlbuf_td.kernels.sum_tree.draw` for the law.
+    :func:`rlbuf_td.kernels.sum_tree.draw` for the law; the uniform numbers are in the scratch memory.
     """
-    index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
+    batch = batch_at(address)
+    index, importance, mass = _drawn(batch, targets)
+    tree = carray(pointer(batch.table), TREE, np.int64)
     if not draw(tree, mass, step, written, beta, mode, index, importance):
         return False
-    return _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now)
+    return _gather_drawn(batch, targets, index, written, now)
 
 
 @kernel
-def sample_rank(
-    order,
-    rows,
-    row_bytes,
-    lanes,
-    leaves,
-    law,
-    alpha,
-    shift,
-    targets,
-    flat,
-    uniform,
-    count,
-    step,
-    written,
-    beta,
-    mode,
-    now,
-):
+def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
     """Do as :func:`sample_proportional`, by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
-    index, importance, mass = _drawn(leaves, targets, lanes, flat, uniform, count)
-    if not draw_by_rank(order, law, alpha, shift, mass, step, beta, mode, index, importance):
+    batch = batch_at(address)
+    index, importance, mass = _drawn(batch, targets)
+    order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
+    if not draw_by_rank(order, head, alpha, shift, mass, step, beta, mode, index, importance):
         return False
-    return _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now)
+    return _gather_drawn(batch, targets, index, written, now)
 
 
 @inlined
-def _drawn(leaves, targets, lanes, flat, uniform, count):
+def _drawn(batch, targets):
     """Return where the flat rows and their importance weights go, and the uniform numbers."""
-    last = leaves.shape[0]
-    index = carray(pointer(flat if lanes else targets[last]), count, np.int64)
-    return index, carray(pointer(targets[last + 1]), count, np.float32), carray(pointer(uniform), count, np.float64)
+    index, importance = load_int64(targets + 8 * batch.leaves), load_int64(targets + 8 * batch.leaves + 8)
+    return (
+        carray(pointer(batch.flat if batch.lanes else index), batch.count, np.int64),
+        carray(pointer(importance), batch.count, np.float32),
+        carray(pointer(batch.uniform), batch.count, np.float64),
+    )
 
 
 @inlined
-def _gather_drawn(rows, row_bytes, lanes, leaves, targets, index, written, now):
+def _gather_drawn(batch, targets, index, written, now):
     for i in range(len(index)):
         if index[i] >= written:
             return False
-    last = leaves.shape[0]
-    stamp = carray(pointer(targets[last + 2]), len(index), np.int64)
+    stamp = carray(pointer(load_int64(targets + 8 * batch.leaves + 16)), batch.count, np.int64)
     stamp[:] = now
-    gather(rows, row_bytes, index, leaves, targets)
-    if lanes:
-        _coordinates(index, lanes, targets[last])
+    gather_batch(batch, index, targets)
+    if batch.lanes:
+        _coordinates(index, batch.lanes, load_int64(targets + 8 * batch.leaves))
     return True
 
 
-@kernel
-def fresh_rows(index, stamp, kept, count, now, newest, steps, lanes):
-    """Write flat rows to ``kept``, -1 in place of each stale one; return how many are stale, -1 for an unknown lane.
+@inlined
+def _fresh_rows(batch, index, td_error, stamp, now, newest):
+    """Return how many rows are stale, the flat rows, in the scratch memory, -1 in place of each of these, and errors.
 
-    ``index`` is flat, or with ``lanes`` the coordinates ``[B, 2]``. See :func:`rlbuf_td.kernels.rows.skip_ring`.
+    ``index`` is flat, or with lanes the coordinates ``[B, 2]``; an unknown lane counts as -1 stale rows. Without stamps
+    (0), no row is stale. See :func:`rlbuf_td.kernels.rows.skip_ring`.
     """
-    if not lanes:
-        return skip_ring(kept, index, stamp, count, now, newest, steps, 1)
-    row, pair = carray(pointer(kept), count, np.int64), carray(pointer(index), (count, 2), np.int64)
-    for i in range(count):
+    count, lanes, stale = batch.count, batch.lanes, 0
+    row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
+    pair = carray(pointer(index), (count, 2), np.int64)
+    for i in range(count if lanes else 0):
         if pair[i, 0] >= 0 and (pair[i, 1] < 0 or pair[i, 1] >= lanes):
-            return -1
+            return -1, row, error
         row[i] = pair[i, 0] * lanes + pair[i, 1] if pair[i, 0] >= 0 else -1
-    return skip_ring(kept, kept, stamp, count, now, newest, steps, lanes)
+    if stamp:
+        stale = skip_ring(batch.flat, batch.flat if lanes else index, stamp, count, now, newest, batch.steps, lanes)
+    elif not lanes:
+        copy_bytes(batch.flat, index, 8 * count)
+    return stale, row, error
 
 
 @kernel
-def update_proportional(tree, index, td_error, stamp, kept, count, written, alpha, eps, now, newest, steps, lanes):
+def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
     """Give rows that still hold what was sampled their TD errors; return the largest magnitude and the stale rows.
 
-    ``index`` is flat, or with ``lanes`` the coordinates ``[B, 2]``; ``kept`` is scratch memory for ``[B]`` int64. See
-    :func:`rlbuf_td.kernels.rows.skip_ring` and :func:`rlbuf_td.kernels.sum_tree.update_`.
+    ``index`` is flat, or with lanes the coordinates ``[B, 2]``. See :func:`rlbuf_td.kernels.rows.skip_ring` and
+    :func:`rlbuf_td.kernels.sum_tree.update_`.
     """
-    stale = fresh_rows(index, stamp, kept, count, now, newest, steps, lanes)
+    batch = batch_at(address)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
         return REFUSED, 0
-    row, error = carray(pointer(kept), count, np.int64), carray(pointer(td_error), count, np.float32)
-    return update(tree, row, error, written, alpha, eps), stale
+    return update(carray(pointer(batch.table), TREE, np.int64), row, error, written, alpha, eps), stale
 
 
 @kernel
-def update_rank(order, index, td_error, stamp, kept, count, written, now, newest, steps, lanes):
+def update_rank(address, index, td_error, stamp, written, now, newest):
     """Do as :func:`update_proportional`, for an order of ranks."""
-    stale = fresh_rows(index, stamp, kept, count, now, newest, steps, lanes)
+    batch = batch_at(address)
+    stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
         return REFUSED, 0
-    row, error = carray(pointer(kept), count, np.int64), carray(pointer(td_error), count, np.float32)
-    return update_order(order, row, error, written), stale
+    return update_order(carray(pointer(batch.table), ORDER, np.int64), row, error, written), stale
 
 
 @kernel
 def write_ring(address, count, lanes_first, index):
-    """Write the leaves of ``count`` time steps at the cursor of a ring; let their rows enter as new ones.
+    """Write the leaves of ``count`` time steps at the cursor of the ``RING`` at an address, as new rows.
 
-    Args:
-        address: of a ``RING``.
-        count: time steps; of more than there are, the last ones stay.
-        lanes_first: whether leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``.
-        index: address of ``[count]`` int64, or with lanes ``[count * E, 2]``, for the index; 0 for none.
-
-    Returns:
-        The cursor before; -1, with nothing changed, where a write takes more than this.
+    ``lanes_first``: leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``. ``index`` is the address of
+    ``[count]`` int64, or with lanes ``[count * E, 2]``, for the index; 0 for none. Returns the cursor before; -1, with
+    nothing changed, where a write takes more than this.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load_int64(ring.cursor), load_int64(ring.revision)
@@ -281,9 +278,11 @@ def _enter(ring, start, count):
     largest = load_float64(ring.largest)
     entry = 1.0 if largest < 0.0 else largest
     if ring.tree:
-        fill(carray(pointer(ring.tree), 9, np.int64), start, count, entry, load_float64(ring.weighed_alpha), ring.eps)
+        fill(
+            carray(pointer(ring.tree), TREE, np.int64), start, count, entry, load_float64(ring.weighed_alpha), ring.eps
+        )
     else:
-        order = carray(pointer(ring.order), _ORDER, np.int64)
+        order = carray(pointer(ring.order), ORDER, np.int64)
         bits = np.float32(min(entry, LARGEST)).view(np.int32)
         fill_order(order, np.arange(start, start + count), np.int64(bits))
 

@@ -1,4 +1,4 @@
-"""What :func:`rlbuf_td.kernels.batch.cpu.write_ring` knows of a buffer."""
+"""What the kernels of :mod:`rlbuf_td.kernels.batch` know of a buffer: records of int64, which they take by address."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ _ADDRESSES = (
     *("cursor", "write_count", "length", "revision", "last_cursor", "clock", "clock_last", "clock_by_row"),
     *("tree", "order", "alpha", "weighed_alpha", "largest", "boundaries", "seen"),
 )
-#: The shape of its rows (``lanes``: 0 for ``[T]``) and the addresses of its parts and counters. ``tree`` or ``order``
-#: points to the ``addresses`` of its priorities, ``boundaries`` to ``BitBoundaries.numbers``; 0 if there are none.
+#: For writes: the shape of the rows (``lanes``: 0 for ``[T]``) and the addresses of parts and counters. ``tree`` or
+#: ``order`` points to the ``addresses`` of the priorities, ``boundaries`` to ``BitBoundaries.numbers``; 0 for none.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
+#: For batches of ``count`` rows: the same numbers, ``table`` for the priorities, and scratch memory for ``count`` int64
+#: and float64.
+BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "table", "flat", "uniform")])

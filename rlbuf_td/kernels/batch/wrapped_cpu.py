@@ -1,21 +1,24 @@
 """Batches of the wrappers on the CPU: gather drawn rows and revise them in one compiled call.
 
-See :mod:`rlbuf_td.kernels.batch.cpu` for the arguments that all share. ``index`` is the address of the drawn rows:
-flat, or with ``lanes`` coordinates. ``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The
-reference is what the wrappers do on other devices.
+See :mod:`rlbuf_td.kernels.batch.cpu` for the arguments that all share. ``drawn`` is the slot of what was drawn: the
+address of the rows, flat, or with lanes coordinates, then those of what is reported of them; ``count`` is their number.
+``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is what the wrappers do on other
+devices.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 
-from rlbuf_td.kernels.batch.cpu import gather
+from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch
 from rlbuf_td.kernels.compiled import (
     copy_few,
     inlined,
     kernel,
     load_float64,
     load_int64,
+    pointer,
     prefetch,
     prefetch_row,
     store_bool,
@@ -36,12 +39,16 @@ def _row(index, lanes, i):
 
 
 @kernel
-def n_step(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, n, gamma):
+def n_step(bitmap, address, slot, drawn, count, n, gamma):
     """Gather n-step transitions; the last target takes how many steps each spans.
 
-    ``leaves`` has a third column, their kinds, and a fourth: how many numbers of which width a reward has.
+    The extents have a third column, the kinds of the leaves, and a fourth: the width of their numbers.
     """
-    across, cells, last = bitmap[5], bitmap[4] * bitmap[5], leaves.shape[0]
+    batch, index = batch_at(address), load_int64(drawn)
+    rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
+    leaves = carray(pointer(batch.extents), (last, 4), np.int64)
+    targets = carray(pointer(slot), last + 1, np.int64)
+    across, cells = bitmap[5], bitmap[4] * bitmap[5]
     ends = np.empty(count, np.int64)
     for begun in range(count + _AHEAD):
         if begun + _SOON < count:
@@ -72,25 +79,24 @@ def n_step(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, n, gam
 
 
 @kernel
-def hindsight(
-    bitmap, rows, row_bytes, lanes, leaves, targets, index, count,
-    thresholds, only_finished, live, uniform, outcome, goals,
-):  # fmt: skip
+def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, live, outcome, goals):
     """Gather rows and give some the outcomes of others as goals; the last target takes which.
 
     ``outcome`` and ``goals`` are the positions of leaves: of the outcome, and of the one or two goals.
     """
+    batch, index = batch_at(address), load_int64(drawn)
+    rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
     cells, chosen = np.empty(count, np.int64), np.empty(count, np.int64)
-    offset, width = leaves[outcome, 0], leaves[outcome, 1]
+    offset, width = load_int64(batch.extents + 16 * outcome), load_int64(batch.extents + 16 * outcome + 8)
     for i in range(count):
-        cells[i] = _row(index, lanes, i)
+        cells[i] = _row(index, batch.lanes, i)
         expect(bitmap, cells[i])
     for i in range(count):
-        chosen[i] = choose(bitmap, thresholds, only_finished, live, cells[i], load_float64(uniform + 8 * i))
-        store_bool(targets[leaves.shape[0]] + i, chosen[i] >= 0)
+        chosen[i] = choose(bitmap, thresholds, only_finished, live, cells[i], load_float64(batch.uniform + 8 * i))
+        store_bool(targets[batch.leaves] + i, chosen[i] >= 0)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
-    gather(rows, row_bytes, cells, leaves, targets)
+    gather_batch(batch, cells, slot)
     for i in range(count):
         if chosen[i] >= 0:
             for goal in range(goals.shape[0]):
@@ -98,17 +104,18 @@ def hindsight(
 
 
 @kernel
-def windows(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, length, burn_in, shifts, reports, flags):
+def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
     """Gather the windows of anchors, mark where they begin and end, and repeat what is reported of the anchors.
 
     The targets behind the leaves: the index, what is reported, the mask, the mask of burn-in, and the anchors. A window
     has ``burn_in`` rows before the anchor and ``length`` rows from it on; with ``shifts`` it begins earlier where the
-    trajectory ends too soon. ``reports`` are ``[reports, 2]``, address and bytes per row; ``flags`` are positions of
-    the leaves ``is_init``, truncated and done, -1 where there is none.
+    trajectory ends too soon. ``reports`` are the bytes per row of what is reported; ``flags`` are positions
+    of the leaves ``is_init``, truncated and done, -1 where there is none.
     """
-    window, across = burn_in + length, bitmap[5]
-    last, entry = leaves.shape[0], 16 if lanes else 8
-    mask = last + 1 + reports.shape[0]
+    batch, index = batch_at(address), load_int64(drawn)
+    window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves
+    entry, mask = 16 if lanes else 8, last + 1 + reports.shape[0]
+    targets = carray(pointer(slot), mask + 3, np.int64)
     cells, bounds = np.empty(count * window, np.int64), np.empty((count, 2), np.int64)
     for i in range(min(_SOON, count)):
         expect(bitmap, _row(index, lanes, i))
@@ -134,12 +141,12 @@ def windows(bitmap, rows, row_bytes, lanes, leaves, targets, index, count, lengt
             else:
                 store_int64(targets[last] + 8 * at, cells[at])
             for report in range(reports.shape[0]):
-                width = reports[report, 1]
-                copy_few(targets[last + 1 + report] + at * width, reports[report, 0] + i * width, width)
-    gather(rows, row_bytes, cells, leaves, targets)
+                width, source = reports[report], load_int64(drawn + 8 + 8 * report)
+                copy_few(targets[last + 1 + report] + at * width, source + i * width, width)
+    gather_batch(batch, cells, slot)
     for flag in range(3):
         if flags[flag] >= 0:
-            target, width = targets[flags[flag]], leaves[flags[flag], 1]
+            target, width = targets[flags[flag]], load_int64(batch.extents + 16 * flags[flag] + 8)
             for i in range(count):
                 for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
                     for feature in range(width):

@@ -16,8 +16,7 @@ ring fills, its last step is cut; a step that is over is cut.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache, cached_property
-from types import ModuleType
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -25,43 +24,31 @@ import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing, outside_inference_mode
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
+from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of, loops
 
 WORD = 64
 
 
 class BoundariesBase(ABC):
-    """Where the trajectories of ``[T, E]`` rows are cut.
-
-    Attributes:
-        lanes: E.
-        head: ``[1]`` int64 on the host, the step that was written last, -1 before any.
-    """
+    """Where the trajectories of ``[T, E]`` rows are cut."""
 
     lanes: int
-    head: Tensor
+    head: Tensor  # ``[1]`` int64 on the host, the step that was written last, -1 before any
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Take in steps ``start, ..., start + count - 1`` of all lanes, which have just been written in this order.
+        """Take in ``count`` steps from ``start`` on of all lanes, which have just been written, within the ring.
 
-        Args:
-            start: the first step; if it follows the one that was written last, trajectories go on.
-            count: at least 1, not beyond the last step of the ring.
-            end: ``[T, E]`` bool of the whole storage: the trajectory ends with this row.
-            name: ``[T, E]`` integers of the whole storage that name trajectories: where the name changes, one ends.
+        Trajectories go on if the first step follows the one that was written last. ``end`` is ``[T, E]`` bool, of the
+        whole storage: the trajectory ends with this row; ``name``, ``[T, E]`` integers: where it changes, one ends.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how far trajectories reach from rows: steps back, steps ahead, and whether they end there.
+        """Return how far trajectories reach from flat rows, ``[B]`` int64: steps back, and steps ahead.
 
-        Args:
-            cells: flat rows ``t * E + e``, ``[B]`` int64.
-            within: largest number of steps returned, at least 0; Triton's kernel reads no further.
-
-        Returns:
-            ``[B]`` int64, ``[B]`` int64, and ``[B]`` bool: whether the trajectory is over at the last row ahead.
+        Neither is more than ``within``; Triton's kernel reads no further. The third, ``[B]`` bool: whether the
+        trajectory is over at the last row ahead.
         """
 
     @abstractmethod
@@ -107,7 +94,7 @@ class FlagBoundaries(BoundariesBase):
 
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if backend_of(cells) == "triton" and agrees_with_reference("reach of trajectories", cells.device, _compare):
-            return _triton().reach(self, cells, within)
+            return loops("episodes.cuda").reach(self, cells, within)
         return self.scan(cells, within)
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,9 +133,7 @@ class FlagBoundaries(BoundariesBase):
 class BitBoundaries(BoundariesBase):
     """Boundaries on the CPU: one bit per row, one bit per 64 of these that says whether any is set, and so on.
 
-    Attributes:
-        bits: ``[E, words]`` int64: per lane the cuts, level after level, then which rows are over.
-        starts: where the levels of cuts begin, and where they end.
+    ``bits`` are ``[E, words]`` int64: per lane the cuts, levels from ``starts`` on, then which rows are over.
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
@@ -168,7 +153,7 @@ class BitBoundaries(BoundariesBase):
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        _cpu().write(self.numbers(end, name), start, count)
+        loops("episodes.cpu").write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
         """Return what the loop of :meth:`write` takes: the bitmap, the address of the head, and those of the columns.
@@ -182,7 +167,7 @@ class BitBoundaries(BoundariesBase):
         rows = len(cells)
         back, ahead, over = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.bool_)
         most = self.steps if within is None else min(self.steps, within)
-        _cpu().reach(self.bitmap, cells.numpy(), most, back, ahead, over)
+        loops("episodes.cpu").reach(self.bitmap, cells.numpy(), most, back, ahead, over)
         return torch.from_numpy(back), torch.from_numpy(ahead), torch.from_numpy(over)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -220,26 +205,5 @@ def _compare(device: torch.device) -> None:
     boundaries.write(0, 500, end.to(device), None)
     cells = torch.randint(1_500, (64,), generator=generator, device="cpu").to(device)
     for within in (None, 20):
-        found, expected = _triton().reach(boundaries, cells, within), boundaries.scan(cells, within)
+        found, expected = loops("episodes.cuda").reach(boundaries, cells, within), boundaries.scan(cells, within)
         torch.testing.assert_close(found, expected)
-
-
-@cache
-def _cpu() -> ModuleType:
-    from rlbuf_td.kernels.episodes import cpu
-
-    return cpu
-
-
-@cache
-def _triton() -> ModuleType:
-    from rlbuf_td.kernels.episodes import cuda
-
-    return cuda
-
-
-@cache
-def batch_loops() -> ModuleType:
-    from rlbuf_td.kernels.episodes import batches_cpu
-
-    return batches_cpu

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
+from rlbuf_td.kernels.dispatch import loops
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
@@ -17,14 +18,12 @@ STRATEGIES = ("future", "final", "episode", "random")
 class Law(NamedTuple):
     """Who gets a goal, and from where.
 
-    Attributes:
-        thresholds: one per strategy, not falling, at most 1. The first threshold above a row's uniform number names
-            the row's strategy; where the number lies between two thresholds chooses the row that gives the goal.
-        only_finished: leave rows of unfinished trajectories alone, except for ``random``.
+    The thresholds are one per strategy, not falling, at most 1. The first one above a row's uniform number names the
+    row's strategy; where the number lies between two thresholds chooses the row that gives the goal.
     """
 
     thresholds: tuple[float, ...]
-    only_finished: bool
+    only_finished: bool  # leave rows of unfinished trajectories alone, except for ``random``
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
@@ -34,21 +33,16 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows whose outcomes become goals.
+    """Choose the rows whose outcomes become goals, out of ``live`` ones.
 
-    Args:
-        boundaries: where trajectories are cut.
-        cells: the batch's flat rows, ``[B]`` int64, contiguous.
-        uniform: ``[B]`` float64 in ``[0, 1)``, contiguous: decides by the law.
-        law: who gets a goal, and from where.
-        live: number of rows written.
-
-    Returns:
-        ``[B]`` int64, the flat rows chosen (the row itself if it keeps its goal); ``[B]`` bool, which get a goal.
+    ``cells`` are the batch's flat rows, ``[B]`` int64; ``uniform``, ``[B]`` float64 in ``[0, 1)``, decides by the law;
+    both contiguous. Returns ``[B]`` int64, the flat rows chosen (the row itself if it keeps its goal), and ``[B]``
+    bool, which get a goal.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
-        batch_loops().choose_goals(boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy(), rows, mask)
+        given = boundaries.bitmap, *law, live, cells.numpy(), uniform.numpy()
+        loops("episodes.batches_cpu").choose_goals(*given, rows, mask)
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)

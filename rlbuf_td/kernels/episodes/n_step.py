@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries, batch_loops
+from rlbuf_td.kernels.dispatch import loops
+from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 _GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
 
@@ -18,13 +19,9 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of rewards, ``[B, ...]``, added up in float64, and how many each adds, ``[B]`` int64.
+    """Return discounted sums of ``[B, n, ...]`` rewards, added up in float64, and how many each adds, ``[B]`` int64.
 
-    Args:
-        reward: ``[B, n, ...]``.
-        end: ``[B, n]`` bool, the trajectory ends with this row.
-        ahead: ``[B]``, number of rows after the first that belong to its trajectory.
-        gamma: the discount factor, a number or a 0-dim tensor.
+    ``end``, ``[B, n]`` bool: the trajectory ends with this row; ``ahead``, ``[B]``: rows of it after the first.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -40,17 +37,9 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up to ``n`` rewards from each row on, up to the end of its trajectory.
+    """Add up to ``n`` of the rewards ``[T * E, ...]`` from each row on, up to the end of its trajectory.
 
-    Args:
-        boundaries: where trajectories are cut.
-        rows: ``[B]`` int64, contiguous.
-        reward: ``[T * E, ...]``, of a floating dtype.
-        n: most rewards per sum.
-        gamma: the discount factor.
-
-    Returns:
-        ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
+    Returns ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
@@ -58,7 +47,7 @@ def sums_ahead(
         taken, last, width = torch.empty_like(rows), torch.empty_like(rows), reward.element_size()
         column = reward.data_ptr(), reward.stride(0) * width, reward.shape[1:].numel(), width == 8
         given = len(rows), rows.data_ptr(), n, gamma, total.data_ptr(), taken.data_ptr(), last.data_ptr()
-        batch_loops().sums_ahead(boundaries.bitmap, *column, *given)
+        loops("episodes.batches_cpu").sums_ahead(boundaries.bitmap, *column, *given)
         return total, taken, last
     window, ahead = windows(boundaries, rows, n, boundaries.lanes, len(reward))
     end = torch.zeros_like(window, dtype=torch.bool)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from multiprocessing.context import get_spawning_popen
 from threading import Lock
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, Chunks, addresses, allocate
 from rlbuf_td.kernels.rank_order.law import RankLaw
 from rlbuf_td.kernels.rank_order.reference import LARGEST, as_float32
@@ -63,7 +62,7 @@ class ChunkedOrder:
         if len(rows):
             keys = (0x7FFFFFFF - self.chunks.bits[rows].astype(np.int64)) << 32 | rows  # as cpu.key_of
             keys.sort()
-            _cpu_update().arrange(self.addresses, keys)
+            loops("rank_order.cpu_update").arrange(self.addresses, keys)
 
     def assign_(self, magnitude: Tensor) -> None:
         with self.lock:
@@ -84,13 +83,15 @@ class ChunkedOrder:
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
         with self.lock:
-            return _cpu_update().update(self.addresses, index.numpy(), as_float32(td_error).numpy(), rows)
+            return loops("rank_order.cpu_update").update(
+                self.addresses, index.numpy(), as_float32(td_error).numpy(), rows
+            )
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         if count > 0:
             bits = int(np.float32(min(float(magnitude), LARGEST)).view(np.int32))
             with self.lock:
-                _cpu_update().fill(self.addresses, np.arange(start, start + count), bits)
+                loops("rank_order.cpu_update").fill(self.addresses, np.arange(start, start + count), bits)
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
@@ -100,13 +101,15 @@ class ChunkedOrder:
         numbers = law.head.numpy(), law.alpha, law.shift
         step = step_of(batch, stratified)
         with self.lock:
-            drawn = _cpu().draw(self.addresses, *numbers, uniform.numpy(), step, beta, NORMS[norm], index, weight)
+            drawn = loops("rank_order.cpu").draw(
+                self.addresses, *numbers, uniform.numpy(), step, beta, NORMS[norm], index, weight
+            )
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
         ranks = np.empty(index.shape[0], np.int64)
         with self.lock:
-            inside = _cpu().ranks_of(self.addresses, index.numpy(), ranks)
+            inside = loops("rank_order.cpu").ranks_of(self.addresses, index.numpy(), ranks)
         if not inside:
             low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
@@ -126,17 +129,3 @@ class ChunkedOrder:
             self._adopt(state["tensors"])
         else:
             self.__init__(state["magnitude"])  # type: ignore[misc]
-
-
-@cache
-def _cpu() -> ModuleType:
-    from rlbuf_td.kernels.rank_order import cpu
-
-    return cpu
-
-
-@cache
-def _cpu_update() -> ModuleType:
-    from rlbuf_td.kernels.rank_order import cpu_update
-
-    return cpu_update

@@ -25,17 +25,11 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class RankLaw:
-    """A law for one ``alpha``.
+    """A law for one ``alpha``. It and the shift may be 0-dim float64 tensors, for captured graphs."""
 
-    Attributes:
-        alpha: exponent, not negative; 0 is uniform. It and the shift may be 0-dim float64 tensors, for captured graphs.
-        head: ``[HEAD]`` float64, ``H_1, H_2, ...``.
-        shift: the constant ``C``.
-    """
-
-    alpha: float | Tensor
-    head: Tensor
-    shift: float | Tensor
+    alpha: float | Tensor  # not negative; 0 is uniform
+    head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
+    shift: float | Tensor  # the constant ``C``
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:

@@ -5,32 +5,24 @@ Columns are strided views of something larger. Nothing waits for the device wher
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, loops
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``, unless one of these values is NaN.
+    """Set ``target[i] = values[i]``, ``[B, ...]`` each, for every ``i`` with ``mask[i]``, ``[B]`` bool, contiguous.
 
-    Args:
-        target: ``[B, ...]``, changed in place.
-        values: of the same dtype and shape.
-        mask: ``[B]`` bool, contiguous.
-
-    Returns:
-        The first row whose value is NaN (then nothing has changed), or -1. On CUDA always -1: checking would make the
-        host wait, so NaN is written like any other value.
+    Returns the first row whose value is NaN (then nothing has changed), or -1. On CUDA always -1: checking would make
+    the host wait, so NaN is written like any other value.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
         columns = target.data_ptr(), target.stride(0), values.data_ptr(), values.stride(0)
-        return cpu_loops().put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
+        return loops("rows.cpu").put_values(*columns, dtype.itemsize, rows, mask.data_ptr())
     where = mask.view(-1, *[1] * (target.ndim - 1))
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()
@@ -58,20 +50,18 @@ def skip_ring(
     """Skip the rows that a ring has rewritten since they were sampled.
 
     The time step written ``a`` steps before the newest one is rewritten if more than ``a`` followed the stamp.
-
-    Args:
-        index: ``[B]`` int64 flat rows ``t * lanes + lane``, contiguous; -1 means "skip".
-        stamp: ``[B]`` int64, contiguous.
-        clock: time steps written so far.
-        last: the time step written last.
-        steps: capacity in time steps.
-        lanes: rows per time step.
-
-    Returns:
-        ``index`` with -1 in place of rewritten rows, and their number (on CUDA as a 0-dim tensor).
+    ``index`` are ``[B]`` int64 flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both contiguous. ``clock`` counts
+    the time steps written, ``last`` is the last one of the ring's ``steps``. Returns ``index`` with -1 in place of
+    rewritten rows, and their number (on CUDA as a 0-dim tensor).
     """
     if backend_of(index) == "numba":
-        return _on_cpu(cpu_loops().skip_ring, index, stamp, clock, last, steps, lanes)
+        others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
+        skip = loops("rows.cpu").skip_ring
+        count = skip(0, *others)  # that there is something to skip is rare
+        if not count:
+            return index, 0
+        kept = torch.empty_like(index)
+        return kept, skip(kept.data_ptr(), *others)
     since = clock - stamp
     age = (last - index // lanes) % steps
     return _skipped(index, (index >= 0) & ((since < 0) | (age < since)))
@@ -79,29 +69,11 @@ def skip_ring(
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
     """:func:`skip_ring` for rows written in any order; ``written``: ``[N]`` int64, the clock after each last write."""
-    if backend_of(index) == "numba":
-        return _on_cpu(cpu_loops().skip_newer, index, stamp, clock, written.data_ptr(), len(written))
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)
 
 
-def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(stale, -1, index), stale.sum()
-
-
-def _on_cpu(skip: Any, index: Tensor, stamp: Tensor, *others: int) -> tuple[Tensor, int]:
-    """Count first: that there is something to skip is rare."""
-    given = index.data_ptr(), stamp.data_ptr(), index.shape[0]
-    count = skip(0, *given, *others)
-    if not count:
-        return index, 0
-    kept = torch.empty_like(index)
-    return kept, skip(kept.data_ptr(), *given, *others)
-
-
-@cache
-def cpu_loops() -> ModuleType:
-    from rlbuf_td.kernels.rows import cpu
-
-    return cpu
+def _skipped(index: Tensor, stale: Tensor) -> tuple[Tensor, int | Tensor]:
+    count = stale.sum()
+    return torch.where(stale, -1, index), int(count) if backend_of(index) == "numba" else count

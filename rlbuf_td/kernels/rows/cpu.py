@@ -42,8 +42,7 @@ def put_values(target, target_stride, values, values_stride, width, count, mask)
     return -1
 
 
-# -- stale rows: each function takes the address for the rows that are left (0: nowhere), those of ``index`` and
-# ``stamp``, and their length, and returns how many rows it skips
+# -- stale rows
 
 
 @kernel
@@ -54,6 +53,7 @@ def _difference(a: int, b: int) -> int:
 
 @kernel
 def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
+    """Write the rows that are left to ``kept`` (0: nowhere); return how many are skipped. Tensors are addresses."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -67,23 +67,6 @@ def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: in
             if since < 0 or age < since:
                 row = -1
                 count += 1
-        if kept:
-            left[j] = row
-    return count
-
-
-@kernel
-def skip_newer(kept: int, index: int, stamp: int, rows: int, clock: int, written: int, total: int) -> int:
-    """See :func:`rlbuf_td.kernels.rows.skip_newer`; ``written`` is an address of ``total`` int64."""
-    given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
-    times = carray(pointer(written), total, np.int64)
-    left = carray(pointer(kept), rows if kept else 0, np.int64)
-    count = 0
-    for j in range(rows):
-        row = given[j]
-        if 0 <= row < total and (_difference(times[row], stamps[j]) > 0 or _difference(clock, stamps[j]) < 0):
-            row = -1
-            count += 1
         if kept:
             left[j] = row
     return count

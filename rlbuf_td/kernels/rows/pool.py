@@ -13,51 +13,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, loops
 
 _CHUNK = 1 << 18  # rows whose names are read at a time
 
 
 @dataclass(frozen=True)
 class Part:
-    """What an entry, or each of a stack's entries, holds of one key.
+    """What an entry, or each of a stack's entries, holds of one key."""
 
-    Attributes:
-        into: where its bytes begin in an entry.
-        inner, outer, pitch: ``inner`` bytes lie together in a row, ``outer`` times, ``pitch`` bytes apart.
-        root, next: which leaf of a batch the key is, in the row's own observation and in the next one.
-    """
-
-    into: int
-    inner: int
-    outer: int
-    pitch: int
-    root: int
-    next: int
+    into: int  # where its bytes begin in an entry
+    inner: int  # bytes that lie together in a row,
+    outer: int  # so many times,
+    pitch: int  # so many bytes apart
+    root: int  # which leaf of a batch the key is, in the row's own observation
+    next: int  # and in the next one
 
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of one size, and what they hold of a row.
+    """Entries of one size, and what they hold of a row."""
 
-    Attributes:
-        ids: byte of a row where the names begin: ``pieces`` of the own observation, then as many of the next one.
-        pieces: entries per observation, oldest first.
-        sides: 2 if rows have a next observation, else 1.
-        parts: what an entry holds.
-    """
-
-    ids: int
-    pieces: int
-    sides: int
+    ids: int  # byte of a row where the names begin: ``pieces`` of the own observation, then as many of the next one
+    pieces: int  # entries per observation, oldest first
+    sides: int  # 2 if rows have a next observation, else 1
     parts: tuple[Part, ...]
 
     @property
@@ -80,25 +65,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and the entries that they name.
+    """Rows, and the entries that they name."""
 
-    Attributes:
-        groups: what is kept in entries.
-        runs: ``[R, 3]`` int64, what is not: offset in a stored row, which leaf of a batch, bytes.
-        rows: ``[N, own_bytes]`` uint8, the stored rows.
-        lanes: rows per time step.
-        entries: per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory.
-        stacks: per group ``[M + 1]`` int32, the free names that were used before.
-        counters: per group ``[2]`` int64: names on the stack, and the largest name used.
-    """
-
-    groups: tuple[Group, ...]
-    runs: np.ndarray
-    rows: Tensor
-    lanes: int
-    entries: list[Tensor]
-    stacks: list[Tensor]
-    counters: tuple[Tensor, ...]
+    groups: tuple[Group, ...]  # what is kept in entries
+    runs: np.ndarray  # ``[R, 3]`` int64, what is not: offset in a stored row, which leaf of a batch, bytes
+    rows: Tensor  # ``[N, own_bytes]`` uint8, the stored rows
+    lanes: int  # rows per time step
+    entries: list[Tensor]  # per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory
+    stacks: list[Tensor]  # per group ``[M + 1]`` int32, the free names that were used before
+    counters: tuple[Tensor, ...]  # per group ``[2]`` int64: names on the stack, and the largest name used
     is_compiled: bool = True
     _arrays: list[np.ndarray] = field(default_factory=list)
 
@@ -122,24 +97,17 @@ class Table:
 
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], order: Tensor | None = None) -> bool:
-    """Copy each leaf of whole rows to a tensor of its own.
+    """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
 
-    Args:
-        table: the stored rows.
-        cells: int64 of any shape, contiguous: which rows.
-        live: number of rows written.
-        leaves: where to, ``[*cells.shape, ...]`` each, contiguous.
-        order: ``[B]`` int64, contiguous: the order in which they are read.
-
-    Returns:
-        Whether all rows are written; else ``leaves`` are incomplete. Always True off the CPU: the host does not wait.
+    All are contiguous; ``order``, ``[B]`` int64, is the one in which they are read. Returns whether all rows are among
+    the ``live`` ones; else ``leaves`` are incomplete. Always True off the CPU: the host does not wait.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
     own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
     places = np.array([(leaf.data_ptr(), leaf.nbytes // max(1, count)) for leaf in leaves], np.int64)
     given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
-    return _cpu().read(*table.arrays(), table.runs, *given)
+    return loops("rows.pool_cpu").read(*table.arrays(), table.runs, *given)
 
 
 def write_(
@@ -147,19 +115,15 @@ def write_(
 ) -> None:
     """Let rows name the entries of what is written to them; on the CPU.
 
-    Args:
-        table: the stored rows.
-        sources: ``[P, 2, 3]`` int64: for each part of each group, of the own observations and of the next ones, the
-            address and the strides in bytes of time steps and lanes; each row is dense.
-        cells: ``[T * E]`` int64, contiguous, all different: the rows, time step by time step; or the first of rows that
-            follow each other, wrapping.
-        count: number of rows, ``T * E``.
-        lanes: ``E``: of whole time steps the number of lanes, else 1.
-        deferred: take no entry that this write frees, so that undoing the rows undoes the write.
+    ``sources`` are ``[P, 2, 3]`` int64: for each part of each group, of the own observations and of the next ones, the
+    address and the strides in bytes of time steps and lanes; each row is dense. ``cells`` are ``[T * E]`` int64,
+    contiguous, all different: ``count`` rows, time step by time step; or the first of rows that follow each other,
+    wrapping. ``lanes`` is E; 1 where the time steps are not whole. A ``deferred`` write takes no entry that it frees,
+    so that undoing the rows undoes it.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
-    _cpu().write(*table.arrays(), *given)
+    loops("rows.pool_cpu").write(*table.arrays(), *given)
 
 
 def grow_(table: Table, g: int, most: int) -> None:
@@ -219,10 +183,3 @@ def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> b
 
 def _as_bytes(leaf: Tensor, count: int) -> Tensor:
     return leaf.view(count, leaf.numel() // max(1, count)).view(torch.uint8)
-
-
-@cache
-def _cpu() -> ModuleType:
-    from rlbuf_td.kernels.rows import pool_cpu
-
-    return pool_cpu

@@ -13,7 +13,7 @@ import sys
 
 from torch import Tensor
 
-from rlbuf_td.kernels.rows import cpu_loops
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.rows.pool import Table
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
@@ -21,19 +21,15 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Ask for rows, ``[N, ...]``, of which ``cells`` are to be read, ``[B]`` int64 on the CPU.
-
-    Returns:
-        ``cells`` in the order in which they are read best, as positions, if they have been asked for.
-    """
+    """Ask for the rows at ``cells``, ``[B]`` int64; if so, return the order in which they are read best."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
     base, stride = rows.data_ptr(), rows.stride(0) * rows.element_size()
-    if not cpu_loops().is_absent(base, stride, cells.data_ptr(), len(cells)):
+    if not loops("rows.cpu").is_absent(base, stride, cells.data_ptr(), len(cells)):
         return None
     cells, order = cells.sort()
-    cpu_loops().ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
+    loops("rows.cpu").ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
     return order
 
 
@@ -43,4 +39,4 @@ def ask_for_entries(table: Table, cells: Tensor) -> None:
     base, stride = rows.data_ptr(), rows.stride(0)
     for group, entries in zip(table.groups, table.entries, strict=True):
         where = base + group.ids, group.names, stride, len(rows), cells.data_ptr(), len(cells)
-        cpu_loops().ask_for_entries(entries.data_ptr(), group.nbytes, *where)
+        loops("rows.cpu").ask_for_entries(entries.data_ptr(), group.nbytes, *where)

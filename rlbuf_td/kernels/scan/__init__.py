@@ -12,22 +12,12 @@ they are. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.dispatch import backend_of, loops
 
 _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
-
-
-@cache
-def _cpu() -> ModuleType:
-    from rlbuf_td.kernels.scan import cpu
-
-    return cpu
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
@@ -111,7 +101,7 @@ def gae_contiguous(
     advantage, target = _empty_like(state_value), _empty_like(state_value)
     tensors = state_value, next_state_value, reward, done, terminated, advantage, target
     addresses = map(Tensor.data_ptr, tensors)
-    _cpu().gae(state_value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
+    loops("scan.cpu").gae(state_value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
     return advantage, target
 
 
@@ -121,7 +111,7 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
     x = torch.empty_like(a)
-    _cpu().scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
+    loops("scan.cpu").scan(a.dtype is torch.float64, a.data_ptr(), b.data_ptr(), x.data_ptr(), *a.shape)
     return x
 
 

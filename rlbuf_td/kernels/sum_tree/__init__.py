@@ -14,14 +14,13 @@ Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1.
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of
+from rlbuf_td.kernels.dispatch import agrees_with_reference, backend_of, loops
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import reference
 from rlbuf_td.kernels.sum_tree.reference import weight_of
@@ -54,7 +53,7 @@ def update_(
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
-        return _cpu().update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
+        return loops("sum_tree.cpu").update(tree.addresses, index.numpy(), td_error.numpy(), *numbers)
     state, kernels = tree.device_state, _device_kernels(tree)
     alpha, eps, rows = state.put(alpha=alpha, eps=eps, named=rows)
     changed, among_these, refused = reference.assign(tree, index, td_error, rows, alpha, eps)
@@ -65,7 +64,7 @@ def update_(
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
     """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
     if backend_of(tree.weight) == "numba":
-        return _cpu().fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
+        return loops("sum_tree.cpu").fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
     alpha, eps, entry = tree.device_state.put(alpha=alpha, eps=eps, entry=magnitude)
     part = slice(start, start + count)
@@ -77,7 +76,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 def rebuild_(tree: SumTree) -> None:
     """Compute everything above the weights anew. O(N)."""
     if backend_of(tree.weight) == "numba":
-        _cpu().rebuild(tree.addresses)
+        loops("sum_tree.cpu").rebuild(tree.addresses)
     else:
         _device_kernels(tree).repair_range(tree, 0, tree.weight.shape[0])
 
@@ -111,7 +110,7 @@ def draw(
     batch = uniform.shape[0]
     index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
-    if not _cpu().draw(tree.addresses, uniform.numpy(), *law, index, weight):
+    if not loops("sum_tree.cpu").draw(tree.addresses, uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
 
@@ -127,7 +126,7 @@ def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: 
 def _device_kernels(tree: SumTree) -> ModuleType:
     memory = tree.weight
     if backend_of(memory) == "triton" and agrees_with_reference("sum tree", memory.device, _compare):
-        return _triton()
+        return loops("sum_tree.cuda")
     return reference
 
 
@@ -140,7 +139,7 @@ def _compare(device: torch.device) -> None:
     uniform = torch.rand(64, dtype=torch.float64, generator=generator, device="cpu").to(device)
     number = torch.full((), 0.5, dtype=torch.float64, device=device)
     found: list[tuple[Tensor, ...]] = []
-    for kernels in (reference, _triton()):
+    for kernels in (reference, loops("sum_tree.cuda")):
         tree = SumTree.empty(rows, device)
         tree.weight.copy_(weight[0])
         kernels.repair_range(tree, 0, rows)
@@ -151,17 +150,3 @@ def _compare(device: torch.device) -> None:
         found.append((tree.sums, tree.before, tree.minima))
     for mine, theirs in zip(found[:4], found[4:], strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=0.0)
-
-
-@cache
-def _cpu() -> ModuleType:
-    from rlbuf_td.kernels.sum_tree import cpu
-
-    return cpu
-
-
-@cache
-def _triton() -> ModuleType:
-    from rlbuf_td.kernels.sum_tree import cuda
-
-    return cuda

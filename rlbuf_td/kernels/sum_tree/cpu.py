@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, uint64
 
-from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer
+from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
@@ -93,6 +93,12 @@ def update(tree, index, td_error, rows, alpha, eps):
     if not acceptable(index, td_error, rows):
         return REFUSED
     starts, magnitude, weight, sums, before, minima = _arrays(tree)
+    for j in range(index.shape[0]):
+        if index[j] >= 0:  # so that the cache misses of all rows overlap
+            prefetch(tree[4] + 8 * index[j])
+            prefetch(tree[5] + 8 * index[j])
+            for nodes in range(6, 9):
+                prefetch(tree[nodes] + (index[j] & -8))
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
@@ -156,9 +162,9 @@ def rebuild(tree):
 
 
 @kernel
-def _descend(starts, before, mass, node):
+def _descend(tree, starts, before, mass, node):
     for k in range(starts.shape[0] - 2, -1, -1):
-        start = starts[k]
+        start, below = starts[k], np.int64(starts[k - 1] << _THREE) + tree[7] if k else tree[5]
         for j in range(node.shape[0]):
             first = start + (node[j] << _SHIFT)
             member = uint64(0)
@@ -166,6 +172,7 @@ def _descend(starts, before, mass, node):
                 member += uint64(mass[j] >= before[first + uint64(i)])
             mass[j] -= before[first + member]
             node[j] = (node[j] << _SHIFT) | member
+            prefetch(below + np.int64(node[j]) * 64)
 
 
 @kernel
@@ -201,7 +208,7 @@ def draw(tree, uniform, step, rows, beta, mode, index, importance):
     mass, node = uniform, index.view(np.uint64)  # changed in place, level by level
     masses(uniform, total, step, mass)
     node[:] = 0
-    _descend(starts, before, mass, node)
+    _descend(tree, starts, before, mass, node)
     _draw_in_blocks(weight, mass, node)
     smallest = minima[root] if mode == 0 else np.inf if mode == 1 else total / rows
     if mode == 1:

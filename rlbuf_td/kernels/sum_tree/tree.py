@@ -24,21 +24,13 @@ REFUSED = -2.0
 
 @dataclass
 class SumTree:
-    """The state: plain tensors, which may be shared, saved and moved.
+    """The state: plain tensors, which may be shared, saved and moved."""
 
-    Attributes:
-        magnitude: ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 for rows without.
-        weight: ``[8 * blocks]`` float64, 0 for rows without.
-        sums: the levels one after the other, each padded to whole groups, the blocks first and the root last.
-        before: the same for the sums of the members before each member of a group.
-        minima: the same for minima, infinite where nothing is positive.
-    """
-
-    magnitude: Tensor
-    weight: Tensor
-    sums: Tensor
-    before: Tensor
-    minima: Tensor
+    magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 for rows without
+    weight: Tensor  # ``[8 * blocks]`` float64, 0 for rows without
+    sums: Tensor  # the levels one after the other, each padded to whole groups, the blocks first and the root last
+    before: Tensor  # the same for the sums of the members before each member of a group
+    minima: Tensor  # the same for minima, infinite where nothing is positive
     _addresses: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
     _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
     _starts_on_device: Tensor | None = field(default=None, init=False, repr=False, compare=False)
