@@ -10,23 +10,32 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
+_FLAGS = ("done", "terminated")
 
 
 @dataclass(frozen=True)
 class TimeLayout:
-    """The shape that all inputs of one call share, its time dimension, and the dtypes of the call."""
+    """What all inputs of one call share."""
 
     function: str
     shape: torch.Size
     time_dim: int
+    sizes: tuple[int, int, int]  # (L, T, F): before, along and after time
     device: torch.device
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
 
     @classmethod
-    def of(cls, function: str, time_dim: int, values: dict[str, Tensor], others: dict[str, Tensor]) -> TimeLayout:
-        """Check the inputs of ``function``: types, shapes, devices, dtypes; ``values`` set the dtype returned."""
-        inputs = values | others
+    def of(
+        cls, function: str, time_dim: int, values: dict[str, Tensor], *others: Tensor | None
+    ) -> tuple[TimeLayout, list[Tensor]]:
+        """Check types, shapes, devices and dtypes of inputs; return what they share, and each as ``[L, T, F]``.
+
+        ``others`` are reward, done and terminated (``None``: done). The dtype returned depends on ``values`` alone.
+        Numbers come in the dtype to compute in; nothing has a gradient.
+        """
+        reward, done, terminated = others
+        inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
         for name, x in inputs.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{function}: {name} must be a tensor, got {type(x).__name__}.")
@@ -34,35 +43,25 @@ class TimeLayout:
         shapes = {name: tuple(x.shape) for name, x in inputs.items()}
         if len(set(shapes.values())) != 1:
             raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {shapes}.")
+        shape = tuple(first.shape)
         if first.numel() == 0:
-            raise ValueError(f"{function}: the inputs are empty (shape {tuple(first.shape)}); there is no step.")
-        if len({x.device for x in inputs.values()}) != 1:
-            devices = {name: str(x.device) for name, x in inputs.items()}
+            raise ValueError(f"{function}: the inputs are empty (shape {shape}); there is no step.")
+        devices = {name: str(x.device) for name, x in inputs.items()}
+        if len(set(devices.values())) != 1:
             raise ValueError(f"{function}: all inputs must be on one device, got {devices}.")
         for name, x in inputs.items():
             _check_dtype(function, name, x, must_float=name in values)
         if not -first.ndim <= time_dim < first.ndim:
             remedy = "For inputs without a feature dimension ([*batch, T]) pass time_dim=-1."
-            shape = tuple(first.shape)
             raise ValueError(f"{function}: time_dim={time_dim} does not exist in inputs of shape {shape}. {remedy}")
+        time_dim %= first.ndim
         out_dtype = reduce(torch.promote_types, (x.dtype for x in values.values()))
-        compute_dtype = reduce(torch.promote_types, (x.dtype for x in others.values()), out_dtype)
+        compute_dtype = torch.promote_types(out_dtype, inputs["reward"].dtype)
         compute_dtype = torch.float32 if compute_dtype in _HALF else compute_dtype
-        return cls(function, first.shape, time_dim % first.ndim, first.device, compute_dtype, out_dtype)
-
-    @property
-    def lanes_steps_features(self) -> tuple[int, int, int]:
-        """``(L, T, F)``: the sizes before, along and after time."""
-        t = self.time_dim
-        return math.prod(self.shape[:t]), self.shape[t], math.prod(self.shape[t + 1 :])
-
-    def flags(self, x: Tensor) -> Tensor:
-        """Reshape a bool tensor to ``[L, T, F]``."""
-        return x.detach().reshape(self.lanes_steps_features)
-
-    def numbers(self, x: Tensor) -> Tensor:
-        """Reshape a tensor to ``[L, T, F]``, in the dtype to compute in, detached."""
-        return x.detach().reshape(self.lanes_steps_features).to(self.compute_dtype)
+        sizes = math.prod(shape[:time_dim]), shape[time_dim], math.prod(shape[time_dim + 1 :])
+        flat = {name: x.detach().reshape(sizes) for name, x in inputs.items()}
+        columns = [x if name in _FLAGS else x.to(compute_dtype) for name, x in flat.items()]
+        return cls(function, first.shape, time_dim, sizes, first.device, compute_dtype, out_dtype), columns
 
     def restore(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape).to(self.out_dtype)
@@ -75,15 +74,11 @@ class TimeLayout:
             raise ValueError(f"{self.function}: {name} requires a gradient, estimates have none. Pass {name}.detach().")
         x = x.to(self.device, self.compute_dtype)
         try:
-            return x.expand(self.shape).reshape(self.lanes_steps_features)
+            return x.expand(self.shape).reshape(self.sizes)
         except RuntimeError:
             shapes = f"shape {tuple(x.shape)} does not broadcast to the inputs' shape {tuple(self.shape)}"
             remedy = f"Pass a float, or one value per step with time at dim {self.time_dim}."
             raise ValueError(f"{self.function}: {name} of {shapes}. {remedy}") from None
-
-    def is_per_step(self, x: object) -> bool:
-        """Whether a coefficient is a tensor of the inputs' shape."""
-        return isinstance(x, Tensor) and x.shape == self.shape
 
 
 def coefficient(function: str, name: str, x: float) -> float:
@@ -97,7 +92,7 @@ def coefficient(function: str, name: str, x: float) -> float:
 
 
 def _check_dtype(function: str, name: str, x: Tensor, *, must_float: bool) -> None:
-    if name in ("done", "terminated"):
+    if name in _FLAGS:
         if x.dtype is not torch.bool:
             raise TypeError(f"{function}: {name} must be a bool tensor, got {x.dtype}. Pass {name}.bool().")
     elif x.dtype.is_complex or (must_float and not x.dtype.is_floating_point):

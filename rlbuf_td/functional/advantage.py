@@ -67,17 +67,8 @@ def generalized_advantage_estimate(
         if out is not None:
             return out
     values = {"state_value": state_value, "next_state_value": next_state_value}
-    others = {"reward": reward, "done": done, "terminated": terminated}
-    layout = TimeLayout.of("generalized_advantage_estimate", time_dim, values, others)
-    advantage, target = scan.gae(
-        layout.coefficient("gamma", gamma),
-        layout.coefficient("lmbda", lmbda),
-        layout.numbers(state_value),
-        layout.numbers(next_state_value),
-        layout.numbers(reward),
-        layout.flags(done),
-        layout.flags(terminated),
-    )
+    layout, columns = TimeLayout.of("generalized_advantage_estimate", time_dim, values, reward, done, terminated)
+    advantage, target = scan.gae(layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda), *columns)
     return layout.restore(advantage), layout.restore(target)
 
 

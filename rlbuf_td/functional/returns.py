@@ -56,8 +56,8 @@ def td_lambda_return_estimate(
         >>> td_lambda_return_estimate(0.5, 0.0, one, one, done).flatten().tolist()
         [1.5, 1.0]
     """
-    inputs = next_state_value, reward, done, terminated
-    return _estimate("td_lambda_return_estimate", time_dim, gamma, lmbda, rolling_gamma, *inputs)
+    coefficients = gamma, lmbda, rolling_gamma
+    return _estimate("td_lambda_return_estimate", time_dim, *coefficients, next_state_value, reward, done, terminated)
 
 
 def td1_return_estimate(
@@ -104,8 +104,8 @@ def td1_return_estimate(
         >>> td1_return_estimate(0.5, one, one, done).flatten().tolist()
         [1.75, 1.5]
     """
-    inputs = next_state_value, reward, done, terminated
-    return _estimate("td1_return_estimate", time_dim, gamma, None, rolling_gamma, *inputs)
+    coefficients = gamma, None, rolling_gamma
+    return _estimate("td1_return_estimate", time_dim, *coefficients, next_state_value, reward, done, terminated)
 
 
 def _estimate(
@@ -115,27 +115,24 @@ def _estimate(
     lmbda: float | Tensor | None,  # None: a Monte Carlo return, TD(1)
     rolling_gamma: bool | None,
     next_state_value: Tensor,
-    reward: Tensor,
-    done: Tensor,
-    terminated: Tensor | None,
+    *others: Tensor | None,
 ) -> Tensor:
-    terminated = done if terminated is None else terminated
-    others = {"reward": reward, "done": done, "terminated": terminated}
-    layout = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, others)
-    if rolling_gamma is False and not (layout.is_per_step(gamma) or layout.is_per_step(lmbda)):
+    layout, columns = TimeLayout.of(name, time_dim, {"next_state_value": next_state_value}, *others)
+    next_value, reward, ends, terminated = columns
+    is_per_step = any(isinstance(x, Tensor) and x.shape == layout.shape for x in (gamma, lmbda))
+    if rolling_gamma is False and not is_per_step:
         which = "gamma" if lmbda is None else "gamma or lmbda"
         raise ValueError(f"{name}: rolling_gamma=False needs a {which} of the inputs' shape; got one value.")
     g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
-    bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
-    ends, rewards = layout.flags(done), layout.numbers(reward)
+    bootstrap = next_value.masked_fill(terminated, 0)
     if lmbda is None:  # a return of rewards only ends where the step terminates, even if done is not set
-        ends = ends | layout.flags(terminated)
+        ends = ends | terminated
     if rolling_gamma is False:
-        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, rewards, ends))
+        return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, reward, ends))
     ends = ends.clone()
     ends[:, -1] = True  # nothing is known after the last step
     mixed = torch.where(ends, bootstrap, 0 if lmbda is None else (1 - lam) * bootstrap)
-    returns = scan.reverse_scan(rewards + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
+    returns = scan.reverse_scan(reward + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
     return layout.restore(returns)
 
 

@@ -64,20 +64,18 @@ def vtrace_advantage_estimate(
         >>> value_target.flatten().tolist()
         [2.0, 1.0]
     """
-    terminated = done if terminated is None else terminated
     values = {"state_value": state_value, "next_state_value": next_state_value, "log_pi": log_pi, "log_mu": log_mu}
-    others = {"reward": reward, "done": done, "terminated": terminated}
-    layout = TimeLayout.of("vtrace_advantage_estimate", time_dim, values, others)
+    layout, columns = TimeLayout.of("vtrace_advantage_estimate", time_dim, values, reward, done, terminated)
+    value, next_value, log_pi, log_mu, reward, done, terminated = columns
     g = layout.coefficient("gamma", gamma)
-    value, rewards = layout.numbers(state_value), layout.numbers(reward)
-    bootstrap = layout.numbers(next_state_value).masked_fill(layout.flags(terminated), 0)
-    ratio = (layout.numbers(log_pi) - layout.numbers(log_mu)).exp()
+    bootstrap = next_value.masked_fill(terminated, 0)
+    ratio = (log_pi - log_mu).exp()
     rho = ratio.clamp_max(_threshold("rho_thresh", rho_thresh, ratio))
-    trace = (g * ratio.clamp_max(_threshold("c_thresh", c_thresh, ratio))).masked_fill(layout.flags(done), 0)
-    target = value + scan.reverse_scan(rho * (rewards + g * bootstrap - value), trace)
-    following = torch.cat([target[:, 1:], bootstrap[:, -1:]], dim=1).masked_fill(layout.flags(terminated), 0)
-    following = torch.where(layout.flags(done), bootstrap, following)
-    advantage = rho * (rewards + g * following - value)
+    trace = (g * ratio.clamp_max(_threshold("c_thresh", c_thresh, ratio))).masked_fill(done, 0)
+    target = value + scan.reverse_scan(rho * (reward + g * bootstrap - value), trace)
+    following = torch.cat([target[:, 1:], bootstrap[:, -1:]], dim=1).masked_fill(terminated, 0)
+    following = torch.where(done, bootstrap, following)
+    advantage = rho * (reward + g * following - value)
     return layout.restore(advantage), layout.restore(target)
 
 
