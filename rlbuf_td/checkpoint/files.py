@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuf_td.checkpoint.encoding import CheckpointError
-from rlbuf_td.checkpoint.manifest import CHUNK_NAME, FORMAT, MANIFEST, Chunk, Manifest, Stored, checksum, read_manifest
+from rlbuf_td.checkpoint.manifest import CHUNK_NAME, MANIFEST, CheckpointError, Chunk, Manifest, Stored, checksum
 
 DATA = "data"
 CHUNK_BYTES = 8 << 20
@@ -39,7 +38,7 @@ class DumpWriter:
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
         self.about = about | {"synced": sync}
-        previous = _previous(path)
+        previous = Manifest.previous(path)
         self._is_known_synced = previous is not None and previous.about.get("synced") is True
         self.nbytes = 0  # of all tensors
         self.generation = previous.generation + 1 if previous else 0
@@ -94,7 +93,7 @@ class DumpWriter:
 
     def clean(self) -> None:
         """Remove all files of dumps that the manifest does not name; after a failure, those of this one."""
-        manifest = _previous(self.path)
+        manifest = Manifest.previous(self.path)
         named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
             if CHUNK_NAME.fullmatch(file.name) and file.name not in named:
@@ -108,7 +107,7 @@ class DumpReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = Manifest.read(path)
 
     def tensor(self, number: Any) -> Stored:
         """Return the description of ``{"$tensor": number}``."""
@@ -170,10 +169,9 @@ class DumpReader:
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing") from error
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+            raise CheckpointError(f"{file} {found}") from error
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{file} is not a plain file")
         if status.st_size != chunk.nbytes:
@@ -191,23 +189,6 @@ def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
     """Wait for pending GPU work on tensors, so that threads, which use other streams, may read and write them."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _previous(path: Path) -> Manifest | None:
-    """Return the manifest that a dump replaces; ``None`` if there is none, or if it is damaged or older.
-
-    A manifest that is not ours, or of a newer version, is never replaced.
-    """
-    try:
-        return read_manifest(path)
-    except CheckpointError as error:
-        try:
-            head = (path / MANIFEST).read_bytes()[:100]
-        except OSError:
-            return None
-        if head and (FORMAT.encode() not in head or "install a newer one" in str(error)):
-            raise CheckpointError(f"{error}. It is not overwritten: choose another folder, or remove it") from error
-        return None
 
 
 def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
 import torch
 
-from rlbuf_td.checkpoint.encoding import MALFORMED, CheckpointError, decode, encode
 from rlbuf_td.checkpoint.files import DumpReader, DumpWriter, Report
+from rlbuf_td.checkpoint.manifest import MALFORMED, CheckpointError, decode, encode
 
 _LOCK = ".lock"
 _WAIT_S = 600.0
@@ -43,7 +43,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
         raise CheckpointError(f"{folder} cannot be made: there is a file; a dump is a folder") from error
     with _locked(folder):
         written = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        versions = {name: _version(name) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
+        versions = {name: str(sys.modules[name].__version__) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
         writer = DumpWriter(folder, {"kind": kind, "written": written, "versions": versions}, sync=sync)
         try:
             yield writer
@@ -128,10 +128,3 @@ def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

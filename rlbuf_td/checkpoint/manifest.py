@@ -1,24 +1,30 @@
 """The manifest: the files, sizes and checksums that make up a dump. Replacing the manifest makes a new dump valid.
 
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, bytes, checksum]`` of each
-tensor; ``state`` is everything else, see :mod:`rlbuf_td.checkpoint.encoding`; the last line is the checksum of all the
-text before it.
+tensor; ``state`` is everything else; the last line is the checksum of all the text before it.
+
+A state is plain (numbers, strings, lists, dicts, tensors): JSON and a list of tensors, no pickle. Values that JSON
+lacks become an object with one key that begins with ``$``: ``{"$tensor": 3}`` (index into the list), ``{"$float":
+"nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``,
+``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, and ``{"$ordered":
+...}`` for a module's state dict with the ``_metadata`` that torch attaches.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-from rlbuf_td.checkpoint.encoding import CheckpointError, dtype_of
+from tensordict import TensorDict, TensorDictBase
 
 FORMAT, VERSION = "rlbuf_td checkpoint", 3
 MANIFEST = "manifest.json"
@@ -26,6 +32,23 @@ CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
 _HEAD = re.compile(rb'\{\s*"format": "' + FORMAT.encode() + rb'",\s*"version": ([0-9]{1,9}),')
 _SUFFIX = ',\n"checksum": "{}"\n}}\n'
 _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
+
+
+class CheckpointError(ValueError):
+    """A dump cannot be written or read. The message names the file and the problem. Nothing has changed.
+
+    Example:
+        >>> import tempfile
+        >>> from rlbuf_td import ReplayBuffer
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ReplayBuffer().loads(folder)
+        Traceback (most recent call last):
+        rlbuf_td.checkpoint.manifest.CheckpointError: ...
+    """
+
+
+#: What decoding or loading a state of the wrong form raises. A manifest with a valid checksum may hold anything.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 def checksum(data: np.ndarray | bytes) -> str:
@@ -57,7 +80,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
         name = str(self.dtype).removeprefix("torch.")
@@ -77,7 +100,7 @@ class Stored:
         sizes = [*shape, *(chunk.nbytes for chunk in chunks)] if isinstance(shape, list) else [None]
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
             raise CheckpointError("the manifest gives a size that is not a whole number")
-        if prod(shape) * dtype.itemsize != sum(chunk.nbytes for chunk in chunks):
+        if math.prod(shape) * dtype.itemsize != sum(chunk.nbytes for chunk in chunks):
             raise CheckpointError(f"the manifest's chunks do not add up to a {entry['dtype']} tensor of shape {shape}")
         return cls(dtype, torch.Size(shape), chunks)
 
@@ -98,27 +121,44 @@ class Manifest:
         text = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
         return text + _SUFFIX.format(checksum(text)).encode()
 
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read the manifest in the folder ``path``; refuse one that is damaged, foreign or of another version."""
+        file = path / MANIFEST
+        try:
+            data = file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        _refuse_damage(file, data)
+        try:
+            document = json.loads(data)
+            generation, state, about = document["generation"], document["state"], document["about"]
+            if type(generation) is not int or not isinstance(state, dict) or not isinstance(about, dict):
+                raise CheckpointError("a field has the wrong type")
+            if document["format"] != FORMAT or document["version"] != VERSION:
+                raise CheckpointError(f"format {document['format']!r}, version {document['version']!r} is unknown")
+            return cls(generation, state, tuple(map(Stored.from_json, document["tensors"])), about)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: {error}") from error
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest in the folder ``path``; refuse one that is damaged, foreign or of another version."""
-    file = path / MANIFEST
-    try:
-        data = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path} holds no dump: {_instead(path)}") from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    _refuse_damage(file, data)
-    try:
-        document = json.loads(data)
-        generation, state, about = document["generation"], document["state"], document["about"]
-        if type(generation) is not int or not isinstance(state, dict) or not isinstance(about, dict):
-            raise CheckpointError("a field has the wrong type")
-        if document["format"] != FORMAT or document["version"] != VERSION:
-            raise CheckpointError(f"format {document['format']!r}, version {document['version']!r} is unknown")
-        return Manifest(generation, state, tuple(map(Stored.from_json, document["tensors"])), about)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+    @classmethod
+    def previous(cls, path: Path) -> Manifest | None:
+        """Return the manifest that a dump replaces; ``None`` if there is none, or if it is damaged or older.
+
+        A manifest that is not ours, or of a newer version, is never replaced.
+        """
+        try:
+            return cls.read(path)
+        except CheckpointError as error:
+            try:
+                head = (path / MANIFEST).read_bytes()[:100]
+            except OSError:
+                return None
+            if head and (FORMAT.encode() not in head or "install a newer one" in str(error)):
+                raise CheckpointError(f"{error}. It is not overwritten: choose another folder, or remove it") from error
+            return None
 
 
 def _refuse_damage(file: Path, data: bytes) -> None:
@@ -144,3 +184,84 @@ def _instead(path: Path) -> str:
         convert = "load it into such a buffer, `theirs`, and rb.extend(theirs[:]), with lanes theirs[:].transpose(0, 1)"
         return f"a buffer of TorchRL's wrote it: {convert}. If it was full, its oldest row is at theirs.writer._cursor"
     return f"it has no {MANIFEST}"
+
+
+def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
+    """Return ``value``, which errors call ``where``, in JSON's types; append its tensors, uncopied, to ``tensors``."""
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, np.ndarray | np.bool_):
+        value = torch.as_tensor(value, device="cpu")
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(f"{where} is a nested, sparse or quantized tensor, which a dump cannot hold")
+        tensors.append(value.detach())
+        return {"$tensor": len(tensors) - 1}
+    if isinstance(value, torch.Size):
+        return {"$size": list(value)}
+    if isinstance(value, torch.dtype | torch.device):
+        return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+    if type(value) is TensorDict:
+        entries = {name: value.get(name) for name in value.keys()}
+        parts = [list(value.batch_size), None if value.device is None else str(value.device)]
+        return {"$tensordict": [*parts, encode(entries, tensors, where)]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, tensors, f"{where}[{j}]") for j, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+        return {"$ordered": [encode(dict(value), tensors, where), encode(value._metadata or {}, tensors, where)]}
+    if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+        encoded = [(key, encode(item, tensors, f"{where}.{key}")) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key, _ in encoded):
+            return dict(encoded)
+        return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
+    content = "numbers, strings, lists, dicts and tensors, and nothing that loading would have to execute"
+    raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
+
+
+def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
+    """Invert :func:`encode`; ``tensor(j)`` returns the j-th tensor. Other JSON raises one of ``MALFORMED``."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag, *others = value or ("",)
+    if tag.startswith("$") and not others:
+        return _KINDS[tag](value[tag], tensor)
+    return {key: decode(item, tensor) for key, item in value.items()}
+
+
+def dtype_of(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the manifest names an unknown dtype {name!r}")
+    return dtype
+
+
+def _tensordict(content: Any, tensor: Callable[[int], Any]) -> TensorDict:
+    batch_size, device, entries = content
+    return TensorDict(decode(entries, tensor), batch_size=batch_size, device=device)
+
+
+def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any]:
+    entries, metadata = content
+    state = OrderedDict(decode(entries, tensor))
+    state._metadata = OrderedDict(decode(metadata, tensor))  # type: ignore[attr-defined]
+    return state
+
+
+_KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
+    "$tensor": lambda content, tensor: tensor(content),
+    "$float": lambda content, tensor: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
+    "$tuple": lambda content, tensor: tuple(decode(content, tensor)),
+    "$size": lambda content, tensor: torch.Size(content),
+    "$dtype": lambda content, tensor: dtype_of(content),
+    "$device": lambda content, tensor: torch.device(content),
+    "$tensordict": _tensordict,
+    "$ordered": _ordered,
+    "$dict": lambda content, tensor: {decode(key, tensor): decode(item, tensor) for key, item in content},
+}

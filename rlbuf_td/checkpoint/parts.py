@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler, Storage
 
-from rlbuf_td.checkpoint.encoding import CheckpointError
+from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
@@ -145,9 +145,11 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
     """Return the state of each trajectory index that is attached to a storage."""
-    found = [each for each in storage._attached_entities if isinstance(each, TrajectoryIndex)]
-    keys = [{"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key]} for each in found]
-    return [key | {"state": each.state_dict()} for key, each in zip(keys, found, strict=True)]
+    return [
+        {"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key], "state": each.state_dict()}
+        for each in storage._attached_entities
+        if isinstance(each, TrajectoryIndex)
+    ]
 
 
 def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
@@ -203,21 +205,16 @@ def _is_here(device: torch.device) -> bool:
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
-class Rollback:
+class Rollback(ExitStack):
     """Loads states into parts. If an error leaves the ``with`` block, the parts get back the states they had.
 
     Samplers with ``snapshot`` may have a large state, and are not restored: they must come last.
     """
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
-
-    def __enter__(self) -> Rollback:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for undo in reversed(self._undo if kind else ()):
-            undo()
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
+        if kind is None:
+            self.pop_all()
+        return super().__exit__(kind, *rest)
 
     def load(self, part: Any, state: Any) -> None:
         """Load a state, which the part may refuse."""
@@ -226,15 +223,15 @@ class Rollback:
             innermost = innermost.sampler
         if not hasattr(innermost, "snapshot"):
             before = copy.deepcopy(part.state_dict())
-            self._undo.append(lambda: part.load_state_dict(before))
+            self.callback(part.load_state_dict, before)
         part.load_state_dict(state)
 
     def load_storage(self, storage: Storage, saved: dict[str, Any]) -> None:
         """Load the content of a TorchRL storage, which replaces its tensors or copies into them."""
         before, content = dict(storage.__dict__), copy.deepcopy(storage.state_dict()) if len(storage) else None
-        self._undo.append(lambda: storage.__dict__.update(before))
+        self.callback(storage.__dict__.update, before)
         if content is not None:
-            self._undo.append(lambda: storage.load_state_dict(content))
+            self.callback(storage.load_state_dict, content)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Loading the storage on an uninitialized TensorDict")
             storage.load_state_dict(saved["state"])

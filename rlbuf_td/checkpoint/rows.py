@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.checkpoint.encoding import CheckpointError
 from rlbuf_td.checkpoint.files import DumpReader, Report, flat_bytes
+from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch.testing import assert_close
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from tests.checkpoint.worlds import SAMPLERS, WRAPPERS, make
+from tests.checkpoint.worlds import SAMPLERS, WRAPPERS, make, step, transitions
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -21,32 +19,13 @@ STEPS = 24
 
 def buffer(name: str, device: str, lanes: int) -> ReplayBuffer:
     storage = PackedStorage(STEPS * max(1, lanes), ndim=1 + bool(lanes), device=device)
-    given: dict[str, Any] = {"dim_extend": 0} if lanes else {}
-    return make(name, STEPS, lanes, seed=None, storage=storage, **given)
-
-
-def data(n: int, first: int, lanes: int = 0) -> TensorDict:
-    number = torch.arange(first, first + n)
-    if lanes:
-        number = number[:, None] * 10 + torch.arange(lanes)
-    value, done = number[..., None].float(), (number % 7 == 6)[..., None]
-    after = {"reward": value, "done": done, "terminated": done.clone(), "achieved_goal": value}
-    return TensorDict({"number": number, "desired_goal": -value, "next": after}, number.shape)
-
-
-def learn(rb: ReplayBuffer) -> None:
-    """Write, sample, and update what was sampled, as a run does."""
-    batch = rb.sample()
-    assert batch.device is None or batch.device == rb.storage.device
-    if rb._parts.prioritized is not None:
-        rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.shape, device=batch["number"].device)))
+    return make(name, STEPS, lanes, seed=None, storage=storage)
 
 
 def trained(name: str, device: str, lanes: int) -> ReplayBuffer:
     rb = buffer(name, device, lanes)
-    for first in (0, 14):  # the second write goes round the end
-        rb.extend(data(14, first, lanes).to(device))
-        learn(rb)
+    for number in range(7):  # 26 time steps: the last write goes round the end
+        step(rb, number, lanes)
     return rb
 
 
@@ -60,13 +39,13 @@ def assert_alike(ours: ReplayBuffer, theirs: ReplayBuffer) -> None:
 
 def go_on(rb: ReplayBuffer, other: ReplayBuffer, lanes: int) -> None:
     """Do the same with both, and compare; then sample."""
-    index = torch.arange(0, len(rb), 3)
+    index, data = torch.arange(0, len(rb), 3), transitions(3, lanes, 28)
     for one in (rb, other):
-        one.extend(data(3, 28, lanes).to(one.storage.device))
+        one.extend(data.to(one.storage.device))
         if one._parts.prioritized is not None:
             one._parts.prioritized.update_priority(index.to(one.storage.device), (index + 0.5).to(one.storage.device))
     assert_alike(rb, other)
-    learn(other)
+    assert step(other, 9, lanes).device in (None, other.storage.device)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +62,7 @@ def test_a_state_goes_on_on_another_device(name, source, target, lanes, tmp_path
         assert other.storage.device.type == target
         assert_alike(rb, other)
     go_on(rb, others[1], lanes)
-    learn(others[0])
+    step(others[0], 9, lanes)
 
 
 @pytest.mark.parametrize("name", SAMPLERS | WRAPPERS)
@@ -100,10 +79,11 @@ def test_copies_have_memory_of_their_own_on_the_device(name, copied):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_may_be_written_and_named_from_either_device(device):
     rb, expected = (make("proportional", STEPS, storage=PackedStorage(STEPS, device=at)) for at in (device, "cpu"))
+    whole, two, single = transitions(STEPS), transitions(2, first=50), transitions(1, first=60)
     for one, where in ((rb, "cuda"), (expected, "cpu")):
-        one.extend(data(STEPS, 0).to(where))
-        one.storage.set(torch.tensor([3, 5], device=one.storage.device), data(2, 50).to(where), set_cursor=False)
-        one.storage.set([7], data(1, 60), set_cursor=False)
+        one.extend(whole.to(where))
+        one.storage.set(torch.tensor([3, 5], device=one.storage.device), two.to(where), set_cursor=False)
+        one.storage.set([7], single, set_cursor=False)
         one.update_priority([1, 2], [0.5, 1.0])
         one.update_priority(torch.tensor([3]), torch.tensor([2.0], device=where))
     assert_alike(rb, expected)
@@ -118,5 +98,5 @@ def test_another_storage_brings_the_sampler_to_its_device():
     for device in ("cpu", "cuda"):
         rb.set_storage(PackedStorage(STEPS, device=device))
         rb.set_sampler(ProportionalSampler(STEPS))
-        rb.extend(data(STEPS, 10).to(device))
-        learn(rb)
+        rb.extend(transitions(STEPS).to(device))
+        step(rb, 9)

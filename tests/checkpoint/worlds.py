@@ -27,7 +27,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "rank": lambda rows: RankSampler(rows),
 }
 
-#: Samplers that wrap one, over rows with goals and rewards: what :mod:`tests.checkpoint.test_resume` stores.
+#: Samplers that wrap one.
 WRAPPERS: dict[str, Callable[[int], Any]] = {
     "hindsight": lambda rows: HindsightSampler(ProportionalSampler(rows), reward_fn),
     "n-step": lambda rows: NStepSampler(UniformSampler(), 3, 0.9),
@@ -62,10 +62,10 @@ def transitions(n: int, lanes: int = 0, first: int = 0) -> TensorDict:
     """Return ``n`` steps whose numbers go up from ``first``: ``[n]``, or as collectors give them, ``[lanes, n]``."""
     lead = [lanes, n] if lanes else [n]
     number = torch.arange(first, first + n).expand(lead).clone()
-    done = (number % 7 == 6).unsqueeze(-1)
-    return TensorDict(
-        {"observation": number.unsqueeze(-1) + torch.rand(*lead, 3), "number": number, "next": {"done": done}}, lead
-    )
+    value, done = number.unsqueeze(-1).float(), (number % 7 == 6).unsqueeze(-1)
+    after = {"reward": value, "done": done, "terminated": done.clone(), "achieved_goal": value.clone()}
+    observation = {"observation": value + torch.rand(*lead, 3), "number": number, "desired_goal": value + 1}
+    return TensorDict(observation | {"next": after}, lead)
 
 
 def step(rb: ReplayBuffer, number: int, lanes: int = 0) -> TensorDictBase:
