@@ -114,21 +114,6 @@ def test_episodes_show_every_episode_and_the_running_mean():
     assert figure.axes[-1].get_xlabel() == "environment steps"
 
 
-def test_the_legend_of_ends_does_not_cover_their_lines():
-    stats, ended = EpisodeStats(window=100), torch.ones(400, 1, dtype=torch.bool)
-    terminated = ended.clone()
-    terminated[:200:2] = False  # every other one of the first half is truncated
-    after = {"reward": torch.ones(400, 1), "done": ended, "terminated": terminated, "truncated": ~terminated}
-    stats.update(TensorDict({"next": after}, [400]))
-    figure = plot_episodes(stats)
-    figure.canvas.draw()
-    legend = figure.axes[-1].get_legend()
-    assert legend is not None
-    box = legend.get_window_extent()
-    for line in figure.axes[-1].get_lines():
-        assert not box.count_contains(line.get_transform().transform(line.get_xydata()))
-
-
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(storage):
     rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39

@@ -8,7 +8,6 @@ from statistics import fmean, pstdev
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,8 +20,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
 
 from rlbuf_td import EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, SchemaError
-from rlbuf_td.diagnostics import episode_reader as steps
-from rlbuf_td.kernels.episodes import statistics as _episodes_numba
+from rlbuf_td.diagnostics import episode_stats
 
 KEYS = {("next", "speed"): "mean", ("next", "fuel"): "sum", "height": "last"}
 REASONS = [("next", "success")]
@@ -288,18 +286,6 @@ def test_loaded_statistics_continue_alike():
         EpisodeStats().load_state_dict(stats.state_dict())
 
 
-@pytest.mark.parametrize("hint", [0, 7, 8, 19])
-def test_the_slot_of_an_open_episode_is_within_the_slots(hint):
-    memory = np.full(32, _episodes_numba.FREE)
-    keys = memory[:8]
-    memory[8:] = 5  # what lies behind is none of them
-    keys[3] = 7
-    assert _episodes_numba._slot(keys, 7, hint) == 3
-    assert 0 <= _episodes_numba._slot(keys, 5, hint) < 8  # a free one
-    keys[:] = 1
-    assert _episodes_numba._slot(keys, 5, hint) == -1
-
-
 def test_numbers_of_any_dtype_are_exact():
     big = 2**40 + 1
     stats = EpisodeStats([("next", "count")])
@@ -316,7 +302,7 @@ def test_copies_from_a_gpu_are_ready_after_an_event_of_its_stream(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda x, pin_memory, **kwargs: empty_like(x, **kwargs))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    copies, ready = steps._to_host([None, gpu + 1], gpu.device)
+    copies, ready = episode_stats._to_host([None, gpu + 1], gpu.device)
     assert ready is event
     assert recorded == [("stream of", gpu.device)]
     assert copies[0] is None

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 
-from rlbuf_td.diagnostics.episode_reader import StepReader, Steps
+from rlbuf_td.storages.schema import show_key
+from rlbuf_td.storages.tensordict_fast import leaf_of
 
+Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
 
 _REDUCTIONS = ("sum", "mean", "last")  # numbered as in the kernel
@@ -21,6 +24,15 @@ _FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as there,
 _SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
 _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
+
+
+class Steps(NamedTuple):
+    """The columns of a portion of steps."""
+
+    shape: tuple[int, int]  # time steps, lanes
+    strides: tuple[int, int]  # in rows, along time and lanes
+    columns: list[torch.Tensor | None]  # trajectory ids, ends, metrics, reasons: contiguous, one number per row
+    ready: Any  # the CUDA event after which the columns are on the host; None: they are there
 
 
 class EpisodeStats:
@@ -84,10 +96,13 @@ class EpisodeStats:
         if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        flags = terminated_key, truncated_key, *reasons
-        self._reader = StepReader(trajectory_key, done_key, (reward_key, *how), flags)
-        self.metrics = ("length", "return", *map(_name, self._reader.metric_keys[1:]))
-        self.reasons = ("terminated", "truncated", *map(_name, self._reader.reason_keys[2:]))
+        self._trajectory_key, *flags = map(_path, (trajectory_key, done_key, terminated_key, truncated_key))
+        self._flags, others, more = flags, [*map(_path, how)], [*map(_path, reasons)]
+        self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
+        self._columns += [(key, torch.float64) for key in (_path(reward_key), *others)]  # float32 may stay
+        self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
+        self.metrics = ("length", "return", *map(_name, others))
+        self.reasons = ("terminated", "truncated", *map(_name, more))
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
                 raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
@@ -121,7 +136,49 @@ class EpisodeStats:
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
         """Read steps and change nothing: the first half of :meth:`update`."""
-        return self._reader.read(data, time_dim)
+        size = data.batch_size
+        if time_dim is None:
+            shape, strides = (1, prod(size)), (0, 1)
+        elif not -len(size) <= time_dim < len(size):
+            raise ValueError(f"no time dim {time_dim} in batch size {[*size]}; a single step has time_dim=None")
+        else:
+            time_dim %= len(size)
+            steps, lanes = size[time_dim], prod(size[:time_dim]) * prod(size[time_dim + 1 :])
+            shape, strides = (steps, lanes), ((lanes, 1) if time_dim == 0 else (1, steps))
+            if 0 < time_dim < len(size) - 1:
+                data = data.permute(*(d for d in range(len(size)) if d != time_dim), time_dim)
+        columns = [self._column(data, key, kind, shape[0] * shape[1]) for key, kind in self._columns]
+        done = columns[1]
+        if done is not None and done.is_cuda:
+            return Steps(shape, strides, *_to_host(columns, done.device))
+        return Steps(shape, strides, [x if x is None or x.is_contiguous() else x.contiguous() for x in columns], None)
+
+    def _column(self, data: TensorDictBase, key: Key, kind: torch.dtype, rows: int) -> torch.Tensor | None:
+        x = leaf_of(data, key)
+        if x is None:
+            if key == self._trajectory_key:
+                return None
+            x = self._implied(data, key)
+        if x.numel() != rows:
+            shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
+            raise ValueError(f"EpisodeStats takes one number a step, got {shape}: give it the key of one that has")
+        if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
+            return x
+        return x.to(kind)
+
+    def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
+        """Return a missing flag, which follows from the two others, or from the only one."""
+        done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
+        known = [x for x in (done, terminated, truncated) if x is not None]
+        if key not in self._flags or not known:
+            raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one a step")
+        if key == self._flags[0]:
+            return known[0] | known[-1]
+        ended = known[0] | known[-1] if done is None else done
+        other = truncated if key == self._flags[1] else terminated
+        if other is not None:
+            return ended & ~other
+        return ended if key == self._flags[1] else torch.zeros_like(ended)  # without both, episodes terminate
 
     def record(self, steps: Steps) -> None:
         """Count steps that were read: the second half of :meth:`update`."""
@@ -142,12 +199,9 @@ class EpisodeStats:
 
     def _count(self, steps: Steps) -> None:
         shape, strides, columns, _ = steps
-        inputs = self._inputs
-        for j, x in enumerate(columns):
-            inputs[j] = 0 if x is None else x.data_ptr()
-        for m in range(len(self._is_double)):
-            column = columns[2 + m]
-            self._is_double[m] = column is not None and column.dtype is torch.float64
+        metrics = columns[2 : 2 + len(self._is_double)]
+        self._inputs[:] = [0 if x is None else x.data_ptr() for x in columns]
+        self._is_double[:] = [x is not None and x.dtype is torch.float64 for x in metrics]
         if len(self._lane_slot) < shape[1]:
             self._lane_slot = np.arange(shape[1])
         self._counters[_WRITES] += 1
@@ -157,7 +211,7 @@ class EpisodeStats:
             if done >= 0:
                 self._make_room(shape[1])
             slots = (self._keys, self._lengths, self._touched, self._sums, self._lane_slot)
-            done = count_steps(max(done, 0), shape, strides, inputs, *how, *slots, *out, self._counters)
+            done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
         """Forget open episodes without recent steps; if there are none, double the number of open episodes."""
@@ -259,3 +313,19 @@ def _kernel() -> Callable[..., int]:
 
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)
+
+
+def _path(key: NestedKey) -> Key:
+    key = unravel_key(key)
+    return (key,) if isinstance(key, str) else key
+
+
+def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
+    """Start copying tensors from a GPU to the host; return the copies, and the event after which they are complete."""
+    copies = [
+        None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+        for x in columns
+    ]
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return copies, event

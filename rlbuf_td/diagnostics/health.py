@@ -21,17 +21,9 @@ from math import ceil
 from typing import Any, TypeAlias
 
 import torch
-from torchrl.data.replay_buffers import (
-    PrioritizedSampler,
-    RandomSampler,
-    RoundRobinWriter,
-    Sampler,
-    SamplerWithoutReplacement,
-    Storage,
-    Writer,
-)
+from torchrl.data import SamplerWithoutReplacement, Storage, Writer
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
-from rlbuf_td.diagnostics.torchrl import weights_of
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.samplers import UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
@@ -139,7 +131,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     if isinstance(sampler, Prioritized):
         return sampler.probability(index)
     if type(sampler) is PrioritizedSampler:
-        weight = weights_of(sampler, index)
+        weight = torch.as_tensor(sampler._sum_tree[index.cpu()], device="cpu").double()
         return weight / weight.sum()
     if isinstance(sampler, UniformSampler | RandomSampler | SamplerWithoutReplacement):
         return torch.full((rows,), 1 / rows, dtype=torch.float64, device="cpu")

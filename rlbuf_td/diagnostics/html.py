@@ -30,16 +30,15 @@ def html_of(rb: Any) -> str:
         return f"<div><b>{name}</b> (not initialized)</div>"
     storage = rb.storage
     fields = list(_fields(storage))
-    parts: list[tuple[str, Any]] = [("storage", _storage(storage)), ("sampler", rb.sampler), ("writer", rb.writer)]
+    parts = [("storage", _storage(storage)), ("sampler", rb.sampler), ("writer", rb.writer)]
     parts += [("transform", each) for each in getattr(rb.transform, "transforms", ())]
-    optional = {"batch size": rb.batch_size, "episodes": rb.episode_stats}
-    parts += [(name, value) for name, value in optional.items() if value is not None]
+    parts += [("batch size", rb.batch_size), ("episodes", rb.episode_stats)]
     keys = _table(("key", "dtype", "shape", "bytes"), fields) if fields else "<i>no keys yet: nothing was written</i>"
     return (
         f'<div style="font-size:90%;line-height:1.45;max-width:46em"><b>{name}</b>'
         + _bar(len(storage), storage.max_size)
         + f'<div style="margin:6px 0">{keys}</div>'
-        + _table((), parts)
+        + _table((), [(name, value) for name, value in parts if value is not None])
         + "</div>"
     )
 
@@ -89,10 +88,8 @@ def _fields(storage: Any) -> Iterator[tuple[str, str, str, str]]:
     rows, deduplicated = stored_rows(storage), getattr(storage, "deduplicated", {})
     if rows is None:
         return
-    if not deduplicated:
-        found = ((key, x.dtype, x.shape[storage.ndim :]) for key, x in walk(rows) if isinstance(x, torch.Tensor))
-    else:
-        found = ((leaf.key, leaf.dtype, leaf.shape) for leaf in storage.layout.leaves)
-    for key, dtype, shape in sorted(found, key=lambda field: field[0]):
+    found = {key: (x.dtype, x.shape[storage.ndim :]) for key, x in walk(rows) if isinstance(x, torch.Tensor)}
+    found |= {key: (leaf.dtype, leaf.shape) for key, leaf in deduplicated.items()}
+    for key, (dtype, shape) in sorted(found.items()):
         size = f"{prod(shape) * dtype.itemsize:,}" + " (deduplicated)" * (key in deduplicated)
         yield ".".join(key), str(dtype).removeprefix("torch."), " × ".join(map(str, shape)) or "scalar", size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def plan(
         row_bytes=layout.row_bytes,
         priorities=priority_bytes(sampler, steps * lanes, device),
         trajectories=_index_bytes(layout.leaves, steps, lanes, device),
-        places=tuple(_places(device, scratch_dir, shared, offload, dedup)),
+        places=_places(device, scratch_dir, shared, offload, dedup),
         memory=room_for(device),
         dedup=dedup,
     )
@@ -257,20 +257,15 @@ def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch
 
 def _places(
     device: torch.device, scratch_dir: str | Path | None, shared: bool, offload: bool, dedup: DedupLayout | None
-) -> Iterator[Room]:
+) -> tuple[Room, ...]:
     folder = None if scratch_dir is None else Path(scratch_dir)
     if offload:
         refuse_offload(device, scratch_dir=folder, shared=shared, dedup=dedup is not None)
         device = torch.device("cpu")
     requested = room_for(device, scratch_dir=folder, shared=shared)
-    yield requested
-    if requested.place != "RAM":
-        yield ram()
-    for index in range(torch.cuda.device_count()):
-        if requested.place != f"cuda:{index}":
-            yield cuda(torch.device("cuda", index))
-    if folder is None:
-        yield disk(Path())
+    others = [ram(), *(cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))]
+    others += [] if folder is not None else [disk(Path())]
+    return (requested, *(room for room in others if room.place != requested.place))
 
 
 def _argument(room: Room, on_gpu: bool) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from rlbuf_td.diagnostics.doctor.faults import FAULTS
 from rlbuf_td.diagnostics.doctor.record import Record, open_source
-from rlbuf_td.diagnostics.doctor.report import Finding, Report
+from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding, Report
 from rlbuf_td.diagnostics.doctor.sequence import sequence_findings
 from rlbuf_td.diagnostics.doctor.values import bounds_of, usage_findings, value_findings
 

@@ -9,12 +9,11 @@ from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
+from torchrl.data import ImmutableDatasetWriter, TensorStorage
+from torchrl.data.replay_buffers import ReplayBuffer, RoundRobinWriter, Sampler, Storage, Writer
 
 from rlbuf_td.checkpoint import open_checkpoint
-from rlbuf_td.diagnostics.doctor.faults import FAULTS
-from rlbuf_td.diagnostics.doctor.report import Finding, Row
-from rlbuf_td.diagnostics.torchrl import newest_step, storage_of
+from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import attached, stored_rows
 from rlbuf_td.storages.rows import Rows
@@ -78,8 +77,9 @@ class Record:
             for key in storage.deduplicated:
                 self.columns[key] = SharedColumn(storage.all_rows(), key, self.steps)
         self.skipped: list[str] = []
-        cursor = -1 if self.steps < len(rows) else newest_step(storage)
-        self.newest = cursor if 0 <= cursor < self.steps else self.steps - 1
+        cursor = storage._last_cursor_index  # None: the storage does not know
+        is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
+        self.newest = int(cursor) if is_ring else self.steps - 1
         self.knows_ends = False
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
         self.paired[self.newest] = False
@@ -156,16 +156,11 @@ class Record:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
-    def name(self, flat: int) -> Row:
-        """Return a flat row as the storage indexes it."""
-        if len(self.shape) == 1:
-            return flat
-        return tuple(int(part) for part in torch.unravel_index(torch.tensor(flat, device="cpu"), self.shape))
-
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
         """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None``: about all, and none is named."""
-        first = [] if where is None else where.flatten().nonzero()[:NAMED, 0].tolist()
-        rows, count = tuple(map(self.name, first)), of if where is None else int(where.sum())
+        first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
+        rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
+        count = of if where is None else int(where.sum())
         words |= {"key": None if key is None else show_key(key)}
         _, explanation, remedy = FAULTS[code]
         return Finding(code, key, rows, count, of, explanation.format(**words), remedy.format(**words))
@@ -216,7 +211,7 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
     if isinstance(source, Storage):
         return source, None, None
     if isinstance(source, TensorDictBase):
-        return storage_of(source, source.numel()), None, None
+        return _storage_of(source, source.numel()), None, None
     accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
     raise TypeError(f"the doctor looks at {accepted}, not at a {type(source).__name__}")
 
@@ -229,7 +224,7 @@ def _open_saved(path: Path) -> Storage:
             return found.storage
         if found.rows is None:
             raise ValueError(f"{path} holds no rows")
-        return storage_of(found.rows, found.rows.numel(), found.writer.get("_cursor"))
+        return _storage_of(found.rows, found.rows.numel(), found.writer.get("_cursor"))
     folder = next((each for each in (path, path / "storage") if (each / "storage_metadata.json").is_file()), None)
     if folder is None:
         what = "holds no saved buffer" if path.is_dir() else "is no folder"
@@ -240,6 +235,15 @@ def _open_saved(path: Path) -> Storage:
         if about["is_pytree"]:
             raise ValueError("it holds no TensorDict")
         cursor = int(json.loads(writer.read_text())["cursor"]) if writer.is_file() else None
-        return storage_of(TensorDict.load_memmap(folder), int(about["len"]), cursor)
+        return _storage_of(TensorDict.load_memmap(folder), int(about["len"]), cursor)
     except (LookupError, OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read the rows in {folder}: {error}") from error
+
+
+def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
+    """Return a storage of rows ``[T, *lanes]``: ``length`` are written, and a ring would continue at ``cursor``."""
+    storage = TensorStorage(rows, ndim=max(1, rows.ndim))
+    storage._len = length  # TorchRL counts time steps until the storage is first used
+    if cursor is not None:
+        storage._set_last_cursor((cursor - 1) % len(rows))
+    return storage

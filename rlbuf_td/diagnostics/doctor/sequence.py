@@ -43,13 +43,12 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
         record.skipped.append("next observations: no key is stored both at the root and under 'next'")
     fault = None
     if flow is not None:
-        is_mixed = int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2)
-        if is_mixed:
+        if int(flow.broken.sum()) > max(1, int(flow.inside.sum()) // 2):
             fault = _broken(record, flow.broken, flow, mostly=True)
         else:
             fault = _shifted(record, flow, flags.get("done", ended))
-        if fault is not None:
-            yield fault
+    if fault is not None:
+        yield fault
     if "done" in flags and (fault is None or fault.code != "done-shifted"):
         for name, flag in flags.items():
             lacking = flag & ~flags["done"]
@@ -215,21 +214,21 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
         return 0.0, 0.0
-    groups = usual, rows, (rows + record.lanes) % record.rows
-    total = [torch.zeros(len(each), dtype=torch.float64, device="cpu") for each in groups]
+    every = torch.cat([usual, rows, (rows + record.lanes) % record.rows])
+    total = torch.zeros(len(every), dtype=torch.float64, device="cpu")
     for key in record.main:
         if record.columns[key].dtype is torch.bool or record.columns[key].dtype.is_complex:
             continue
-        moved = [record.at(("next", *key), each).double() - record.at(key, each).double() for each in groups]
-        distances = [each.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu() for each in moved]
-        scale = distances[0].mean()
-        if scale > 0:
-            total = [before + distance / scale for before, distance in zip(total, distances, strict=True)]
-    mean = total[0].mean()
+        moved = record.at(("next", *key), every).double() - record.at(key, every).double()
+        distance = moved.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).mean(1).cpu()
+        if (scale := distance[: len(usual)].mean()) > 0:
+            total += distance / scale
+    usually, *others = total.split([len(usual), len(rows), len(rows)])
+    mean = usually.mean()
     if not float(mean):
         return 0.0, 0.0
-    limit = total[0].quantile(0.9 if len(rows) >= 4 else 0.99)
-    here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in total[1:])
+    limit = usually.quantile(0.9 if len(rows) >= 4 else 0.99)
+    here, after = (float(each.median() / mean) * bool(each.median() > limit) for each in others)
     return here, after
 
 

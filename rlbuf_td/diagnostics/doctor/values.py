@@ -26,24 +26,25 @@ _DRAWS, _ROWS = 2.0, 100  # fewer draws a row, or fewer rows, show nothing
 
 def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
     columns = record.columns
-    infinite = {key: torch.zeros_like(record.cut) for key in columns if _must_be_finite(record, key)}
-    outside = {key: torch.zeros_like(record.cut) for key in columns if _is_bounded(record, key, bounds)}
+    checks = [("not-finite", key) for key in columns if _must_be_finite(record, key)]
+    checks += [("out-of-bounds", key) for key in columns if _is_bounded(record, key, bounds)]
+    flagged = {check: torch.zeros_like(record.cut) for check in checks}
     varies = {key: torch.zeros(1, dtype=torch.bool, device="cpu") for key in columns if _may_be_constant(record, key)}
     for block in record.blocks():
-        for key, where in infinite.items():
-            where[block] = ~columns[key][block].isfinite().flatten(2).all(2)
-        for key, where in outside.items():
+        for (code, key), where in flagged.items():
             values = columns[key][block]
-            low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in bounds[_root(key)])
-            where[block] = (((values < low) | (values > high)) & values.isfinite()).flatten(2).any(2)
+            wrong = ~values.isfinite()
+            if code == "out-of-bounds":
+                low, high = (bound.reshape(values.shape[2:]).to(values.device) for bound in bounds[_root(key)])
+                wrong = ((values < low) | (values > high)) & ~wrong
+            where[block] = wrong.flatten(2).any(2)
         for key, varying in varies.items():
             if not varying.all():
                 values = columns[key][block].flatten(2)
                 varies[key] = varying | (values != columns[key][:1, :1].flatten(2)).flatten(0, 1).any(0).cpu()
-    for code, found in (("not-finite", infinite), ("out-of-bounds", outside)):
-        for key, where in found.items():
-            if bool(where.any()):
-                yield record.finding(code, where, record.rows, key)
+    for (code, key), where in flagged.items():
+        if bool(where.any()):
+            yield record.finding(code, where, record.rows, key)
     for key, varying in varies.items():
         if record.rows >= _MANY and not varying.all() and not _is_one_hot(record, key):
             still = (~varying).nonzero()[:, 0].tolist()
@@ -143,44 +144,27 @@ def bounds_of(source: Any) -> dict[Key, Interval]:
             source = getattr(source, name)
             break
     gymnasium = sys.modules.get("gymnasium")
-    if isinstance(source, TensorSpec):
-        named = source if isinstance(source, Composite) else Composite({OBSERVATION: source})
-        return dict(_of_spec(named, ()))
-    if gymnasium is not None and isinstance(source, gymnasium.Space):
-        is_dict = isinstance(source, gymnasium.spaces.Dict)
-        return dict(_of_space(source, () if is_dict else (OBSERVATION,)))
-    accepted = "a Gymnasium space, a TorchRL spec of observations, or an environment of either"
-    raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
+    if not isinstance(source, TensorSpec) and not (gymnasium and isinstance(source, gymnasium.Space)):
+        accepted = "a Gymnasium space, a TorchRL spec of observations, or an environment of either"
+        raise TypeError(f"space must be {accepted}, got {type(source).__name__}")
+    has_keys = isinstance(source, Composite) or isinstance(getattr(source, "spaces", None), Mapping)
+    return dict(_intervals(source, () if has_keys else (OBSERVATION,)))
 
 
-def _of_spec(spec: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
-    for name, part in spec.items():
-        key = (*path, name)
-        if isinstance(part, Composite):
-            yield from _of_spec(part, key)
-        elif part is None or isinstance(part, Unbounded):
-            continue
-        elif hasattr(part.space, "low"):
-            yield key, (part.space.low.cpu(), part.space.high.cpu())
-        elif isinstance(getattr(part.space, "n", None), int) and not part.dtype.is_floating_point:
-            # An index below n; or n flags.
-            most = 1 if part.shape and part.shape[-1] == part.space.n else part.space.n - 1
-            high = torch.full(part.shape, most, device="cpu")
-            yield key, (torch.zeros_like(high), high)
-
-
-def _of_space(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
-    spaces = sys.modules["gymnasium"].spaces
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for name, part in (entries(space.spaces) or {}).items():
-            yield from _of_space(part, (*path, name))
-    elif isinstance(space, spaces.Box):
-        yield path, (_on_host(space.low), _on_host(space.high))
-    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        low, count = _on_host(space.start), _on_host(space.n if isinstance(space, spaces.Discrete) else space.nvec)
-        yield path, (low, low + count - 1)
-    elif isinstance(space, spaces.MultiBinary):
-        yield path, (low := torch.zeros(space.shape, dtype=torch.float32, device="cpu"), low + 1)
+def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
+    parts = entries(dict(space.items()) if isinstance(space, Composite) else getattr(space, "spaces", None))
+    box = getattr(space, "space", space)  # TorchRL's specs have a part that holds the limits
+    count = getattr(box, "nvec", getattr(box, "n", None))
+    if parts is not None:
+        for name, part in parts.items():
+            yield from _intervals(part, (*path, name))
+    elif hasattr(box, "low") and not isinstance(space, Unbounded):
+        yield path, (_on_host(box.low), _on_host(box.high))
+    elif count is not None and not getattr(space.dtype, "is_floating_point", False):
+        low, count = _on_host(getattr(space, "start", 0)), _on_host(count)
+        # An index below the count; or flags.
+        are_flags = space.shape and not hasattr(box, "nvec") and (count.ndim or space.shape[-1] == int(count))
+        yield path, (low.expand(space.shape), (low + (1 if are_flags else count - 1)).expand(space.shape))
 
 
 def _on_host(value: Any) -> torch.Tensor:

@@ -5,8 +5,7 @@ cell's result; elsewhere call ``figure.savefig``. Lines and shades differ in gre
 used. matplotlib comes with ``pip install 'rlbuf_td[demo]'``.
 """
 
+from rlbuf_td.diagnostics.plots.episodes import plot_advantages, plot_episodes, plot_trajectory
 from rlbuf_td.diagnostics.plots.health import plot_health, plot_priorities
-from rlbuf_td.diagnostics.plots.returns import plot_advantages, plot_episodes
-from rlbuf_td.diagnostics.plots.trajectory import plot_trajectory
 
 __all__ = ["plot_advantages", "plot_episodes", "plot_health", "plot_priorities", "plot_trajectory"]

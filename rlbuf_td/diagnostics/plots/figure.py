@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import PercentFormatter
 
 WIDTH = 3.4  # inches
@@ -25,6 +25,9 @@ LEGEND: dict[str, Any] = {"fontsize": SMALL - 0.5, "frameon": False}
 class Picture(Figure):
     """A figure that Jupyter shows without pyplot."""
 
+    def suptitle(self, t: str, **settings: Any) -> Text:
+        return super().suptitle(t, fontsize=SMALL + 0.5, **settings)
+
     def _repr_png_(self) -> bytes:
         png = BytesIO()
         self.savefig(png, dpi=160, format="png")
@@ -32,9 +35,7 @@ class Picture(Figure):
 
 
 def empty_figure(height: float) -> Picture:
-    figure = Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
-    FigureCanvasAgg(figure)
-    return figure
+    return Picture(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
 
 
 def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
@@ -53,11 +54,6 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["left", "bottom"]].set_linewidth(0.5)
 
 
-def title(figure: Figure, words: str) -> None:
-    """Set the title above all panels."""
-    figure.suptitle(words, fontsize=SMALL + 0.5)
-
-
 def guide(axes: Axes, x: Any, y: Any) -> None:
     """Draw a dashed line."""
     axes.plot(x, y, color=GUIDE, linestyle="--", linewidth=0.9)
@@ -69,5 +65,4 @@ def in_percent(axes: Axes) -> None:
 
 
 def numbers_of(x: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array."""
     return x.detach().cpu().numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -62,7 +63,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
-    style.title(figure, f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
+    figure.suptitle(f"{len(storage):,} of {storage.max_size:,} rows ({report['fill']:.0%} full)")
     return figure
 
 
@@ -91,14 +92,9 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.plot(share, mass, color=style.INK, linewidth=1.2)
     style.guide(axes, share, share)
     axes.plot([0.01], [top], "o", color=style.ACCENT, markersize=3.5)
-    axes.annotate(
-        f"top 1%: {top:.0%}",
-        (0.01, top),
-        (0.05, 0.86),
-        textcoords="axes fraction",
-        fontsize=style.SMALL - 0.5,
-        arrowprops={"arrowstyle": "-", "linewidth": 0.6, "color": style.ACCENT},
-    )
+    arrow = {"arrowstyle": "-", "linewidth": 0.6, "color": style.ACCENT}
+    place: dict[str, Any] = {"xytext": (0.05, 0.86), "textcoords": "axes fraction", "arrowprops": arrow}
+    axes.annotate(f"top 1%: {top:.0%}", (0.01, top), fontsize=style.SMALL - 0.5, **place)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
     style.in_percent(axes)
@@ -150,7 +146,7 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
     figure, (left, right) = style.panels(1, 2, 1.7)
     _draw_magnitudes(left, style.numbers_of(magnitude))
     _draw_law(right, style.numbers_of(probability))
-    style.title(figure, f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
+    figure.suptitle(f"{type(sampler).__name__}, alpha = {sampler.alpha:g}, beta = {sampler.beta:g}")
     return figure
 
 
