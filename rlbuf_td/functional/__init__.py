@@ -15,10 +15,9 @@ For every estimate:
   ``TypeError``: a flag is not bool, a value not floating. Both name the input.
 """
 
-from rlbuf_td.functional.advantage import generalized_advantage_estimate
+from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate
 from rlbuf_td.functional.returns import td1_return_estimate, td_lambda_return_estimate
 from rlbuf_td.functional.summary import explained_variance, normalize
-from rlbuf_td.functional.vtrace import vtrace_advantage_estimate
 
 __all__ = [
     "explained_variance",
