@@ -97,7 +97,10 @@ def test_bounds_of_a_nested_space_are_those_of_its_parts() -> None:
 
 def test_bounds_of_every_kind_of_space() -> None:
     assert bounds_of(MultiDiscrete([3, 5], start=[1, 0]))["observation",][1].tolist() == [3, 4]
-    assert bounds_of(Composite(a=Categorical(4), b=Unbounded(2)))[("a",)][1].tolist() == 3
+    assert bounds_of(MultiBinary(3))["observation",][1].tolist() == [1, 1, 1]
+    assert {
+        key: high.tolist() for key, (_, high) in bounds_of(Composite(a=Categorical(4), b=Unbounded(2))).items()
+    } == {("a",): 3}
     assert set(bounds_of(Composite(a=Composite(b=Bounded(0, 1, (2,)))))) == {("a", "b")}
     env = gymnasium.make_vec("CartPole-v1", 2)
     single = gymnasium.make("CartPole-v1")
