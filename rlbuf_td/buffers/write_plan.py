@@ -65,7 +65,10 @@ class WritePlan:
         self.ring = np.zeros(1, RING)
         for name, number in self._numbers(parts).items():
             self.ring[name] = number
-        self.address, self.kernel = self.ring.ctypes.data, loops("batch.cpu").write_ring
+        kernels = loops("batch.cpu")
+        self.address, self.kernel = self.ring.ctypes.data, kernels.write_ring
+        if self.priorities is not None:
+            self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
         """Return the fields of the kernel's ``RING``; the plan keeps alive what they point to."""
@@ -87,9 +90,9 @@ class WritePlan:
         if self.priorities is not None:
             settings = addressof(self.sampler.settings.values)
             numbers |= {
-                "order" if type(self.sampler) is RankSampler else "tree": self.priorities.ctypes.data,
+                "priorities": self.priorities.ctypes.data,
                 "eps": self.eps,
-                "alpha": settings + 8 * ALPHA,
+                "alpha": 0 if type(self.sampler) is RankSampler else settings + 8 * ALPHA,
                 "largest": settings + 8 * LARGEST,
                 "weighed_alpha": settings + 8 * WEIGHED,
             }

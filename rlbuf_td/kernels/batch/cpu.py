@@ -41,6 +41,7 @@ TREE, ORDER = 9, 4 + len(Chunks._fields)  # numbers in the ``addresses`` of a su
 # Rows whose cache lines are requested while as many are copied: between learner steps, with 1e6 rows and batches of
 # 256, 4 to 64 differ by less than 5 %. A leaf at a time over a block takes two thirds of the time of a row at a time.
 _BLOCK = 16
+_ZERO = np.int64(0)  # for a literal, numba would compile what it is given to again
 _LARGE = 1_024  # bytes of a row from which on the processor's own prefetching does as well
 
 
@@ -224,19 +225,59 @@ def write_ring(address, count, lanes_first, index):
     store_int64(ring.revision, revision + 1)
     store_int64(ring.cursor, (cursor + count) % ring.steps)
     store_int64(ring.write_count, load_int64(ring.write_count) + count)
-    if ring.tree or ring.order:
-        _enter(ring, start * lanes, head * lanes)
-        if head < kept:
-            _enter(ring, 0, (kept - head) * lanes)
     if ring.boundaries and load_int64(ring.seen) == revision:
         numbers = carray(pointer(ring.boundaries), 14, np.int64)
         write_boundaries(numbers, start, head)
         if head < kept:
-            write_boundaries(numbers, 0, kept - head)
+            write_boundaries(numbers, _ZERO, kept - head)
         store_int64(ring.seen, revision + 1)
     if index:
         _write_index(ring, cursor, count, index)
     return cursor
+
+
+@kernel
+def write_ring_proportional(address, count, lanes_first, index):
+    """Do as :func:`write_ring`, and give the rows the highest magnitude seen, 1 before any, in a sum tree."""
+    cursor = write_ring(address, count, lanes_first, index)
+    if cursor >= 0:
+        ring = carray(pointer(address), 1, RING)[0]
+        tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load_float64(ring.weighed_alpha)
+        start, head, rest = _runs(ring, cursor, count)
+        fill(tree, start, head, _entry(ring), alpha, ring.eps)
+        if rest:
+            fill(tree, _ZERO, rest, _entry(ring), alpha, ring.eps)
+    return cursor
+
+
+@kernel
+def write_ring_rank(address, count, lanes_first, index):
+    """Do as :func:`write_ring_proportional`, in an order of ranks."""
+    cursor = write_ring(address, count, lanes_first, index)
+    if cursor >= 0:
+        ring = carray(pointer(address), 1, RING)[0]
+        order = carray(pointer(ring.priorities), ORDER, np.int64)
+        bits = np.int64(np.float32(min(_entry(ring), LARGEST)).view(np.int32))
+        start, head, rest = _runs(ring, cursor, count)
+        fill_order(order, np.arange(start, start + head), bits)
+        if rest:
+            fill_order(order, np.arange(_ZERO, rest), bits)
+    return cursor
+
+
+@inlined
+def _runs(ring, cursor, count):
+    """Return the first flat row of a write at the cursor, the rows up to the ring's end, and those at its beginning."""
+    kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
+    start = (cursor + count - kept) % ring.steps
+    head = min(kept, ring.steps - start)
+    return start * lanes, head * lanes, (kept - head) * lanes
+
+
+@inlined
+def _entry(ring):
+    largest = load_float64(ring.largest)
+    return 1.0 if largest < 0.0 else largest
 
 
 @kernel
@@ -245,7 +286,7 @@ def _is_usual(ring, cursor, start, kept, revision):
     steps, last, lanes = ring.steps, load_int64(ring.clock_last), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load_int64(ring.clock_by_row) == 0
-    if ring.tree:
+    if ring.alpha:
         usual &= load_float64(ring.alpha) == load_float64(ring.weighed_alpha)
     if ring.boundaries and load_int64(ring.seen) != revision:
         usual &= kept * lanes < load_int64(ring.length)  # else they may be begun anew
@@ -270,21 +311,6 @@ def _scatter(ring, start, kept, count, lanes_first):
             for leaf in range(ring.leaves):
                 width = extents[leaf, 1]
                 copy_few(row + extents[leaf, 0], sources[leaf] + cell * width, width)
-
-
-@kernel
-def _enter(ring, start, count):
-    """Give flat rows the highest magnitude seen, 1 before any."""
-    largest = load_float64(ring.largest)
-    entry = 1.0 if largest < 0.0 else largest
-    if ring.tree:
-        fill(
-            carray(pointer(ring.tree), TREE, np.int64), start, count, entry, load_float64(ring.weighed_alpha), ring.eps
-        )
-    else:
-        order = carray(pointer(ring.order), ORDER, np.int64)
-        bits = np.float32(min(entry, LARGEST)).view(np.int32)
-        fill_order(order, np.arange(start, start + count), np.int64(bits))
 
 
 @kernel

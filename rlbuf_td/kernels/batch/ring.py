@@ -8,10 +8,11 @@ _NUMBERS = "row_bytes", "steps", "lanes", "leaves"
 _ADDRESSES = (
     *("rows", "extents", "sources"),
     *("cursor", "write_count", "length", "revision", "last_cursor", "clock", "clock_last", "clock_by_row"),
-    *("tree", "order", "alpha", "weighed_alpha", "largest", "boundaries", "seen"),
+    *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen"),
 )
-#: For writes: the shape of the rows (``lanes``: 0 for ``[T]``) and the addresses of parts and counters. ``tree`` or
-#: ``order`` points to the ``addresses`` of the priorities, ``boundaries`` to ``BitBoundaries.numbers``; 0 for none.
+#: For writes: the shape of the rows (``lanes``: 0 for ``[T]``) and the addresses of parts and counters. ``priorities``
+#: points to the ``addresses`` of a sum tree or an order, ``boundaries`` to ``BitBoundaries.numbers``; 0 for none.
+#: ``alpha``: of a sum tree.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
 #: For batches of ``count`` rows: the same numbers, ``table`` for the priorities, and scratch memory for ``count`` int64
 #: and float64.
