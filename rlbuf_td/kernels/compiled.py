@@ -1,8 +1,7 @@
 """What the loops that numba compiles share: decorators, memory by address, and where a batch's draws fall.
 
 Unboxing an array takes longer than many of these loops, so they take addresses of memory that callers keep alive.
-Numba's cache on disk notices a change of a function's own file only, and functions call each other across files: delete
-``__pycache__`` after a change.
+:mod:`rlbuf_td.kernels.code_cache` keeps what is compiled.
 """
 
 from __future__ import annotations
@@ -12,24 +11,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from rlbuf_td.kernels.code_cache import cached_njit
 from rlbuf_td.kernels.strata import FIRST
 
 #: Decorate a loop. The Python error model would check every division for zero, which keeps loops from being vectorised.
-kernel = njit(cache=True, nogil=True, error_model="numpy")
+kernel = cached_njit(nogil=True, error_model="numpy")
 #: Decorate what is called once per row.
-inlined = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True)
 #: Decorate a function that allocates, or that is called from Python, and whose helpers are :func:`bare`.
-compiled = njit(cache=True, nogil=True)
+compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
     """Decorate a helper that makes no array: numba then counts no references, which would double its time."""
     try:
-        return njit(cache=True, nogil=True, _nrt=False)(function)
+        return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # a numba without that option: the same results, slower
         return compiled(function)
 

@@ -124,7 +124,7 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
     """Make the folder of a run and return it; let torch use one thread, as more would wait for each other.
 
     Raises:
-        UsageError: there is no such device or environment.
+        UsageError: there is no such device or environment, or the folder cannot be made.
     """
     refuse_missing_device(options.device)
     try:
@@ -132,7 +132,10 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
     except (gymnasium.error.Error, ImportError) as error:
         raise UsageError(f"--env {options.env}: {error}") from None
     out = options.out or Path("runs") / f"{name}-seed{options.seed}"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from None
     torch.set_num_threads(1)
     return out
 

@@ -11,17 +11,16 @@ access against negative ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from rlbuf_td.kernels.code_cache import cached_njit
 from rlbuf_td.kernels.compiled import pointer
 
-_OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "fastmath": {"contract"}}
+_contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
     """GAE of ``[L, T]`` arrays, four chains side by side, the lanes that are left one by one."""
     lanes, steps = advantage.shape
@@ -57,7 +56,7 @@ def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advant
                 target[i, t] = advantage[i, t] + value[i, t]
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
     """GAE of ``[L, T, F]`` arrays, one contiguous row of features after the other."""
     lanes, steps, features = advantage.shape
@@ -77,7 +76,7 @@ def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advanta
                 target[i, t, f] = x + value[i, t, f]
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _scan(a, b, x):
     """``x[t] = a[t] + b[t] * x[t + 1]`` over ``[L, T, F]`` arrays."""
     lanes, steps, features = x.shape
@@ -91,7 +90,7 @@ def _scan(a, b, x):
                 x[i, t, f] = a[i, t, f] + (zero if carry == zero else carry * x[i, t + 1, f])
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _blocks(numbers, flags, found, shape, dtype):
     value, next_value, reward = numbers
     done, terminated = flags
@@ -106,7 +105,7 @@ def _blocks(numbers, flags, found, shape, dtype):
     )
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _gae_at(gamma, decay, numbers, flags, found, shape, dtype):
     if shape[2] > 1:
         _gae_rows(gamma, decay, *_blocks(numbers, flags, found, shape, dtype))
@@ -114,12 +113,12 @@ def _gae_at(gamma, decay, numbers, flags, found, shape, dtype):
         _gae_lanes(gamma, decay, *_blocks(numbers, flags, found, shape[:2], dtype))
 
 
-@njit(**_OPTIONS)
+@_contracted
 def _scan_at(a, b, x, shape, dtype):
     _scan(carray(pointer(a), shape, dtype), carray(pointer(b), shape, dtype), carray(pointer(x), shape, dtype))
 
 
-@njit(**_OPTIONS)
+@_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
     """Write advantage and target of blocks ``[lanes, steps, features]``, float64 or float32, by their addresses."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
@@ -129,7 +128,7 @@ def gae(double, gamma, decay, value, next_value, reward, done, terminated, advan
         _gae_at(np.float32(gamma), np.float32(decay), *blocks, np.float32)
 
 
-@njit(**_OPTIONS)
+@_contracted
 def scan(double, a, b, x, lanes, steps, features):
     """Scan blocks ``[lanes, steps, features]``, float64 or float32, by their addresses."""
     if double:

@@ -1,0 +1,124 @@
+"""Where compiled loops are kept between processes: a folder per version of the kernels' sources.
+
+Compiling takes from a second to half a minute per operation, once per installation: a message of the logger
+``rlbuf_td`` says when it begins (``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences it). Numba's own cache
+notices a change of a function's own file only, but loops call each other across files; so the folder is named by a
+digest of all sources of this room, and a new version deletes the folders of old ones. The folder lies in the first of
+these places that can be written to:
+
+1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names;
+2. the package's own ``kernels/__pycache__``;
+3. ``rlbuf_td`` in ``$XDG_CACHE_HOME``, or else in ``~/.cache``;
+4. ``rlbuf_td_<user id>`` in the folder for temporary files, if no other user can write to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from numba import config, njit
+from numba.core.caching import FunctionCache
+
+_ROOM = Path(__file__).parent
+
+if config.DISABLE_JIT:
+    raise RuntimeError("rlbuf_td does not run without numba's compiler: unset NUMBA_DISABLE_JIT")
+
+
+def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return numba's ``njit`` with a cache in :func:`folder`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(**options)(function)
+        if folder() is not None:
+            before, config.CACHE_DIR = config.CACHE_DIR, str(folder())
+            try:
+                dispatcher._cache = _Cache(function)  # as numba does for ``cache=True``
+            finally:
+                config.CACHE_DIR = before
+        return dispatcher
+
+    return decorate
+
+
+class _Cache(FunctionCache):
+    """Numba's cache of one function, which several processes may write to at once."""
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        found = None
+        with suppress(OSError):
+            found = super().load_overload(signature, target)
+        if found is None:
+            _say_that_it_compiles()
+        return found
+
+    def save_overload(self, signature: Any, code: Any) -> None:
+        # A name of its own: else two processes that compile two signatures at once may exchange their machine code.
+        self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
+        with suppress(OSError):  # a full disk, a folder that a new version has deleted: the next process compiles again
+            super().save_overload(signature, code)
+
+
+@cache
+def _say_that_it_compiles() -> None:
+    logging.getLogger("rlbuf_td").warning(
+        "rlbuf_td compiles its loops for this processor: the first call of each kind takes some seconds, once per "
+        "installation (the code is kept in %s)",
+        folder(),
+    )
+
+
+@cache
+def folder() -> Path | None:
+    """Return the folder for this version of the sources, in the first place that can be written to."""
+    sources = sorted(_ROOM.rglob("*.py"))
+    version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    for place in _places() if sources else ():  # without sources nothing tells one version from another
+        with suppress(OSError):
+            return _prepare(place, version)
+    warnings.warn(
+        "rlbuf_td finds no folder that it can write to, so every process compiles its loops again (some seconds per "
+        "kind of call): set the environment variable NUMBA_CACHE_DIR to such a folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _places() -> Iterator[Path]:
+    installation = "rlbuf_td_" + sha256(bytes(_ROOM)).hexdigest()[:16]
+    if config.CACHE_DIR:
+        yield Path(config.CACHE_DIR, installation)
+    yield Path(cache_from_source(__file__)).parent / "rlbuf_td"
+    with suppress(RuntimeError):  # this user has no home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlbuf_td", installation)
+    with suppress(OSError, AttributeError):  # not on Windows
+        private = Path(tempfile.gettempdir(), f"rlbuf_td_{os.getuid()}")
+        private.mkdir(mode=0o700, exist_ok=True)
+        status = private.lstat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # numba unpickles what it finds there
+            yield private / installation
+
+
+def _prepare(place: Path, version: str) -> Path:
+    """Make the folder of a version; raise ``OSError`` if it cannot be written to."""
+    chosen = place / version
+    if not chosen.exists():
+        chosen.mkdir(parents=True, exist_ok=True)
+        for old in place.iterdir():
+            if old != chosen:
+                shutil.rmtree(old, ignore_errors=True)
+    tempfile.TemporaryFile(dir=chosen).close()
+    return chosen

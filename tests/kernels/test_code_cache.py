@@ -1,0 +1,96 @@
+"""Compiled code is kept where there is room, and never runs for sources that have changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import rlbuf_td.kernels
+from rlbuf_td.kernels import code_cache
+from rlbuf_td.kernels.code_cache import cached_njit, folder
+
+ROOM = Path(rlbuf_td.kernels.__file__).parent
+INNER = "from rlbuf_td.kernels.compiled import inlined\n\n@inlined\ndef inner(x):\n    return x + {}\n"
+OUTER = """
+from rlbuf_td.kernels.compiled import kernel
+from rlbuf_td.kernels.inner import inner
+
+@kernel
+def outer(x):
+    return inner(x)
+"""
+
+
+def copy_room(where: Path) -> Path:
+    """Copy what the decorators need, to edit it."""
+    room = where / "rlbuf_td" / "kernels"
+    room.mkdir(parents=True)
+    (room.parent / "__init__.py").touch()
+    for name in ("__init__.py", "code_cache.py", "compiled.py", "strata.py"):
+        shutil.copy(ROOM / name, room)
+    return room
+
+
+def start(where: Path, code: str, **variables: str) -> subprocess.Popen[str]:
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    return subprocess.Popen(command, cwd=where, env=os.environ | variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_changed_sources_are_compiled_anew(tmp_path):
+    room = copy_room(tmp_path)
+    (room / "outer.py").write_text(OUTER)
+
+    def say(*numbers: float) -> tuple[list[float], bool]:
+        """Return what processes that start at once print, and whether any of them compiled."""
+        code = "from rlbuf_td.kernels.outer import outer; print(outer({}))"
+        started = [start(tmp_path, code.format(number), NUMBA_CACHE_DIR="") for number in numbers]
+        said = [process.communicate() for process in started]
+        return [float(out) for out, _ in said], any("once per installation" in errors for _, errors in said)
+
+    (room / "inner.py").write_text(INNER.format(1))
+    assert say(1, 2, 1.5) == ([2, 3, 2.5], True)
+    assert say(3, 2.5) == ([4, 3.5], False)
+    (room / "inner.py").write_text(INNER.format(2))
+    assert say(1) == ([3], True)
+    (_,) = (room / "__pycache__" / "rlbuf_td").iterdir()  # what the first version compiled is gone
+
+
+def test_the_first_place_that_can_be_written_to_is_taken(tmp_path, monkeypatch):
+    numba, package, user, temporary = places = [tmp_path / name for name in ("numba", "package", "user", "temporary")]
+    for place in places:
+        place.mkdir()
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(numba))
+    monkeypatch.setattr(code_cache, "cache_from_source", lambda path: str(package / "module.pyc"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(user))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for place in places:
+        assert place in (folder.__wrapped__() or tmp_path).parents
+        if place != temporary:
+            shutil.rmtree(place)
+            place.touch()  # a file: no folder can be made in it
+    (private,) = temporary.iterdir()
+    private.chmod(0o777)  # others could put their code there
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
+        assert folder.__wrapped__() is None
+
+
+def test_loops_run_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    for kept_in in (None, tmp_path / "kept"):
+        monkeypatch.setattr(code_cache, "folder", lambda kept_in=kept_in: kept_in)
+        double = cached_njit()(lambda x: 2 * x)
+        if kept_in is not None:
+            shutil.rmtree(kept_in)
+            kept_in.touch()  # in the place of a folder that a newer version has deleted
+        assert double(4) == 8
+
+
+def test_a_disabled_compiler_is_refused_by_name(tmp_path):
+    copy_room(tmp_path)
+    refused = start(tmp_path, "import rlbuf_td.kernels.compiled", NUMBA_DISABLE_JIT="1")
+    assert "unset NUMBA_DISABLE_JIT" in refused.communicate()[1].splitlines()[-1]
