@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 from rlbuf_td.buffers.device import graph as capture
 from rlbuf_td.kernels.dispatch import Backend, forced
+from tests.interpreter import why_not as why_no_interpreter
 
 #: Operations whose result the host needs, as a value or as a shape.
 _WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"}
@@ -148,8 +149,8 @@ def _kernels() -> Iterator[tuple[type, Callable[..., object]]]:
 @contextmanager
 def graphs_by(path: Backend) -> Iterator[None]:
     """Let buffers on the CPU go the way of CUDA, graphs included, by the kernels of one device path."""
-    if path == "triton" and not pytest.importorskip("triton").knobs.runtime.interpret:
-        pytest.skip("needs Triton's interpreter: a GPU's kernels cannot read the memory of the CPU")
+    if path == "triton" and (reason := why_no_interpreter()):  # a GPU's kernels cannot read the memory of the CPU
+        pytest.skip(reason)
     nothing, stream = nullcontext(), SimpleNamespace(wait_stream=lambda other: None)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.graphs import RecordedGraph, Recorder, waits
+from tests.interpreter import why_not as why_no_interpreter
 
 CUDA = torch.device("cuda", 0)
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -53,12 +54,7 @@ def why_not() -> str | None:
         return "there is a CUDA device, or a pretended one"
     if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         return "this torch has no stand-in for the driver (torch._C._ensureCUDADeviceGuardSet)"
-    try:
-        import triton
-        from triton.runtime.interpreter import InterpretedFunction  # noqa: F401
-    except ImportError as error:
-        return f"no Triton's interpreter: {error}"
-    return None if triton.knobs.runtime.interpret else "Triton was imported before TRITON_INTERPRET=1 was set"
+    return why_no_interpreter()
 
 
 class CudaTensor(torch.Tensor):

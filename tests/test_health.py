@@ -148,7 +148,6 @@ def test_equally_probable_rows_have_a_top_mass_of_a_hundredth_and_no_priorities(
 
 
 def test_probabilities_of_torchrls_prioritized_sampler():
-    pytest.importorskip("torchrl._torchrl")
     samplers = ProportionalSampler(200, 0.6, 0.4, eps=1e-8), PrioritizedSampler(200, 0.6, 0.4)
     ours, theirs = (filled(sampler, 200, 200) for sampler in samplers)
     errors = torch.rand(200)

@@ -198,10 +198,7 @@ def test_bad_rows_are_refused_at_the_first_draw_and_change_nothing(spoil, error,
 
 
 def test_torchrls_prioritized_sampler_can_be_wrapped():
-    try:
-        inner = PrioritizedSampler(50, 0.7, 0.5)
-    except (ImportError, RuntimeError, AttributeError) as error:
-        pytest.skip(f"TorchRL's extension does not load: {error}")
+    inner = PrioritizedSampler(50, 0.7, 0.5)
     rb = buffer(NStepSampler(inner, 3, 1.0), chain(20), cls=TensorDictReplayBuffer)
     batch = rb.sample(16)
     assert (batch["next", "x"] == batch["x"] + batch["steps_to_next_obs"].flatten()).all()
