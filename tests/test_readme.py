@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from itertools import accumulate
@@ -19,7 +20,6 @@ README = (ROOT / "README.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SECTIONS = [section.splitlines()[0] for section in re.split(r"^## ", README, flags=re.MULTILINE)[1:]]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[str(number) for number in range(len(BLOCKS))])
@@ -49,12 +49,25 @@ def test_the_command_line_takes_every_command_that_it_names():
         assert parser.parse_args(arguments).command == arguments[0]
 
 
-def test_every_file_and_section_that_it_points_to_is_there():
-    for target in re.findall(r"\]\((?!http)([^)]*)\)", README):
+DOCUMENTS = [ROOT / "README.md", *(ROOT / ".github").glob("*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_file_and_section_that_a_document_links_to_is_there(path):
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        text = "\n".join(
+            "".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"
+        )
+    titles = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    for target in re.findall(r"\]\((?!http)([^)]*)\)", text):
         if target.startswith("#"):
-            assert target[1:] in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS]
+            assert target[1:] in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
         else:
-            assert (ROOT / target).stat().st_size < 150_000
+            assert (path.parent / target).stat().st_size < 150_000
+
+
+def test_every_file_that_it_names_is_there():
     for name in re.findall(r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`", README):
         assert (ROOT / name).exists() or (ROOT / "rlbuf_td" / name).exists(), name
 

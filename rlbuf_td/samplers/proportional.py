@@ -18,8 +18,9 @@ from rlbuf_td.samplers.prioritized import ALPHA, BETA, WEIGHED, Prioritized, Red
 class ProportionalSampler(Prioritized):
     r"""Draw rows in proportion to the power ``alpha`` of their TD error.
 
-    .. math:: P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
-              w_i = (N P(i))^{-\beta} / \max_j w_j
+    .. math::
+        P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
+        w_i = (N P(i))^{-\beta} / \max_j w_j
 
     Args:
         max_capacity: number of rows, at least the storage's ``max_size``.
