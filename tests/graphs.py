@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from rlbuf_td.buffers.device import graph as capture
+from rlbuf_td.buffers import graph as capture
 from rlbuf_td.kernels.dispatch import Backend, forced
 from tests.interpreter import why_not as why_no_interpreter
 

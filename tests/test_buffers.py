@@ -154,15 +154,6 @@ def test_a_transform_on_the_way_in_changes_what_is_stored():
     assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_prefetch_gives_what_the_sampler_drew(prefetch):
-    rb = filled(40, "proportional", prefetch=prefetch)
-    for _ in range(6):
-        batch = rb.sample()
-        assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
-    rb.shutdown()
-
-
 def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
     assert set(rb.sample(return_info=True)[1]) == {"index", "priority_weight", "sampled_at"}

@@ -1,4 +1,4 @@
-"""The parts of a buffer: what they are to each other, and how several processes share them."""
+"""The parts of a buffer: what they are to each other, how they are replaced, and how several processes share them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data.replay_buffers import ConsumingSampler, PrioritizedSampler, Sampler, Storage, Writer
+from torchrl.data.replay_buffers import (
+    ConsumingSampler,
+    PrioritizedSampler,
+    RoundRobinWriter,
+    Sampler,
+    Storage,
+    TensorDictReplayBuffer,
+    Writer,
+)
 
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from rlbuf_td.writers.ring import continue_after_newest
 
 
 class Parts(NamedTuple):
@@ -60,7 +69,7 @@ class Parts(NamedTuple):
 
 
 class BufferOfParts(Protocol):
-    """What the code for a learner's device needs of a :class:`ReplayBuffer`."""
+    """What prefetching and captured steps need of a :class:`ReplayBuffer`."""
 
     storage: Any
     sampler: Any
@@ -69,10 +78,13 @@ class BufferOfParts(Protocol):
     last_draw: Any
     replay_count: Any
     _parts: Parts
+    _futures_lock: Any
+    _prefetch_executor: Any
 
     def _locked(self) -> AbstractContextManager[None]: ...
-    def _note_draw(self, index: Any, info: dict[str, Any]) -> None: ...
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]: ...
+    def _draw(self, batch_size: int) -> Any: ...
+    def _finish(self, batch: Any, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]: ...
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]: ...
     def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase: ...
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Give the rows of a batch the TD errors that it holds."""
@@ -110,3 +122,49 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()
+
+
+def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
+    """Replace the storage, with what it holds, and return the old one.
+
+    Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities start anew.
+    """
+    _refuse_if_shared(rb, "storage")
+    with rb._emptied_of_prefetched():
+        previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
+        storage.attach(rb)
+        storage._rng = rb._rng
+        rb._writer.register_storage(storage)
+        if isinstance(rb._writer, RoundRobinWriter):
+            continue_after_newest(rb._writer, storage)
+        rb._sampler._empty()
+        rb._connect(default_priorities=True)
+    return previous
+
+
+def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
+    """Replace the sampler, and return the old one.
+
+    Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
+    """
+    _refuse_if_shared(rb, "sampler")
+    with rb._emptied_of_prefetched():
+        previous = TensorDictReplayBuffer.set_sampler(rb, sampler)
+        sampler._rng = rb._rng
+        rb._connect(default_priorities=True)
+    return previous
+
+
+def set_writer(rb: Any, writer: Writer) -> Writer:
+    """Replace the writer, and return the old one."""
+    _refuse_if_shared(rb, "writer")
+    with rb._replay_lock:
+        previous = TensorDictReplayBuffer.set_writer(rb, writer)
+        rb._connect()
+        return previous
+
+
+def _refuse_if_shared(rb: Any, part: str) -> None:
+    if getattr(rb._storage, "shared_rows", None) is not None:
+        reason = "other processes would keep the old one. Set it before you share the buffer"
+        raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")

@@ -57,7 +57,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     if parts.prioritized is None or parts.has_units:
         return TensorDictReplayBuffer.update_tensordict_priority(rb, data)
     plan = rb._plan
-    if plan is not None:
+    if plan is not None and not rb._copies_batches:
         with parts.storage.lock:
             stale = plan.update(data, rb.priority_key) if rb._plan is plan else None
         if stale is not None:
@@ -66,7 +66,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     entries = entries_of(data)
     index, td_error = errors_of(parts, data, rb.priority_key)
     update = index, td_error, entries.get(SAMPLED_AT), data.ndim
-    if rb._prefetcher is None or not rb._copies_batches or not rb._prefetcher.return_errors(*update):
+    if not rb._copies_batches or not rb._prefetcher.return_errors(*update):
         write_priorities(rb, *update)
 
 

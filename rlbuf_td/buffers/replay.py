@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
-from torchrl.data.replay_buffers import RoundRobinWriter, Sampler, Storage, TensorDictReplayBuffer, Writer
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers import abilities, priorities, writing
-from rlbuf_td.buffers.device.graph import capture
-from rlbuf_td.buffers.device.prefetch import DevicePrefetcher
+from rlbuf_td.buffers import abilities, parts, priorities, writing
+from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan
+from rlbuf_td.buffers.prefetch import Prefetcher, Sample, restamped
 from rlbuf_td.buffers.wrapped_plan import WrappedPlan, make_plan
 from rlbuf_td.buffers.write_plan import WritePlan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
@@ -47,12 +47,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that is shown every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
-        device: where batches are wanted, for rows in host memory. Each batch is one asynchronous copy, and transforms
+        include_info: ``False`` leaves the sampler's report (index, weights ...) out of batches, as TorchRL's plain
+            ``ReplayBuffer`` does; ``sample(return_info=True)`` returns it.
+        device: where batches are wanted, for rows in host memory. Leaves are copied asynchronously, and transforms
             run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
             are on their way back, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
             ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
-        **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``prefetch``, ``pin_memory``, ``generator``,
-            ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared`` ...
+        prefetch: k. Transforms run k batches ahead, in threads if they take over a millisecond. Equal seeds give equal
+            batches, random transforms in threads aside. Without transforms a batch is drawn when it is asked for:
+            that costs less than a thread. After :meth:`empty`, a load, another storage or a new rollout, batches
+            drawn ahead are dropped. TorchRL's general path takes its threads, and gives no such order.
+        **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
+            ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
     drop it; several TD errors of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch
@@ -82,6 +88,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         priority_key: str = "td_error",
         stats: EpisodeStats | None = None,
         count_replays: bool = False,
+        include_info: bool = True,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -92,19 +99,20 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
-        self._count_replays = count_replays
+        self._count_replays, self._include_info = count_replays, include_info
         self._plan: Plan | WrappedPlan | None = None
         self._write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
-        self._prefetcher = None if device is None else DevicePrefetcher(self, torch.device(device), ahead)
+        device = None if device is None else torch.device(device)
+        self._prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
             del defaults["sampler"]  # TorchRL chooses its own
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=priority_key, **kwargs)
         if device is not None:
-            self._prefetch = False  # in TorchRL's threads
+            self._prefetch = False  # by TorchRL
 
     # Abilities are functions, documented where they are defined.
     from_env = abilities.constructor(abilities.from_env)
@@ -114,6 +122,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
     extend = writing.extend
     mark_update = writing.mark_update
     mark_range = writing.mark_range
+    set_storage = parts.set_storage
+    set_sampler = parts.set_sampler
+    set_writer = parts.set_writer
     empty = writing.empty
     update_priority = priorities.update_priority
     update_tensordict_priority = priorities.update_tensordict_priority
@@ -171,47 +182,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
 
-    def set_storage(self, storage: Storage, collate_fn: Any = None) -> Storage:
-        """Replace the storage, with what it holds, and return the old one.
-
-        Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities start anew.
-        """
-        self._refuse_if_shared("storage")
-        previous = super().set_storage(storage, collate_fn)
-        storage.attach(self)
-        storage._rng = self._rng
-        self._writer.register_storage(storage)
-        if isinstance(self._writer, RoundRobinWriter):
-            continue_after_newest(self._writer, storage)
-        self._sampler._empty()
-        self._connect(default_priorities=True)
-        return previous
-
-    def set_sampler(self, sampler: Sampler) -> Sampler:
-        """Replace the sampler, and return the old one.
-
-        Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
-        """
-        self._refuse_if_shared("sampler")
-        with self._replay_lock:
-            previous = super().set_sampler(sampler)
-            sampler._rng = self._rng
-            self._connect(default_priorities=True)
-        return previous
-
-    def set_writer(self, writer: Writer) -> Writer:
-        """Replace the writer, and return the old one."""
-        self._refuse_if_shared("writer")
-        with self._replay_lock:
-            previous = super().set_writer(writer)
-            self._connect()
-            return previous
-
-    def _refuse_if_shared(self, part: str) -> None:
-        if getattr(self._storage, "shared_rows", None) is not None:
-            reason = "other processes would keep the old one. Set it before you share the buffer"
-            raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
-
     # -- sampling
 
     def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
@@ -227,30 +197,36 @@ class ReplayBuffer(TensorDictReplayBuffer):
         Raises:
             RuntimeError: the buffer is empty, or there is no batch size.
         """
+        include_info = self._include_info if include_info is None else include_info
         plan = self._plan
-        if plan is not None and batch_size in (None, self._batch_size) and include_info is None and not return_info:
+        is_usual = batch_size in (None, self._batch_size) and include_info and not return_info
+        if plan is not None and is_usual and self._is_plain:
             planned = self._sample_by(plan)
             if planned is not None:
-                return planned
+                return planned[0]
         if not (self._parts or self._initialize()).draws:
-            return super().sample(batch_size, return_info, include_info)
+            generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
+            return generally(batch_size, return_info)
         size = self._batch_size if batch_size is None else batch_size
         is_other = size != self._batch_size is not None and self._prefetcher is None
-        if self._prefetch or self._service_shutdown or size is None or is_other:
+        if self._service_shutdown or size is None or is_other:  # TorchRL refuses, or warns
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
-            if self._plan is None and self._prefetcher is None:
+            if self._plan is None:
                 self._make_plan()
-        if include_info is False:
+        if not include_info:
             batch = batch.exclude(*info)
         return (batch, info) if return_info else batch
 
-    def _sample_by(self, plan: Plan | WrappedPlan) -> TensorDictBase | None:
+    @property
+    def _is_plain(self) -> bool:
+        """Whether a batch is what was drawn: not transformed, not page-locked, not copied to a device."""
+        return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
+
+    def _sample_by(self, plan: Plan | WrappedPlan) -> Sample | None:
         """Return a batch by the plan, ``None`` if it is outdated."""
         parts = self._parts
-        if len(parts.transforms) or self._service_shutdown:
-            return None
         with parts.storage.lock:
             drawn = plan.sample() if self._plan is plan else None
         if drawn is None:
@@ -258,38 +234,50 @@ class ReplayBuffer(TensorDictReplayBuffer):
             return None
         batch, info = drawn.batch, drawn.report
         self.last_draw = info["index"], info.get("priority_weight"), getattr(parts.writer, "_cursor", 0)
-        return batch
+        return batch, info
 
     def _make_plan(self) -> None:
         """Prepare the next call, if there is a plan for these parts."""
         rows = getattr(self._storage, "rows", None)
-        if rows is self._rows_without_plan or self.replay_count is not None or self._pin_memory:
+        if rows is self._rows_without_plan or self.replay_count is not None:
             return
         with self._locked():
             self._plan = make_plan(self._storage, self._sampler, self._batch_size)
         self._rows_without_plan = rows if self._plan is None else None
 
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        if self._prefetcher is not None and self._copies_batches:
-            batch, info = self._prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
-            return self._transformed(batch, info), info
-        storage = self._storage
-        if not self._parts.is_packed:
-            return self._sample_generally(batch_size)
+    def _sample(self, batch_size: int) -> Sample:
+        if self._prefetcher is not None and (self._parts.draws or self._copies_batches):  # not in TorchRL's threads
+            with self._futures_lock:
+                if self._copies_batches or (self._prefetch and self._parts.draws and not self._is_plain):
+                    return self._prefetcher.take(batch_size, prefetch=batch_size == self._batch_size)
+        drawn = self._draw(batch_size)
+        return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
+
+    def _draw(self, batch_size: int) -> Sample | None:
+        """Return a batch before its transforms, and the report; ``None``: take TorchRL's general path."""
+        storage, plan = self._storage, self._plan
+        planned = self._sample_by(plan) if plan is not None and batch_size == self._batch_size else None
+        if planned is not None and storage.ndim > 1:
+            planned[1]["index"] = planned[1]["index"].unbind(-1)
+        if planned is not None or not self._parts.is_packed:
+            return planned
         with storage.lock:
             parts = self._parts  # under the lock: another thread may replace the sampler
-            if parts.draws:
-                flat, info, batch = parts.draw(batch_size, storage.gather)
-                if parts.is_stamped:
-                    info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
-        if not parts.draws:
-            return self._sample_generally(batch_size)
-        batch = self._assemble(flat, info, batch)
+            if not parts.draws:
+                return None
+            flat, info, batch = parts.draw(batch_size, storage.gather)
+            if parts.is_stamped:
+                info[SAMPLED_AT] = storage.clock.stamp(storage.clock.now, flat.shape[0], flat.device)
+        return self._assemble(flat, info, batch), info
+
+    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+        """Transform a batch, and pin its memory if that is wanted."""
+        batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
         return batch, info
 
-    def _sample_generally(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+    def _sample_generally(self, batch_size: int) -> Sample:
         now = self._storage.clock.now if self._parts.is_stamped else None
         batch, info = super()._sample(batch_size)
         self._note_draw(info["index"], info)
@@ -299,11 +287,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
-        """Add the report and the index to a batch, and transform it."""
+        """Add the report and the index to a batch."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)
-        return self._transformed(batch, info)
+        return batch
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
         """Remember the rows, weights and time of a batch for :meth:`health`."""
@@ -332,6 +320,14 @@ class ReplayBuffer(TensorDictReplayBuffer):
         with self._replay_lock, self._write_lock:
             yield
 
+    @contextmanager
+    def _emptied_of_prefetched(self) -> Iterator[None]:
+        """Drop the batches drawn ahead, and hold all locks."""
+        with self._futures_lock:
+            self._clear_prefetch_queue_locked()  # which waits for threads that need the other locks
+            with self._locked():
+                yield
+
     @property
     def _replay_lock(self) -> Any:
         """The storage's lock: buffers over one storage exclude each other, whichever of them writes."""
@@ -349,13 +345,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the sampler has run out (of an epoch, for example)."""
-        sampler, prefetcher = self.sampler, self._prefetcher
-        if prefetcher is None or not self._copies_batches or self._batch_size is None:
+        ahead = self._prefetcher
+        if ahead is None or not self._initialize().draws or self._batch_size is None:
             yield from super().__iter__()
             return
-        if sampler.ran_out and not prefetcher.has_batches:
-            sampler.ran_out = False
-        while not sampler.ran_out or prefetcher.has_batches:
+        if self._sampler.ran_out and not ahead.has_batches:
+            self._sampler.ran_out = False
+        while not self._sampler.ran_out or ahead.has_batches:
             yield self.sample()
 
     def synchronize(self) -> None:
@@ -366,9 +362,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @contextmanager
     def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-        paused = nullcontext() if self._prefetcher is None else self._prefetcher.paused()
-        with paused, super()._capture_prefetch_state(clone_queue=clone_queue) as state:
-            yield state
+        with self._futures_lock:
+            ahead = [] if self._prefetcher is None or not self._parts.draws else self._prefetcher.settle()
+            with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
+                copied = map(self._clone_prefetch_result, ahead) if clone_queue else ahead
+                yield state | {"queue": restamped((*state["queue"], *copied), self._parts, -1)}
 
     def _clear_prefetch_queue_locked(self) -> None:
         super()._clear_prefetch_queue_locked()
@@ -376,13 +374,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self._prefetcher.drop()
 
     def _validate_prefetch_state(self, prefetch_state: Any) -> None:
-        if self._prefetcher is not None and isinstance(prefetch_state, dict):
-            prefetch_state = prefetch_state | {"queue": ()}  # threads drew it: the prefetcher draws other batches
+        if self._prefetcher is not None and isinstance(prefetch_state, dict) and not self._prefetch:
+            prefetch_state = prefetch_state | {"queue": ()}  # of a buffer without ``device``: batches are drawn anew
         super()._validate_prefetch_state(prefetch_state)
 
     def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-        if self._prefetcher is None:
-            super()._restore_prefetch_queue_locked(prefetch_state, clone_queue=clone_queue)
+        if prefetch_state is None:
+            return
+        queue = restamped(prefetch_state["queue"], self._parts, 1)
+        if self._prefetcher is None or not self._parts.draws:
+            super()._restore_prefetch_queue_locked(prefetch_state | {"queue": queue}, clone_queue=clone_queue)
+        elif self._prefetch:
+            self._prefetcher.restore(map(self._clone_prefetch_result, queue) if clone_queue else queue)
 
     # -- state
 

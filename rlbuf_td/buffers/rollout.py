@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
+from rlbuf_td.buffers.prefetch import Sample
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
@@ -180,9 +181,10 @@ class RolloutBuffer(ReplayBuffer):
         more = sampler.begin_pass()
         plain_rows = bool(parts.draws) and not self._copies_batches and not self._storage.layout.root.batch_size
         try:
-            if not more and (self._prefetcher is None or not self._prefetcher.has_batches):
+            has_batches = self._prefetcher is not None and self._prefetcher.has_batches
+            if not (more or has_batches):
                 return
-            if plain_rows and self._batch_size:  # blocks leave nothing to fetch ahead
+            if plain_rows and self._batch_size and not has_batches:  # blocks leave nothing to fetch ahead
                 yield from self._in_blocks(self._batch_size)
             else:
                 yield from super().__iter__()
@@ -205,7 +207,7 @@ class RolloutBuffer(ReplayBuffer):
                     plain = not (len(self._parts.transforms) or self._pin_memory or by_batch)
                 self._note_draw(*sampler.draw(storage, size))
                 expected = now[0] + size, storage._mutation_revision
-            yield batch if plain else self._finished(batch)
+            yield batch if plain else self._finish(batch, {"index": batch.get("index")})[0]
 
     def _gather_block(self, flat: torch.Tensor, size: int) -> Iterator[TensorDictBase]:
         """Return the first batches of the rows ``flat``, as many as fit into a block."""
@@ -217,22 +219,21 @@ class RolloutBuffer(ReplayBuffer):
             set_entries_(batch, {"index": rows})
         return iter(batches)
 
-    def _finished(self, batch: TensorDictBase) -> TensorDictBase:
-        batch = self._transformed(batch, ["index"])
-        if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
-            batch = batch.pin_memory()
-        return self._normalized(batch)
-
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+    def _sample(self, batch_size: int) -> Sample:
         self._require_estimates()
-        batch, info = super()._sample(batch_size)
-        return self._normalized(batch), info
+        return super()._sample(batch_size)
 
-    def _normalized(self, batch: TensorDictBase) -> TensorDictBase:
+    def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
+        return self._normalized(*super()._finish(batch, info))
+
+    def _sample_generally(self, batch_size: int) -> Sample:
+        return self._normalized(*super()._sample_generally(batch_size))
+
+    def _normalized(self, batch: TensorDictBase, info: dict[Any, Any]) -> Sample:
         if self.normalize_advantage == "minibatch":
             key = self._writer.advantage_key
             batch.set(key, normalize(batch.get(key)))
-        return batch
+        return batch, info
 
     def _require_estimates(self) -> None:
         writer = self._writer

@@ -121,5 +121,5 @@ def empty(rb: Any, empty_write_count: bool = True) -> None:
     Args:
         empty_write_count: reset :attr:`write_count`, too.
     """
-    with rb._locked():
+    with rb._emptied_of_prefetched():
         TensorDictReplayBuffer.empty(rb, empty_write_count)

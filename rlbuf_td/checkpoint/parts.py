@@ -30,10 +30,8 @@ def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
 def emptied_of_prefetched(rb: Any) -> Iterator[None]:
     """Drop the prefetched batches of a buffer, and hold all its locks."""
     rb.synchronize()
-    with rb._futures_lock:
-        rb._clear_prefetch_queue_locked()
-        with rb._replay_lock, rb._write_lock:
-            yield
+    with rb._emptied_of_prefetched():
+        yield
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:

@@ -128,18 +128,6 @@ def test_transforms_and_the_batch_size_come_back(tmp_path):
     assert_same(again.sample(), rb.sample())
 
 
-def test_batches_that_were_fetched_ahead_come_back(tmp_path):
-    rb, again = (make("proportional", seed=seed, prefetch=2) for seed in (0, 5))
-    rb.extend(transitions(20))
-    rb.sample()
-    rb.dumps(tmp_path)
-    again.loads(tmp_path)
-    for _ in range(4):
-        assert_same(again.sample(), rb.sample())
-    rb.shutdown()
-    again.shutdown()
-
-
 @pytest.mark.parametrize("drawn", [0, 1, 5, 6])
 def test_a_rollout_goes_on_in_mid_epoch(drawn, tmp_path):
     def rollout(seed):

@@ -169,7 +169,7 @@ class CapturedStep:
         flat, info, batch = parts.draw(self._batch_size, storage.gather)
         if sampler is not None:
             info[SAMPLED_AT] = self._write_clock.tensor.long().expand(flat.shape[0])
-        batch = buffer._assemble(flat, info, batch)
+        batch, _ = buffer._finish(buffer._assemble(flat, info, batch), info)
         drawn = info["index"], info.get("priority_weight")
         return self._learn(batch, update), drawn
 

@@ -1,0 +1,241 @@
+"""Batches that are drawn before they are asked for: ``prefetch=`` and ``device=`` of a ``ReplayBuffer``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from operator import is_
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+
+from rlbuf_td.buffers.parts import BufferOfParts, Parts
+from rlbuf_td.buffers.priorities import write_priorities
+from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.write_clock import SAMPLED_AT
+
+Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
+
+# Seconds that the transforms of a batch take from which on threads run them. To hand a batch to a thread, and to share
+# the interpreter's lock with the learner, costs about half as much.
+_SLOW = 1e-3
+
+
+class _Batch(NamedTuple):
+    """A batch on its way: transformed by a thread, perhaps, or copied to the device, once ``arrived`` has happened."""
+
+    result: Future[Sample]
+    arrived: torch.cuda.Event | None
+    drawn_at: int  # the storage's write clock
+    place: Any  # of a sampler with epochs, before the draw
+
+
+class Prefetcher:
+    """Draws batches of a buffer ``ahead`` batches before they are asked for.
+
+    The thread that asks draws, so that equal seeds give equal batches. Without ``device``, transforms run ahead,
+    by threads if that takes long. With ``device``, batches of rows in host memory are copied there: each leaf by an
+    asynchronous copy from page-locked memory, on a stream of its own; transforms run on the device when a batch is
+    taken, and TD errors come back in the same way. If that device is the CPU, there are neither copies nor streams.
+
+    Batches drawn ahead are dropped, and new ones drawn, after another sampler, storage, generator or transform has been
+    set, a state has been loaded, the buffer has been emptied, epochs begin anew (as they do with a new rollout), or the
+    ring has been rewritten as a whole. The buffer's locks are held during a draw, but not while a thread or a copy is
+    waited for.
+    """
+
+    def __init__(self, buffer: BufferOfParts, device: torch.device | None, ahead: int) -> None:
+        if ahead < 0:
+            raise ValueError(f"prefetch must be at least 0, got {ahead}")
+        self.device, self.ahead = device, ahead
+        self._buffer = buffer
+        self._batches: deque[_Batch] = deque()
+        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()  # updates, and their arrival
+        self._drawn_from: tuple[Any, ...] = ()
+        self._seconds, self._is_slow = 0.0, False  # of the last batch's transforms, and of the last two
+        self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
+
+    def __reduce__(self) -> Any:
+        """Pickle the settings: the buffer saves the batches drawn ahead."""
+        return type(self), (self._buffer, self.device, self.ahead)
+
+    def copies_from(self, storage: Any) -> bool:
+        """Whether rows of a storage have to be copied: not if they are on the wanted GPU already."""
+        if self.device is None:
+            return False
+        rows = device_of(storage)
+        is_there = self.device.type == rows.type and self.device.index in (None, rows.index)
+        return self.device.type == "cpu" or not is_there
+
+    def refuse_other_parts(self, parts: Parts) -> None:
+        """Refuse parts whose batches cannot be copied to the device (TypeError)."""
+        if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
+            raise TypeError(
+                "device= needs a PackedStorage on the CPU and a sampler of this package or with a draw of its own, got "
+                f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
+                "(nor does it take a collate_fn, a sample unit or tracked generations)"
+            )
+
+    # -- batches
+
+    def take(self, batch_size: int, prefetch: bool) -> Sample:
+        """Return a batch, as fresh memory, and the sampler's report.
+
+        With ``prefetch`` it is one drawn ahead, and others are drawn; else it is drawn now, and those are left.
+        """
+        with self._buffer._futures_lock:
+            self._drop_outdated()
+            if not prefetch:
+                return self._receive(self._send(batch_size))
+            while len(self._batches) <= self.ahead and not (self._batches and self._buffer.sampler.ran_out):
+                self._batches.append(self._send(batch_size))
+            return self._receive(self._batches.popleft())
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch has been drawn ahead."""
+        with self._buffer._futures_lock:
+            self._drop_outdated()
+            return bool(self._batches)
+
+    def drop(self) -> None:
+        """Drop what was drawn ahead, before the next draw."""
+        self._drawn_from = ()
+
+    def _drop_outdated(self) -> None:
+        storage, sampler = self._buffer.storage, self._buffer.sampler
+        transforms = self._buffer._parts.transforms
+        now = storage, storage.rows, sampler, sampler._rng, getattr(sampler, "begun", None), *transforms
+        if len(now) != len(self._drawn_from) or not all(map(is_, now, self._drawn_from)):
+            self._batches.clear()
+            self._drawn_from = now
+        while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
+            self._batches.popleft()
+
+    def _send(self, batch_size: int) -> _Batch:
+        """Draw a batch, and begin to transform or to copy it."""
+        buffer, device = self._buffer, self.device
+        place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
+        with buffer._locked():
+            self.refuse_other_parts(buffer._parts)
+            drawn_at = buffer.storage.clock.now
+            batch, report = buffer._draw(batch_size)
+            self._drop_outdated()  # a draw may begin new epochs
+        if device is None:
+            return _Batch(self._transform(batch, report), None, drawn_at, place)
+        if device.type != "cuda":
+            return _Batch(_finished((batch.to(device), report)), None, drawn_at, place)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            # Page-locked memory that is given up is used again once its copy is complete.
+            there: Any = batch.apply(partial(_sent, device=self._stream.device), device=self._stream.device)
+            return _Batch(_finished((there, report)), self._stream.record_event(), drawn_at, place)
+
+    def _transform(self, batch: TensorDictBase, report: dict[Any, Any]) -> Future[Sample]:
+        if self._is_slow:
+            return self._buffer._prefetch_executor.submit(self._timed, batch, report)
+        return _finished(self._timed(batch, report))
+
+    def _timed(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
+        start = perf_counter()
+        sample = self._buffer._finish(batch, report)
+        before, self._seconds = self._seconds, perf_counter() - start
+        self._is_slow = min(before, self._seconds) > _SLOW
+        return sample
+
+    def _receive(self, sent: _Batch) -> Sample:
+        """Wait for a batch; make one that was copied known to the current stream, and transform it."""
+        batch, report = sent.result.result()
+        if self.device is None:
+            return batch, report
+        if sent.arrived is not None:
+            current = torch.cuda.current_stream(batch.device)
+            current.wait_event(sent.arrived)
+            for leaf in batch.values(True, True):
+                leaf.record_stream(current)
+            by_coordinates = isinstance(report["index"], tuple)
+            report = {key: batch.get(key) for key in report}
+            if by_coordinates:
+                report["index"] = report["index"].unbind(-1)
+        return self._buffer._finish(batch, report)
+
+    # -- priorities
+
+    def return_errors(
+        self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
+    ) -> bool:
+        """Queue TD errors that are on the device; if they are elsewhere, write the queued ones and return False.
+
+        All but those of the last ``ahead`` updates are written when this returns, as by :meth:`flush`.
+        """
+        with self._buffer._futures_lock:
+            is_queued = self.device is not None and index.device.type == self.device.type
+            if is_queued:
+                given = index, td_error, sampled_at  # from a GPU, into page-locked memory
+                on_host = [None if x is None else x.to("cpu", non_blocking=True, copy=True) for x in given]
+                arrived = torch.cuda.current_stream(index.device).record_event() if index.is_cuda else None
+                self._errors.append(((*on_host, dims), arrived))
+            self.flush(self.ahead if is_queued else 0)
+        return is_queued
+
+    def flush(self, left: int = 0) -> None:
+        """Wait for TD errors and write their priorities, oldest first, but for the last ``left`` updates.
+
+        Raises:
+            ValueError: an error is NaN or infinite; this update is left out.
+        """
+        with self._buffer._futures_lock:
+            while len(self._errors) > left:
+                update, arrived = self._errors.popleft()
+                if arrived is not None:
+                    arrived.synchronize()
+                write_priorities(self._buffer, *update)
+
+    # -- state; the caller holds the buffer's ``_futures_lock``
+
+    def settle(self) -> list[Sample]:
+        """Write all priorities, and return the batches drawn ahead; those for a device are dropped.
+
+        A sampler with epochs goes back to where the dropped batches began: it draws those rows again.
+        """
+        self.flush()
+        self._drop_outdated()
+        if self.device is not None:
+            if self._batches and self._batches[0].place is not None:
+                self._buffer.sampler.rewind(self._batches[0].place)
+            self._batches.clear()
+        return [batch.result.result() for batch in self._batches]
+
+    def restore(self, samples: Iterable[Sample]) -> None:
+        """Hold the batches that :meth:`settle` of another prefetcher has returned."""
+        self.drop()
+        self._drop_outdated()
+        now = self._buffer.storage.clock.now
+        self._batches.extend(_Batch(_finished(sample), None, now, None) for sample in samples)
+
+
+def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
+    """Return batches with stamps relative to the write clock (-1), which is not saved, or on it again (1)."""
+    if not parts.is_stamped:
+        return tuple(samples)
+    return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
+
+
+def _restamped(batch: TensorDictBase, report: dict[Any, Any], by: int) -> Sample:
+    report = report | {SAMPLED_AT: report[SAMPLED_AT] + by}
+    return batch.copy().set(SAMPLED_AT, report[SAMPLED_AT]) if SAMPLED_AT in batch.keys() else batch, report
+
+
+def _finished(sample: Sample) -> Future[Sample]:
+    future: Future[Sample] = Future()
+    future.set_result(sample)
+    return future
+
+
+def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Begin to copy a leaf to a GPU."""
+    return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)

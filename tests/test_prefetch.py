@@ -1,0 +1,147 @@
+"""Batches drawn ahead by ``prefetch=``: which rows they hold, who transforms them, and when they are dropped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data.replay_buffers import RandomSampler
+
+from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
+from rlbuf_td.buffers import prefetch
+from tests.catalogue import assert_same
+from tests.test_learner_device import SAMPLERS, SIZE, STEPS, Reference, buffer, data, learn, run, write
+
+
+def doubled(batch: Any, seen: set[str] | None = None) -> Any:
+    """Change a batch, and note the thread that does it."""
+    if seen is not None:
+        seen.add(threading.current_thread().name.partition("-")[0])
+    return batch.set("twice", batch["action"] * 2)
+
+
+@pytest.fixture(params=["asking", "threads"])
+def who(request, monkeypatch) -> str:
+    """Who transforms: transforms count as slow from a time on that none, or every one, takes."""
+    monkeypatch.setattr(prefetch, "_SLOW", float("inf") if request.param == "asking" else -1.0)
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n steps", 2)])
+def test_a_transformed_batch_is_drawn_so_many_batches_ahead_for_equal_seeds(who, name, ndim):
+    seen: set[str] = set()
+    rb = buffer(SAMPLERS[name](), ndim, prefetch=3, transform=partial(doubled, seen=seen))
+    plain = Reference(buffer(SAMPLERS[name](), ndim, transform=doubled), 3)
+    for each in (rb, plain.rb):
+        write(each, STEPS - 3, 0)
+    for step in range(9):
+        batch, expected = rb.sample(), plain.sample()
+        assert_same(batch, expected)
+        for each, own in ((rb, batch), (plain.rb, expected)):
+            learn(own)
+            each.update_tensordict_priority(own)
+            write(each, 2, STEPS + 2 * step)
+    assert seen == ({"MainThread"} if who == "asking" else {"MainThread", "ThreadPoolExecutor"})
+    rb.append_transform(lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rb.sample()
+    rb.shutdown()
+
+
+@pytest.mark.parametrize(("name", "ndim"), [("uniform", 2), ("rank", 1), ("sequence", 1), ("minibatch", 1)])
+def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name, ndim):
+    buffers = [buffer(SAMPLERS[name](), ndim, prefetch=ahead) for ahead in (0, 3)]
+    for rb in buffers:
+        write(rb, STEPS, 0)
+    for batch, expected in zip(*(run(rb, 0, 9) for rb in buffers), strict=True):
+        assert_same(batch, expected)
+    with pytest.raises(ValueError, match="batch-size must be specified"):
+        ReplayBuffer(storage=PackedStorage(9), prefetch=1)
+
+
+@pytest.mark.parametrize("way", ["short", "general"])
+@pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round", "load", "transform"])
+def test_no_batch_of_old_rows_is_served(who, way, change):
+    def made(seed: int) -> Any:
+        sampler = ProportionalSampler(STEPS) if way == "short" else RandomSampler()
+        return buffer(sampler, seed=seed, prefetch=3, transform=doubled)
+
+    if way == "general" and change in ("come round", "transform"):
+        pytest.skip("TorchRL's queue")
+    rb, other = made(1), made(2)
+    write(rb, STEPS, 0)
+    write(other, STEPS, 1000)
+    rb.sample(), rb.sample(), rb.sample()
+    if change == "sampler":
+        rb.set_sampler(UniformSampler())
+    elif change == "storage":
+        rb.set_storage(PackedStorage(STEPS))
+    elif change == "empty":
+        rb.empty()
+        with pytest.raises(RuntimeError, match="empty"):
+            rb.sample()
+    elif change == "load":
+        rb.load_state_dict(other.state_dict())
+    elif change == "transform":
+        rb.append_transform(lambda batch: batch.set("twice", batch["twice"] + 1))
+    if change in ("storage", "empty", "come round"):
+        write(rb, STEPS, 1000)
+    for _ in range(5):
+        batch = rb.sample()
+        assert (batch["twice"] == batch["action"] * 2 + (change == "transform")).all()
+        assert ("priority_weight" in batch) == (way == "short" and change != "sampler")
+        assert (batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)).all()
+    rb.shutdown(), other.shutdown()
+
+
+@pytest.mark.parametrize("way", ["dump", "state_dict", "pickle"])
+def test_batches_drawn_ahead_are_saved(who, way, tmp_path):
+    def made(seed: int) -> Any:
+        return buffer(ProportionalSampler(STEPS), seed=seed, prefetch=3, transform=partial(doubled, seen=set()))
+
+    rb, never_saved = made(1), made(1)
+    for each in (rb, never_saved):
+        write(each, STEPS - 5, 0)
+        run(each, 0, 7)
+    again = made(8)
+    write(again, 9, 500)
+    run(again, 0, 3)
+    if way == "dump":
+        rb.dumps(tmp_path)
+        again.loads(tmp_path)
+    elif way == "state_dict":
+        again.load_state_dict(rb.state_dict())
+    else:
+        again = copy.deepcopy(pickle.loads(pickle.dumps(rb)))
+    for mine, other, expected in zip(*(run(each, 7, 14) for each in (again, rb, never_saved)), strict=True):
+        assert_same(mine.exclude("sampled_at"), expected.exclude("sampled_at"))
+        assert_same(other, expected)
+    for each in (rb, again, never_saved):
+        each.shutdown()
+
+
+def test_iteration_gives_every_row_once_an_epoch_and_no_row_of_an_older_rollout(who):
+    rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, prefetch=3, transform=doubled)
+    rb = ReplayBuffer(storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3)
+    rb.append_transform(doubled)
+    for first in (0, 70):
+        rollout.extend(data(7, first, (3,)).set("state_value", torch.zeros(3, 7, 1)))
+        write(rb, 21, first)
+        for each, rows in ((rb, [*range(first, first + 21)]), (rollout, sorted([*range(first, first + 7)] * 3))):
+            for _ in range(2):
+                found = torch.cat([batch["twice"] // 20 for batch in each])
+                assert [sorted(part.tolist()) for part in found.split(21)] == [rows] * 2
+            each.sample(), next(iter(each)), each.sample()  # given up
+    rb.shutdown(), rollout.shutdown()
+
+
+def test_a_batch_of_another_size_leaves_those_drawn_ahead(who):
+    rb = buffer(UniformSampler(), prefetch=2, transform=doubled)
+    write(rb, STEPS, 0)
+    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [SIZE, 5, SIZE, 30, SIZE, SIZE]
+    rb.shutdown()
