@@ -114,6 +114,12 @@ def test_episodes_show_every_episode_and_the_running_mean():
     assert figure.axes[-1].get_xlabel() == "environment steps"
 
 
+def test_returns_that_equal_lengths_share_their_panel():
+    stats, one = EpisodeStats(), torch.ones(4, 1)
+    stats.update(TensorDict({"next": {"reward": one, "done": one.bool()}}, [4]))
+    assert [axes.get_ylabel() for axes in plot_episodes(stats).axes] == ["return = length, steps", "ended so"]
+
+
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(storage):
     rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
