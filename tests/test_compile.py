@@ -141,6 +141,23 @@ def test_leaving_out_stale_rows_compiles_once(device):
         assert int(count) == int(stale)
 
 
+def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
+    rb = ReplayBuffer(storage=PackedStorage(100), sampler=ProportionalSampler(100), batch_size=8)
+
+    @torch.compile(backend="eager")
+    def extend_and_sample(rows: TensorDict) -> Any:
+        rb.extend(rows)
+        return rb.sample()
+
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for k in range(6):
+            extend_and_sample(TensorDict({"a": torch.full((20, 1), k)}, [20]))
+    for k in range(6, 12):
+        batch = extend_and_sample(TensorDict({"a": torch.full((20, 1), k)}, [20]))
+        age = (k - batch["index"] // 20) % 5  # in writes
+        assert torch.equal(batch["a"][:, 0], k - age)
+
+
 def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
     """Train a DQN by a compiled step that samples, learns and updates priorities, while the buffer fills and wraps."""
     sampler = ProportionalSampler(400)

@@ -36,10 +36,15 @@ NAMES = {
     "PrioritizedSampler": "ProportionalSampler",
     "SamplerWithoutReplacement": "MinibatchSampler",
 }
-SHORT = ["logger.backend=", "network.device=cpu", "env.library=gymnasium", "collector.init_random_frames=500"]
-SHORT += ["collector.total_frames=2000", "collector.frames_per_batch=100", "logger.eval_iter=1000000"]
+SHORT = ["logger.backend=", "network.device=cpu", "env.library=gymnasium", "collector.init_random_frames=200"]
+SHORT += ["collector.total_frames=400", "collector.frames_per_batch=100", "logger.eval_iter=1000000"]
 CHEETAH = ["env.name=HalfCheetah-v5", *SHORT, "collector.env_per_collector=1"]
-ON_POLICY = ["logger.backend=", "env.env_name=HalfCheetah-v5", "collector.total_frames=8192"]
+ON_POLICY = [
+    "logger.backend=",
+    "env.env_name=HalfCheetah-v5",
+    "collector.total_frames=2048",
+    "collector.frames_per_batch=512",
+]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "dqn": (
         "dqn/dqn_cartpole.py",
@@ -50,7 +55,7 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "td3": ("td3/td3.py", CHEETAH),
     "discrete sac": ("discrete_sac/discrete_sac.py", SHORT),
     "crossq": ("crossq/crossq.py", [*CHEETAH, "network.critic_hidden_sizes=[256,256]"]),
-    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu"]),
+    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu", "loss.ppo_epochs=2"]),
     "a2c": ("a2c/a2c_mujoco.py", [*ON_POLICY, "loss.device=cpu"]),
 }
 
