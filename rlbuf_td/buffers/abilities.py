@@ -280,7 +280,8 @@ def loads(
     """Continue from a dump of :meth:`dumps`, with the same batches as the buffer that was saved. Executes nothing.
 
     Every file is checked against its checksum first. The buffer must have parts of the same classes; its rows are
-    replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities, and warns.
+    replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities, and warns. Open
+    trajectories with ids (``("collector", "traj_ids")``) end with the load, as new collectors give the ids again.
 
     Args:
         path: the folder of the dump.
@@ -346,7 +347,7 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
             parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}
             load_or_restore(parts, state_dict)
             TensorDictReplayBuffer.load_state_dict(rb, state_dict)
-            load_trajectories(rb.storage, state_dict.get("_trajectories", []))
+            load_trajectories(rb, state_dict.get("_trajectories", []))
 
 
 # -- sharing

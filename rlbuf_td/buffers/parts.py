@@ -21,7 +21,6 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from rlbuf_td.writers.ring import continue_after_newest
 
 
@@ -47,6 +46,8 @@ class Parts(NamedTuple):
         """Return the parts; ``collates``: the buffer has a collate function of the user's."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
+        if wrapper is not None:
+            wrapper.watch(storage)  # before rows are loaded, whose trajectories end then
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
@@ -115,9 +116,6 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
         samplers.append(inner)
-    for each in samplers:
-        if isinstance(each, SamplerWrapper):  # it needs trajectories: one index, made now, serves all processes
-            TrajectoryIndex.of(storage, done_key=each.done_key, traj_key=each.traj_key)
     for part in (*samplers, *storage._attached_entities):
         share = getattr(part, "share_memory_", None)
         if share is not None:

@@ -139,7 +139,7 @@ class _Load:
             rb.writer._cursor, rb.writer._write_count = (saved["writer"]["state"].get(name, 0) for name in _COUNTERS)
         else:
             parts.restore_buffer(rb, saved["buffer"], saved["generator"])
-        parts.load_trajectories(storage, saved["trajectories"])
+        parts.load_trajectories(rb, saved["trajectories"])
         connect()
         if rb.replay_count is not None:
             same = not self.rows_only and (self.rows is None or self.rows.fit.is_same)

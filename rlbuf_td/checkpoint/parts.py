@@ -150,13 +150,15 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
     ]
 
 
-def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
-    """Continue from :func:`trajectories_of`, over the same rows. Other indices read the rows again."""
+def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
+    """Continue from :func:`trajectories_of`, over the same rows. Other indices read the rows again.
+
+    Open trajectories that are numbered end here: what is written next may be of a new collector with the same numbers.
+    """
+    storage = rb.storage
     for each in storage._attached_entities:
         if isinstance(each, TrajectoryIndex):
             each.load_state_dict({})
-        elif hasattr(each, "mark_load"):
-            each.mark_load()
     for each in saved:
         traj_key = None if each["traj_key"] is None else tuple(each["traj_key"])
         index = TrajectoryIndex.of(storage, done_key=tuple(each["done_key"]), traj_key=traj_key)
@@ -164,6 +166,11 @@ def load_trajectories(storage: Storage, saved: list[dict[str, Any]]) -> None:
             index.load_state_dict(each["state"])
         except ValueError:  # of a storage of another size or device
             index.load_state_dict({})
+    for each in storage._attached_entities:
+        if hasattr(each, "mark_load"):
+            each.mark_load()
+    if rb.episode_stats is not None:
+        rb.episode_stats.forget_open()
 
 
 def _default_generators(storage: Storage) -> dict[str, Any]:

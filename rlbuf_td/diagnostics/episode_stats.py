@@ -121,6 +121,11 @@ class EpisodeStats:
         self._lane_slot, self._keys, self._lengths, self._touched = (np.zeros(0, np.int64) for _ in range(4))
         self._sums = np.zeros((0, metrics))
 
+    def forget_open(self) -> None:
+        """Forget the open episodes that have trajectory ids, as a load does: a new collector gives the ids again."""
+        self._count_pending()
+        self._keys[self._keys >= 0] = _FREE
+
     def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
         """Count steps.
 

@@ -99,6 +99,12 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     def _trajectories(self, storage: Storage) -> TrajectoryIndex:
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
+    def watch(self, storage: Storage) -> None:
+        """Follow the trajectories of a storage from now on, also for the wrappers inside this one."""
+        self._trajectories(storage)
+        if self._inner is not None:
+            self._inner.watch(storage)
+
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
         """Draw rows, and return their index with the revised entries: ``{key: [B, ...]}``, nested keys included."""
         flat, info, batch = self.draw_batch(storage, batch_size)

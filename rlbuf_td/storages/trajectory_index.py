@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -314,6 +315,13 @@ class TrajectoryIndex:
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
+
+    def mark_load(self) -> None:
+        """Let no numbered trajectory run from loaded rows into the next: a new collector numbers its own from 0."""
+        with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
+            boundaries = self.boundaries()
+            if self._name is not None:
+                boundaries.head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
