@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rlbuf_td.__main__ import main
+from rlbuf_td.__main__ import COMMANDS, _parser, main
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,15 @@ def test_a_command_that_cannot_work_says_why_and_exits_with_status_2(arguments, 
         status = stop.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_says_what_a_command_is_for_and_gives_an_example_that_works(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert "example: python -m rlbuf_td" in text
+    if command:
+        purpose, example, _ = COMMANDS[command]
+        assert purpose[1:40] in " ".join(text.split())
+        assert _parser().parse_args([command, *example.split()]).command == command
