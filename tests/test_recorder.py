@@ -198,6 +198,30 @@ def test_a_reset_mask_begins_new_episodes_in_its_lanes_only():
     assert (ids[0] == ids[1]).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_step_that_fails_in_the_environment_breaks_off_every_episode(error):
+    class Failing(Walk):
+        def step(self, action: Any) -> Any:
+            result = super().step(action)
+            if len(self.history) == 3:
+                raise error
+            return result
+
+    env = SyncVectorEnv([partial(Walk, "box", 50), partial(Failing, "box", 50)], autoreset_mode=MODES[2])
+    recorder = started(env)
+    for _ in range(2):
+        recorder.step(np.zeros(2, int))
+    with pytest.raises(error):
+        recorder.step(np.zeros(2, int))
+    with pytest.raises(RuntimeError, match="after a step that failed"):
+        recorder.step(np.zeros(2, int))
+    recorder.reset(options={"reset_mask": np.array([False, True])})
+    recorder.step(np.zeros(2, int))
+    ids = recorder.buffer.storage["collector", "traj_ids"]
+    assert len(ids) == 3
+    assert (ids[1] != ids[2]).all()
+
+
 def test_no_two_recorders_of_a_buffer_give_a_trajectory_the_same_number():
     env = Walk("box", 50)
     rb = ReplayBuffer.from_env(env, 100)

@@ -260,7 +260,7 @@ def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_
         ({"obs": {"a": np.zeros(3, object)}}, "'a' is a ndarray of dtype object"),
         ({"obs": {1: 2}}, "keys are strings, got 1"),
         ({"obs": {"next": 1}}, "a key 'next', which a transition needs for itself"),
-        ({"terminated": 0}, "'terminated' must be bool, or an array of bool, got int64"),
+        ({"terminated": 0}, "'terminated' must be bool, or an array of bool, got torch.int64"),
         ({"truncated": np.zeros(2, bool)}, r"'truncated' has shape \(2,\), expected that of 'terminated', \(3,\)"),
         ({"action": np.zeros(2)}, r"'action' has shape \(2,\), expected \(3,\) in front"),
         ({"reward": 1.0}, r"\('next', 'reward'\) has shape \(\), expected \(3,\) in front"),

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.envs.infos import fill_, fill_final_, fill_info_, fill_infos_, info_example, joined, part_of, to_array
+from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
 from rlbuf_td.envs.specs import Key, autoreset_mode_of, leaves_of, paths_of, schema_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
@@ -93,8 +93,7 @@ class GymnasiumRecorder:
             raise ValueError(f"stretch must be at least 1, got {stretch}")
         if isinstance(infos, str):
             raise TypeError(f"infos must be a sequence of names or a dict with defaults, got the string {infos!r}")
-        if not buffer._initialized:
-            buffer._init()
+        buffer._initialize()
         schema = schema_of(env)
         self.buffer, self.env, self.stretch = buffer, env, stretch
         self._single = not schema.ndim
@@ -153,7 +152,8 @@ class GymnasiumRecorder:
         """
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
-        broken = (lanes & ~self._ended & ~self._fresh).nonzero()[0].tolist()
+        begun = np.ones_like(lanes) if self._obs is None else lanes  # all: a failed step is missing in each lane
+        broken = (begun & ~self._ended & ~self._fresh).nonzero()[0].tolist()
         if self._trajectory_key is None and broken:
             remedy = "let them end, or store trajectory numbers"
             raise RuntimeError(f"reset breaks off episodes in lanes {broken}, and no trajectory_key tells: {remedy}")
@@ -161,7 +161,7 @@ class GymnasiumRecorder:
         self._notice_load()
         self._write_stretches(lanes)
         self._ended &= ~lanes
-        self._begin(lanes)
+        self._begin(begun)
         return self._obs, info
 
     def step(self, action: Any, **extras: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -177,7 +177,7 @@ class GymnasiumRecorder:
             SchemaError: an entry has another dtype or shape than its space, or than in the first step.
         """
         if self._obs is None:
-            raise RuntimeError("call the recorder's reset() before its first step(), and after a step that it refused")
+            raise RuntimeError("call the recorder's reset() before its first step(), and after a step that failed")
         self._notice_load()
         resetting = np.count_nonzero(self._ended)  # quicker than any()
         if resetting and self._mode == "Disabled":
@@ -189,9 +189,10 @@ class GymnasiumRecorder:
             before = deepcopy((self._obs, action))  # the environment may write over it
         else:
             self._fill_before(self._obs, action, extras)
+        self._obs = None  # if this step fails or is refused, the next one does not follow it
         result = self.env.step(action)
-        self._obs = None  # if this step is refused, the next one does not follow it
-        info = joined(result[4]) if isinstance(result[4], list) else result[4]
+        info = [result[4]] if self._single and self._infos else result[4]
+        info = joined(info) if isinstance(info, list) else info
         if self._queues is None:
             self._queues = self._make_queues(extras, info)
             self._fill_before(*before, extras)
@@ -247,10 +248,7 @@ class GymnasiumRecorder:
         more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in leaves_of(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
-        more |= {
-            ("next", *path): info_example(path, default, info, self._lanes, self._single)
-            for path, default in self._infos.items()
-        }
+        more |= {("next", *path): info_example(path, x, info, self._lanes) for path, x in self._infos.items()}
         schema = self._schema.copy()
         for key, value in more.items():
             if schema.get(key, None) is not None or key == ("next",):
@@ -263,6 +261,8 @@ class GymnasiumRecorder:
         self._extra_keys = {key for key, _ in leaves_of(extras)}
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
         self._terminated, self._truncated, self._done = (queues.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
+        after = {key[1:]: column for key, column in queues.columns.items() if key[0] == "next"}
+        self._info_columns = [(after[path], path, value) for path, value in self._infos.items()]
         self._single_now = queues.now[0]
         if self._trajectory_key is not None:
             queues.columns[self._trajectory_key][...] = self._trajectories
@@ -270,10 +270,9 @@ class GymnasiumRecorder:
 
     def _fill_before(self, obs: Any, action: Any, extras: Mapping[str, Any]) -> None:
         columns = self._columns
-        for key, path in self._obs_paths:
-            fill_(columns[key], part_of(obs, path), key)
-        for key, path in self._action_paths:
-            fill_(columns[key], part_of(action, path), key)
+        for paths, value in ((self._obs_paths, obs), (self._action_paths, action)):
+            for key, path in paths:
+                fill_(columns[key], part_of(value, path), key)
         if extras or self._extra_keys:
             given = dict(leaves_of(extras))
             if given.keys() != self._extra_keys:
@@ -293,13 +292,8 @@ class GymnasiumRecorder:
         same_step = self._mode == "SameStep" and np.count_nonzero(done)
         if same_step:
             fill_final_(self._columns, self._next_paths, info, done)
-        for path, default in self._infos.items():
-            key = ("next", *path)
-            column = self._columns[key]
-            if self._single:
-                fill_info_(column, path, default, info)
-            else:
-                fill_infos_(column, path, default, info, done if same_step else None, lanes)
+        for column, path, default in self._info_columns:
+            fill_infos_(column, path, default, info, done if same_step else None, lanes)
         return done
 
     def _store(self, queues: LaneQueues, lanes: np.ndarray | None, done: np.ndarray) -> None:
@@ -318,12 +312,8 @@ class GymnasiumRecorder:
                 self._write(queues.step)
             if queues.steps > _FAR_AHEAD and not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"a lane is {_FAR_AHEAD} time steps behind another, as its episodes end so much more often: what "
-                    "the others record waits in memory. Use same-step autoreset, or a buffer with flat=True.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+                reason = f"a lane is {_FAR_AHEAD} time steps behind another, and the others' transitions wait in memory"
+                warnings.warn(f"{reason}: use same-step autoreset or a flat buffer", RuntimeWarning, stacklevel=3)
 
     def _write_stretches(self, lanes: np.ndarray) -> None:
         if not self._flat or self._queues is None or not self._queues.pending:
@@ -332,5 +322,4 @@ class GymnasiumRecorder:
             self.buffer.extend(self._queues.take_stretch(int(lane)))
 
     def _write(self, step: TensorDict) -> None:
-        has_transforms = len(self.buffer._transform)
-        self.buffer.add(step.clone() if has_transforms else step)  # a transform may change it
+        self.buffer.add(step.clone() if len(self.buffer._transform) else step)  # a transform may change it

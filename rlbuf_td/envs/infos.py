@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from rlbuf_td.envs.specs import Key, tensors_of
 from rlbuf_td.storages.schema import SchemaError, show_key
+
+Mask: TypeAlias = np.ndarray | None
 
 
 def part_of(value: Any, path: Key) -> Any:
@@ -61,7 +63,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a list of one dict per lane (Gymnasium's ``DictInfoToList``) as a vector environment gives infos."""
+    """Return a list of one dict per lane (as of Gymnasium's ``DictInfoToList``) as a vector environment gives infos."""
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         parts = [info.get(name) for info in infos]
@@ -75,24 +77,8 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def fill_info_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any]) -> None:
-    """Copy an info of a single environment, or its default, into its column."""
-    value, _ = look_up(info, path)
-    value = default if value is None else value
-    if value is None:
-        raise _missing_info(path)
-    fill_(column, _converted(value, column.dtype), ("next", *path))
-
-
-def fill_infos_(
-    column: np.ndarray,
-    path: Key,
-    default: Any,
-    info: Mapping[str, Any],
-    ended: np.ndarray | None,
-    lanes: np.ndarray | None,
-) -> None:
-    """Copy an info of a vector environment, or its default, into some lanes (``None``: all) of its column ``[E, ...]``.
+def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
+    """Copy an info, or its default, into some lanes (``None``: all) of its column ``[E, ...]``.
 
     ``ended``: lanes that were reset within this step, whose values are in ``final_info``.
     """
@@ -112,10 +98,10 @@ def fill_infos_(
         column[missing] = to_array(default)
 
 
-def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int, single: bool) -> torch.Tensor:
+def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int) -> torch.Tensor:
     """Return an info, or its default, for every lane: an example that sets dtype and shape."""
     value, present = (tensors_of(default, *path), True) if default is not None else look_up(info, path)
-    if value is not None and default is None and not single:
+    if value is not None and default is None:
         found = to_array(value)[np.broadcast_to(present, lanes)]
         value = _stacked(found)[0] if len(found) else None
     if value is None:

@@ -48,7 +48,6 @@ class LaneQueues:
 
     @property
     def steps(self) -> int:
-        """The number of rows that a queue has room for."""
         return len(self._ring)
 
     def push(self, lanes: np.ndarray | None = None) -> None:

@@ -200,8 +200,7 @@ def _is_space(source: Any) -> bool:
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
     """Return the entries of an observation: those of a Dict, or one named ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
-    is_tuple = not isinstance(space, TensorSpec) and isinstance(space, sys.modules["gymnasium"].spaces.Tuple)
-    is_dict = isinstance(value, TensorDictBase) and not is_tuple
+    is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}
     refuse_taken(observation)
     return observation

@@ -76,7 +76,7 @@ def _observation(obs: Any, *path: str) -> dict[str, Any]:
 def _flag(value: Any, name: str) -> torch.Tensor:
     flag = tensors_of(value, name)
     if not isinstance(flag, torch.Tensor) or flag.dtype is not torch.bool:
-        got = str(flag.dtype).removeprefix("torch.") if isinstance(flag, torch.Tensor) else type(value).__name__
+        got = getattr(flag, "dtype", type(value).__name__)
         raise SchemaError(f"{name!r} must be bool, or an array of bool, got {got}")
     return flag
 
