@@ -265,11 +265,12 @@ def test_refused_update_changes_nothing(rb, entry):
 
 
 def test_writes_count_the_generations_that_another_writer_begins_to_track(rb):
-    step = steps(1, None, 0)[0]
-    rb.add(step)
-    other = ReplayBuffer(storage=rb.storage, writer=RingWriter(track_generations=True))
-    other.add(step)
-    assert [other.writer.generations_of(rb.add(step)).item() for _ in range(2)] == [1, 0]
+    rb.add(steps(1, None, 0)[0])
+    other = RingWriter(track_generations=True)
+    other.register_storage(rb.storage)
+    other._cursor = rb.writer._cursor
+    other.extend(steps(CAPACITY, None, 1))  # a whole round: the ring goes on in order
+    assert [other.generations_of(rb.add(steps(1, None, 0)[0])).item() for _ in range(2)] == [1, 1]
 
 
 def test_new_rows_get_the_eps_of_a_loaded_state_in_shared_memory(rb):
