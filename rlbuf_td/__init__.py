@@ -15,6 +15,7 @@ In docstrings B is the size of a batch, N the number of rows, T time steps and E
 shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
 """
 
+from rlbuf_td.buffers.prioritized import PrioritizedReplayBuffer
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.checkpoint import CheckpointError
@@ -49,6 +50,7 @@ __all__ = [
     "MinibatchSampler",
     "NStepSampler",
     "PackedStorage",
+    "PrioritizedReplayBuffer",
     "ProportionalSampler",
     "RankSampler",
     "ReplayBuffer",

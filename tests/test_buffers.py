@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
@@ -23,6 +24,7 @@ from torchrl.envs.transforms import Compose, DoubleToFloat, ObservationNorm, Ren
 
 from rlbuf_td import (
     PackedStorage,
+    PrioritizedReplayBuffer,
     ProportionalSampler,
     RankSampler,
     ReplayBuffer,
@@ -165,6 +167,50 @@ def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
         assert_same(rb[index], transitions(20)[index])
     words = "20 of 60 rows", "bytes a row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "33.3%"
     assert [word for word in words if word not in repr(rb)] == []
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "general"])
+def test_a_buffer_may_leave_the_report_out_as_torchrls_plain_one_does(sampler):
+    slices = SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False)
+    options = {"sampler": slices} if sampler == "general" else {}
+    kinds: list[tuple[Any, dict[str, Any]]] = [(ReplayBuffer, {}), (ReplayBuffer, {"include_info": False})]
+    kinds.append((TorchRLReplayBuffer, {}))
+    buffers = [cls(storage=PackedStorage(40), batch_size=8, **options, **more) for cls, more in kinds]
+    found = []
+    for rb in buffers:
+        flags = {name: torch.zeros(40, 1, dtype=torch.bool) for name in ("done", "truncated")}
+        rb.extend(TensorDict({"x": torch.arange(40), "next": flags}, [40]))
+        for _ in range(2):  # the general path, then the plan
+            batch, (_, info) = rb.sample(), rb.sample(return_info=True)
+        assert "index" in info
+        found.append(("index" in batch, bool(batch["next", "truncated"].any())))
+    assert found == [(True, sampler == "general"), (False, False), (False, False)]
+
+
+def test_the_keywords_of_torchrls_prioritized_buffer():
+    rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.9, storage=lambda: PackedStorage(30), batch_size=4, prefetch=3)
+    assert (rb.sampler.alpha, rb.sampler.beta, rb.sampler.eps, rb.storage.max_size) == (0.7, 0.9, 1e-8, 30)
+    rb.extend(transitions(20))
+    batch = rb.sample()
+    batch["td_error"] = torch.full((4,), 2.0)
+    rb.update_tensordict_priority(batch)
+    assert (rb.sampler.priority(batch["index"]) == 2).all()
+    again = ReplayBuffer(storage=PackedStorage(30))
+    again.extend(batch.exclude("td_error"))  # without the sampler's report
+    assert {"priority_weight", "sampled_at"}.isdisjoint(again.storage[:].keys())
+    rb.extend(batch.exclude("td_error"))
+    options: list[dict[str, Any]] = [{"sync": False}, {"sampler_device": "cpu"}]
+    for refused in options:
+        with pytest.raises(NotImplementedError, match="sync=False and sampler_device="):
+            PrioritizedReplayBuffer(alpha=0.7, beta=0.9, **refused)
+
+
+def test_add_and_extend_name_each_other():
+    rb = filled(20)
+    with pytest.raises(ValueError, match="got a single one: use add"):
+        rb.extend(transitions(1)[0])
+    with pytest.raises(SchemaError, match="If these are several transitions, use extend"):
+        rb.add(transitions(3))
 
 
 def test_parts_have_defaults_and_may_be_made_at_the_first_use():

@@ -15,6 +15,7 @@ from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, one_a_row
 from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 
 def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
@@ -65,8 +66,7 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
 
 def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
     parts = rb._parts or rb._initialize()
-    if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
-        raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+    data = _transitions(data, how)
     if parts.writes_generally:
         general = {} if how == "add" else {"update_priority": update_priority}
         return getattr(TensorDictReplayBuffer, how)(rb, data, **general)
@@ -90,13 +90,27 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
                 refuse_errors(td_error)
     with parts.storage.lock if parts.is_packed else rb._locked():
         parts = rb._parts  # under the lock: another thread may have replaced the sampler
-        index = getattr(parts.writer, how)(rows)
+        try:
+            index = getattr(parts.writer, how)(rows)
+        except SchemaError as error:
+            if how == "extend" or data.ndim != parts.storage.ndim:
+                raise
+            raise SchemaError(f"{error} If these are several transitions, use extend.") from None
         getattr(parts.sampler, how)(index)
         if td_error is not None and parts.prioritized is not None:
             parts.prioritized.update_priority(index, td_error, storage=parts.storage)
         if rb._write_plan is None or not rb._write_plan.holds():
             rb._write_plan = make_write_plan(rb, parts)
     return index
+
+
+def _transitions(data: Any, how: str) -> TensorDictBase:
+    """Return the transitions that were given, without what a prioritized sampler reported of a sampled batch."""
+    if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
+        raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
+    if how == "extend" and not data.ndim:
+        raise ValueError("extend takes several transitions, [n], got a single one: use add")
+    return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in data.keys() else data
 
 
 def mark_update(rb: Any, index: Any) -> None:
