@@ -136,7 +136,9 @@ def run(checkout: Path, recipe: str, side: str, prefetch: int) -> dict[str, Any]
         folder, name = Path(temporary, "recipe"), Path(script).name
         shutil.copytree((checkout / "sota-implementations" / script).parent, folder)
         for path in folder.rglob("*.py"):
-            path.write_text(re.sub(r"(prefetch(?:: int)?\s*=\s*)\d+", rf"\g<1>{prefetch}", path.read_text()))
+            source = re.sub(r"(prefetch(?:: int)?\s*=\s*)\d+", rf"\g<1>{prefetch}", path.read_text())
+            # The recipes call the wrong method where they replay by priority, and fail with TorchRL's buffers, too.
+            path.write_text(source.replace(".update_priority(sampled_", ".update_tensordict_priority(sampled_"))
             if side == "ours":
                 swap(path, NAMES)
         output = Path(temporary, "measured")
