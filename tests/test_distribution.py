@@ -50,6 +50,7 @@ READ_ONLY = "mount --make-rprivate / && mount -t tmpfs tmpfs $TMPDIR && mount -o
 EVERYTHING = """
 import sys
 from pathlib import Path
+import torch
 from rlbuf_td.__main__ import main
 from tests.test_learner_device import SAMPLERS, buffer, data
 
@@ -57,7 +58,8 @@ for name, sampler in SAMPLERS.items():
     rb = buffer(sampler())
     for step in range(3):
         rb.extend(data(20, 20 * step))
-        rb.update_tensordict_priority(rb.sample().set("td_error", rb.sample()["action"].float()))
+        batch = rb.sample()
+        rb.update_tensordict_priority(batch.set("td_error", torch.rand(batch.batch_size)))
 assert main(["demo", "--steps", "1500", "--out", sys.argv[1] + "/out"]) in (0, 1)
 assert main(["demo", "--steps", "1500"]) == 2  # the folder for its picture cannot be made
 assert list(Path(sys.argv[1]).glob("rlbuf_td_*/*/*/*/*.nbc"))
