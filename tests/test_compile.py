@@ -194,7 +194,7 @@ def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
         optimizer.step()
         losses.append(float(loss.detach()))
         seen |= set(index.tolist())
-    check_tree(sampler.tree, 0.6, 1e-6)
+    check_tree(sampler.tree, 0.6, sampler.eps)
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
     return rb, seen
 

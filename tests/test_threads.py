@@ -91,7 +91,7 @@ def usual(rb: ReplayBuffer, may_be_empty: bool = False) -> tuple[Crowd, list[int
         try:
             batch = rb.sample()
         except RuntimeError as error:
-            if may_be_empty and "empty buffer" in str(error):
+            if may_be_empty and "empty storage" in str(error):
                 return
             raise
         assert is_whole(batch)

@@ -322,7 +322,7 @@ def describe(rb: Any) -> str:
 def repair(rb: Any) -> None:
     """Make priorities consistent after a process has died while it held the lock."""
     if rb._parts is not None and rb._parts.prioritized is not None:
-        rb._parts.prioritized.repair(rb._parts.storage)
+        rb._parts.prioritized.priorities.repair(rb._parts.storage)
 
 
 def state_dict(rb: Any) -> dict[str, Any]:

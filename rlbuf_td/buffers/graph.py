@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.parts import BufferOfParts
 from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
-from rlbuf_td.samplers.common import GraphCapturable
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -77,7 +77,7 @@ class CapturedStep:
                 "UniformSampler(unique=True), or sample outside of a graph)"
             )
         if not len(storage):
-            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+            raise RuntimeError(EMPTY)
         return storage
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:

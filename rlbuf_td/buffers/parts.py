@@ -132,6 +132,7 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
         storage.attach(rb)
         storage._rng = rb._rng
+        rb._writer._storage = None  # no longer the old one
         rb._writer.register_storage(storage)
         if isinstance(rb._writer, RoundRobinWriter):
             continue_after_newest(rb._writer, storage)

@@ -22,7 +22,7 @@ from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
-from rlbuf_td.samplers.prioritized import ALPHA, BETA, LARGEST, WEIGHED
+from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.tensordict_fast import entries_of
@@ -145,7 +145,8 @@ class PrioritizedPlan(Plan, ABC):
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.values
-        self.priorities, self.step, self.lock = sampler.table.addresses, step_of(size, True), Lock()
+        self.law: Any = sampler.law
+        self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
         self.table = self.priorities.ctypes.data
         super().__init__(storage, sampler, size, gathers)
 
@@ -198,12 +199,12 @@ class ProportionalPlan(PrioritizedPlan):
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.table.addresses is self.priorities
+            and self.law.table.addresses is self.priorities
             and self.settings[ALPHA] == self.settings[WEIGHED]
         )
 
     def scale(self) -> tuple[float, ...]:
-        return self.settings[WEIGHED], self.sampler.eps
+        return self.settings[WEIGHED], self.law.eps
 
 
 class RankPlan(PrioritizedPlan):
@@ -212,16 +213,16 @@ class RankPlan(PrioritizedPlan):
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
         self.draws, self.assigns = self.kernels.sample_rank, self.kernels.update_rank
-        self.law, self.lock = sampler.law, cast(ChunkedOrder, sampler.table).lock
-        self.fixed = self.law.head.data_ptr(), self.law.alpha, self.law.shift
+        self.ranks, self.lock = sampler.law.ranks, cast(ChunkedOrder, sampler.law.table).lock
+        self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
 
     def holds(self) -> bool:
         """See :meth:`Plan.holds`; loading and sharing replace the order's memory, and alpha the law."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
-            and self.sampler.table.addresses is self.priorities
-            and self.settings[ALPHA] == self.law.alpha
+            and self.law.table.addresses is self.priorities
+            and self.settings[ALPHA] == self.ranks.alpha
         )
 
 

@@ -176,9 +176,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
         self._parts = parts
         if parts.prioritized is not None:
-            parts.prioritized.follow(parts.storage)
+            parts.prioritized.priorities.follow(parts.storage)
             if default_priorities:
-                parts.prioritized.admit(parts.storage)
+                parts.prioritized.priorities.admit(parts.storage)
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
 

@@ -26,7 +26,7 @@ from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.samplers import RankSampler
-from rlbuf_td.samplers.prioritized import ALPHA, LARGEST, WEIGHED
+from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -56,8 +56,8 @@ class WritePlan:
         self.extents = self.rows.layout.extents
         self.sources = np.empty(len(self.extents), np.int64)
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
-        self.priorities = sampler.table.addresses if parts.prioritized is not None else None
-        self.lock = cast(ChunkedOrder, sampler.table).lock if type(sampler) is RankSampler else Lock()
+        self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
+        self.lock = cast(ChunkedOrder, sampler.law.table).lock if type(sampler) is RankSampler else Lock()
         self.lead: torch.Size | None = None  # of the last write
         self.expected: list[tuple[torch.dtype, torch.Size]] = []
         self.boundaries = boundaries
@@ -109,7 +109,7 @@ class WritePlan:
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
-            and (self.priorities is None or self.sampler.table.addresses is self.priorities)
+            and (self.priorities is None or self.sampler.law.table.addresses is self.priorities)
             and getattr(self.sampler, "eps", 0.0) == self.eps
             and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
         )

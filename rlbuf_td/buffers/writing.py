@@ -123,7 +123,7 @@ def mark_range(rb: Any, start: int, count: int) -> None:
     """Tell the sampler that ``count`` flat rows from ``start`` on have been written; writers call it."""
     parts = rb._parts or rb._initialize()
     if parts.prioritized is not None:
-        parts.prioritized.mark_range(start, count, storage=parts.storage)
+        parts.prioritized.priorities.enter_range(start, count, parts.storage)
     elif type(parts.sampler).mark_update is not Sampler.mark_update:
         index = coordinates(torch.arange(start, start + count, device=parts.storage.device), parts.storage)
         mark_update(rb, torch.stack(index, -1) if isinstance(index, tuple) else index)

@@ -98,7 +98,7 @@ def health(
             report["top_mass"] = float(top.sum() / probability.sum())
         report |= _quantiles("priority", priorities(storage, sampler))
     if isinstance(inner := unwrapped(sampler), Prioritized):
-        report["refused_priorities"] = float(inner.refused_priorities)
+        report["refused_priorities"] = float(inner.law.table.refused)
     if rows and replays is not None:
         counts = replays.counts()[:rows]
         report |= {"replays_mean": float(counts.double().mean()), "replays_max": float(counts.max())}

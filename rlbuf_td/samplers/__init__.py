@@ -9,6 +9,8 @@ from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
+UniformSampler.without_replacement = MinibatchSampler
+
 __all__ = [
     "HindsightSampler",
     "MinibatchSampler",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,7 +19,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.storages.indexing import Index, coordinates, moved
 
-EMPTY = "cannot sample from an empty buffer: extend it first"
+EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 
 
 class OwnSignature:
@@ -27,24 +31,64 @@ class OwnSignature:
         return signature.replace(parameters=others, return_annotation=inspect.Signature.empty)
 
 
-class RowSampler(Sampler):
-    """Base of the samplers that draw rows: TorchRL's protocol around :meth:`draw` and :meth:`snapshot`; abstract."""
+class Setting:
+    """An attribute that ``check(name, value)`` checks and converts whenever it is set; reading it calls nothing.
+
+    If it ``is_fixed``, it can be set once only.
+    """
+
+    def __init__(self, check: Callable[[str, Any], Any], is_fixed: bool) -> None:
+        self._check, self._is_fixed = check, is_fixed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, part: Any, value: Any) -> None:
+        if self._is_fixed and self._name in part.__dict__:
+            raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is made: make another one")
+        part.__dict__[self._name] = self._check(self._name, value)
+        part._changed()
+
+
+def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
+    return Setting(check, is_fixed)
+
+
+class Replaceable(type(Sampler)):  # type: ignore[misc]
+    """The metaclass by which ``replacement=False`` makes a ``without_replacement`` instead, as in TorchRL."""
+
+    def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
+
+
+class StatefulSampler(Sampler):
+    """Base of this package's samplers: how their state is saved; abstract."""
 
     __signature__ = OwnSignature()
+    _shown: ClassVar[tuple[str, ...]] = ()
+    """The attributes that ``repr`` shows."""
 
-    @abstractmethod
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+    _setting_names: ClassVar[tuple[str, ...]] = ()
+    """The attributes that a user may change between draws, and that are saved."""
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows; raises what the class says of sampling.
+    def _changed(self) -> None:
+        """Follow a change of a setting."""
 
-        Returns:
-            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or of prioritized samplers
-            ``{"priority_weight": [B] float32}``.
-        """
-        flat, info = self.draw(storage, batch_size)
-        return coordinates(flat, storage), info
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._setting_names}
+
+    @contextmanager
+    def _set(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Change settings; if one is refused, or the block fails, all are as they were."""
+        before = self._settings()
+        try:
+            for name, value in settings.items():
+                setattr(self, name, value)
+            yield
+        except Exception:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
@@ -69,6 +113,68 @@ class RowSampler(Sampler):
             CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
         """
         self.load_state_dict(load_state(path, type(self).__name__))
+
+    def add(self, index: Any) -> None:
+        """Do nothing; TorchRL's buffers call it after a write."""
+
+    extend = add
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rng": None}
+
+    def __repr__(self) -> str:
+        shown = (f"{name.lstrip('_')}={getattr(self, name)!r}" for name in self._shown)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class RowSampler(StatefulSampler):
+    """Base of the samplers that draw rows: TorchRL's protocol around :meth:`draw`; abstract."""
+
+    @abstractmethod
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """Draw ``batch_size`` rows; raises what the class says of sampling.
+
+        Returns:
+            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or of prioritized samplers
+            ``{"priority_weight": [B] float32}``.
+        """
+        flat, info = self.draw(storage, batch_size)
+        return coordinates(flat, storage), info
+
+
+class OneStorage:
+    """The storage whose rows a sampler's state is about; a sampler cannot serve the rows of two."""
+
+    def __init__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        self._storage: Callable[[], Storage | None] = _no_storage
+
+    def claim(self, storage: Storage) -> None:
+        """Serve ``storage`` from now on.
+
+        Raises:
+            ValueError: another one is served, which is still in use.
+        """
+        if self._storage() is storage:
+            return
+        if self._storage() is not None:
+            gc.collect()  # a storage and what is attached to it refer to each other
+            if self._storage() is not None:
+                reason = "this sampler serves another storage, and its state belongs to the rows of that one"
+                raise ValueError(f"{reason}: give each buffer a sampler of its own")
+        self._storage = ref(storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_storage": _no_storage}
+
+
+def _no_storage() -> None:
+    """Stand for a weak reference to no storage."""
 
 
 class GraphCapturable(ABC):
@@ -103,12 +209,39 @@ def permutation(count: int, generator: torch.Generator | None, device: torch.dev
     return torch.randperm(count, generator=generator, device=source).to(device)
 
 
-def exponent(name: str, value: float) -> float:
-    """Return a setting as a float; raise a ValueError if it is negative, NaN or infinite."""
+def exponent(name: str, value: Any) -> float:
     number = float(value)
     if not 0.0 <= number < float("inf"):
         raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
     return number
+
+
+def fraction(name: str, value: Any) -> float:
+    number = float(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    return number
+
+
+def whole(least: int) -> Callable[[str, Any], int]:
+    """Return a check for whole numbers; schedulers set NumPy floats, too."""
+
+    def check(name: str, value: Any) -> int:
+        number = float("nan") if isinstance(value, bool) else float(value)
+        if not (number >= least and number.is_integer()):
+            raise ValueError(f"{name} must be a whole number, at least {least}, got {value}")
+        return int(number)
+
+    return check
+
+
+def one_of(*choices: Any) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
+            raise ValueError(f"{name} must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}, got {value!r}")
+        return value
+
+    return check
 
 
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import put_values_
-from rlbuf_td.samplers.common import uniform_numbers
+from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.rows import Rows
@@ -96,6 +96,9 @@ class HindsightSampler(SamplerWrapper):
 
     _level = 1
     _setting_names = ("her_ratio", "only_finished")
+    _shown = ("her_ratio", "strategy")
+    only_finished: bool = setting(lambda name, value: bool(value))
+    her_ratio: float = setting(fraction)
 
     def __init__(
         self,
@@ -115,32 +118,13 @@ class HindsightSampler(SamplerWrapper):
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self._only_finished = bool(only_finished)
-        self.her_ratio = her_ratio
+        self.only_finished, self.her_ratio = only_finished, her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
 
-    @property
-    def her_ratio(self) -> float:
-        """See the class."""
-        return self._her_ratio
-
-    @her_ratio.setter
-    def her_ratio(self, value: float) -> None:
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"her_ratio is a probability, 0 to 1, got {value}")
-        self._her_ratio = float(value)
-        self.law = Law(tuple(self._her_ratio * share for share in self._shares), self._only_finished)
-
-    @property
-    def only_finished(self) -> bool:
-        """See the class."""
-        return self._only_finished
-
-    @only_finished.setter
-    def only_finished(self, value: bool) -> None:
-        self._only_finished = bool(value)
-        self.law = self.law._replace(only_finished=self._only_finished)
+    def _changed(self) -> None:
+        if "her_ratio" in self.__dict__:  # which is set last
+            self.law = Law(tuple(self.her_ratio * share for share in self._shares), self.only_finished)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
@@ -222,9 +206,6 @@ class HindsightSampler(SamplerWrapper):
         yield from (self.goal_key, ("next", *self.goal_key), self.reward_key, "relabeled")
         if self.terminated_fn is not None:
             yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.sampler!r}, her_ratio={self.her_ratio:g}, strategy={self.strategy!r})"
 
 
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:

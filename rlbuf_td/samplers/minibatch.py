@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import SamplerWithoutReplacement, Storage
 
-from rlbuf_td.samplers.common import EMPTY, RowSampler, permutation
+from rlbuf_td.samplers.common import EMPTY, OneStorage, RowSampler, permutation, setting, whole
 from rlbuf_td.storages.indexing import device_of
 
 
@@ -26,8 +26,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         drop_last: leave out the rest of an epoch, rather than make a short batch of it.
 
     Raises:
-        TypeError: ``epochs`` is no int.
-        ValueError: ``epochs`` is less than 1; (when sampling) ``drop_last``, and fewer rows than a batch has.
+        ValueError: ``epochs`` is no whole number of at least 1; (when sampling) ``drop_last``, and fewer rows than a
+            batch has; or the rows of two buffers.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) a batch, and one permutation an epoch.
@@ -43,6 +43,9 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
     """
 
+    epochs: int = setting(whole(1))
+    _shown = ("epochs", "shuffle", "drop_last", "epoch")
+
     def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)
         self.epochs = epochs
@@ -51,19 +54,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._order: Tensor | None = None  # the rows in the order of this epoch; None between epochs
         self._in_pass = False  # within a `for` over a buffer
         self._resumes = False  # a state was loaded that was saved within one
-
-    @property
-    def epochs(self) -> int:
-        """How often each row is drawn."""
-        return self._epochs
-
-    @epochs.setter
-    def epochs(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"epochs must be an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"epochs must be at least 1, got {value}")
-        self._epochs = value
+        self._serves = OneStorage()
 
     epoch = property(attrgetter("_epoch"), doc="The number of epochs that are over, ``0 <= epoch < epochs``.")
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
@@ -87,15 +78,16 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._position = stop = min(start + batch_size, rows)
         if stop == rows or (self.drop_last and rows - stop < batch_size):
             self._order, self._position = None, 0
-            self._epoch = (self._epoch + 1) % self._epochs
+            self._epoch = (self._epoch + 1) % self.epochs
         self.ran_out = self._order is None and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads draw no further ahead than this.
-        self._remaining_batches = 0 if self.ran_out else self._epochs * per_epoch - drawn
+        self._remaining_batches = 0 if self.ran_out else self.epochs * per_epoch - drawn
         return order[start:stop], {}
 
     def order(self, storage: Storage) -> Tensor:
         """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""
+        self._serves.claim(storage)
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
             self.restart()
@@ -115,6 +107,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     def _empty(self) -> None:
         super()._empty()
+        self._serves.release()
         self.restart()
 
     def begin_pass(self) -> bool:
@@ -160,10 +153,6 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved: then the epochs start anew."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
-
-    def __repr__(self) -> str:
-        settings = f"epochs={self._epochs}, shuffle={self.shuffle}, drop_last={self.drop_last}"
-        return f"{type(self).__name__}({settings}, epoch={self._epoch})"
 
 
 def _is_order(order: Tensor, rows: int) -> bool:

@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
+from rlbuf_td.samplers.common import fraction, setting, whole
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
@@ -76,6 +77,9 @@ class NStepSampler(SamplerWrapper):
 
     _level = 2
     _setting_names = ("n_steps", "gamma")
+    _shown = ("n_steps", "gamma")
+    n_steps: int = setting(whole(1))
+    gamma: float = setting(fraction)
 
     def __init__(
         self,
@@ -93,34 +97,12 @@ class NStepSampler(SamplerWrapper):
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
             raise ValueError(f"the reward of a transition lies in 'next', got reward_key={reward_key!r}")
 
-    @property
-    def n_steps(self) -> int:
-        """See the class."""
-        return self._n_steps
-
-    @n_steps.setter
-    def n_steps(self, value: int) -> None:
-        if value < 1 or value != int(value):
-            raise ValueError(f"n_steps must be a whole number, at least 1, got {value}")
-        self._n_steps = int(value)
-
-    @property
-    def gamma(self) -> float:
-        """See the class."""
-        return self._gamma
-
-    @gamma.setter
-    def gamma(self, value: float) -> None:
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"gamma must be between 0 and 1, got {value}")
-        self._gamma = float(value)
-
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         boundaries = self._bound_to(storage).trajectories.boundaries()
         if isinstance(boundaries, FlagBoundaries):
-            put_gamma(boundaries, self._gamma)
-        return super().prepare_graph(storage, batch_size), self._n_steps
+            put_gamma(boundaries, self.gamma)
+        return super().prepare_graph(storage, batch_size), self.n_steps
 
     def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
         return partial(self._sum_, storage, super()._reviser(storage, drawn))
@@ -133,10 +115,10 @@ class NStepSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> None:
-        n, bound = self._n_steps, self._bound_to(storage)
+        n, bound = self.n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
         if revise is None:
-            total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self._gamma)
+            total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
             after = rows_at(storage, last)
         else:  # a revision may change rewards and flags: read all rows of all steps
             window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
@@ -147,7 +129,7 @@ class NStepSampler(SamplerWrapper):
             for key in bound.ends:
                 end |= leaf_of(steps, key).reshape(*window.shape, -1).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
-            total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self._gamma))
+            total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self.gamma))
             after = steps.select("next")[first * n + taken - 1]
         leaf_of(after, self.reward_key).copy_(total)
         steps_taken = taken.view(-1, *[1] * (total.ndim - 1))
@@ -165,6 +147,3 @@ class NStepSampler(SamplerWrapper):
     def _revised_keys(self) -> Iterator[NestedKey]:
         yield from super()._revised_keys()
         yield from ("next", "steps_to_next_obs")
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.sampler!r}, n_steps={self.n_steps}, gamma={self.gamma:g})"

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import EMPTY, exponent, uniform_numbers
-from rlbuf_td.samplers.prioritized import ALPHA, BETA, WEIGHED, Prioritized, Reduction, WeightNorm
+from rlbuf_td.samplers.common import exponent
+from rlbuf_td.samplers.priorities import ALPHA, BETA, WEIGHED, Law
+from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.shared.memory import SharedNumbers
+
+
+class ProportionalLaw(Law):
+    """Weights ``(magnitude + eps) ** alpha`` in a sum tree."""
+
+    table: sum_tree.SumTree
+    blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
+
+    def __init__(self, settings: SharedNumbers, eps: float) -> None:
+        super().__init__(settings)
+        self.eps = exponent("eps", eps)
+
+    def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
+        return sum_tree.SumTree.empty(capacity, device)
+
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+        drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
+        if drawn is None:
+            raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
+        return drawn
+
+    def probability(self, flat: Tensor) -> Tensor:
+        return self.table.weight[flat] / self.table.total
+
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps, counts)
+
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self.eps)
+
+    def weigh(self, anew: bool = False) -> None:
+        settings = self.settings.values
+        if anew or settings[ALPHA] != settings[WEIGHED]:
+            settings[WEIGHED] = settings[ALPHA]  # first: if the process dies after it, the repair uses the new alpha
+            sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
+
+    def restore_(self, tensors: dict[str, Tensor]) -> None:
+        self.table.clear_()
+        self.table.magnitude.copy_(tensors["magnitude"])
+        self.table.weight.copy_(tensors["weight"])
+        sum_tree.rebuild_(self.table)
+
+    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
+        settings = self.settings
+        largest = sum_tree.prepare_capture(self.table, settings[ALPHA], self.eps, settings[BETA], rows)
+        return largest, largest is not None and self.table.device_state
 
 
 class ProportionalSampler(Prioritized):
@@ -23,16 +70,18 @@ class ProportionalSampler(Prioritized):
         w_i = (N P(i))^{-\beta} / \max_j w_j
 
     Args:
-        max_capacity: number of rows, at least the storage's ``max_size``.
+        max_capacity: number of rows; it grows to the storage's ``max_size``.
         alpha: how far priorities count, at least 0; 0 is uniform.
         beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
             TorchRL's ``ParameterScheduler`` too.
-        eps: added to every magnitude, so that a row with a TD error of 0 is drawn again.
+        eps: added to every magnitude, so that a row with a TD error of 0 is drawn again. The default is TorchRL's.
+        dtype: for TorchRL's sake: of float32 and float64, weights are always float64.
         stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
             rather than independently. Any part of the batch has rows from all segments.
         weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
             (``None``).
         reduction: how TorchRL's buffers turn several TD errors of a row into one.
+        device: priorities live with the rows; another device than theirs is refused.
         max_priority_within_buffer: new rows enter with the highest magnitude now stored, rather than the highest ever
             seen. Finding it is O(N) whenever the highest row has lost its place.
 
@@ -40,8 +89,8 @@ class ProportionalSampler(Prioritized):
     magnitude.
 
     Raises:
-        ValueError: an argument is out of range; (when sampling) the storage holds more than ``max_capacity`` rows;
-            (with priorities) an error is NaN or infinite: nothing has changed.
+        ValueError: an argument is out of range; (in a buffer) the sampler serves the rows of another one, or ``device``
+            is not theirs; (with priorities) an error is NaN or infinite: nothing has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
         MemoryError: the priorities can never fit into memory.
 
@@ -64,61 +113,33 @@ class ProportionalSampler(Prioritized):
         tensor([1, 1, 3, 3, 3, 3, 3, 3])
     """
 
-    table: sum_tree.SumTree
-    _blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
+    law: ProportionalLaw
 
     def __init__(
         self,
         max_capacity: int,
         alpha: float = 0.6,
         beta: float = 0.4,
-        eps: float = 1e-6,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float64,
+        reduction: Reduction = "max",
+        max_priority_within_buffer: bool = False,
+        device: torch.device | str | None = None,
         *,
         stratified: bool = True,
         weight_norm: WeightNorm = "buffer",
-        reduction: Reduction = "max",
-        max_priority_within_buffer: bool = False,
     ) -> None:
-        self._eps = exponent("eps", eps)
-        self._within_buffer = max_priority_within_buffer
-        self._largest_row = 0
-        super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+        law = partial(ProportionalLaw, eps=eps)
+        rules = stratified, weight_norm, reduction, device, max_priority_within_buffer
+        super().__init__(max_capacity, law, alpha, beta, *rules)
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        rows = len(storage)
-        if rows == 0:
-            raise RuntimeError(EMPTY)
-        settings = self.settings.values
-        if settings[ALPHA] != settings[WEIGHED]:
-            self._weigh()
-        uniform = uniform_numbers(batch_size, self._rng, self.device)
-        drawn = sum_tree.draw(self.table, uniform, self.stratified, rows, settings[BETA], self.weight_norm)
-        if drawn is None:
-            raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
-        return drawn[0], {"priority_weight": drawn[1]}
-
-    eps = property(attrgetter("_eps"), doc="What is added to every magnitude.")
+    eps = property(attrgetter("law.eps"), doc="What is added to every magnitude.")
     max_priority_within_buffer = property(
-        attrgetter("_within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
+        attrgetter("priorities.within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
     )
-    tree = property(attrgetter("table"), doc="The table, which functions of :mod:`rlbuf_td.kernels.sum_tree` take.")
-
-    @property
-    def default_priority(self) -> Any:
-        """The magnitude that a new row enters with."""
-        if self._within_buffer:
-            self._find_largest()
-        return super().default_priority
-
-    def _find_largest(self) -> None:
-        """Search the rows for the largest magnitude, unless the row found last time still has it."""
-        magnitude = self.table.magnitude
-        if backend_of(magnitude) != "numba":
-            self._largest_on_device = magnitude.max()
-        elif float(magnitude[self._largest_row]) != self.largest_magnitude:
-            self._largest_row = int(magnitude.argmax())
-            self._see(float(magnitude[self._largest_row]))
+    tree = property(attrgetter("law.table"), doc="What functions of :mod:`rlbuf_td.kernels.sum_tree` take.")
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
@@ -130,48 +151,35 @@ class ProportionalSampler(Prioritized):
         """
         return sum(tensor.nbytes for tensor in sum_tree.SumTree.empty(capacity, "meta").tensors().values())
 
-    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
-        self._weigh()
-        return self.table.weight[self._rows(index, storage)] / self.table.total
-
-    def _make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
-        return sum_tree.SumTree.empty(capacity, device)
-
-    def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self._eps, counts)
-
-    def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        sum_tree.fill_(self.table, start, count, magnitude, self.settings[WEIGHED], self._eps)
-
-    def _weigh(self, anew: bool = False) -> None:
-        settings = self.settings.values
-        if anew or settings[ALPHA] != settings[WEIGHED]:
-            settings[WEIGHED] = settings[ALPHA]  # first: if the process dies after it, the repair uses the new alpha
-            sum_tree.reweigh_(self.table, settings[WEIGHED], self._eps)
-
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self._largest_row = 0
-        self.table.clear_()
-        self.table.magnitude.copy_(tensors["magnitude"])
-        self.table.weight.copy_(tensors["weight"])
-        sum_tree.rebuild_(self.table)
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        settings, tree = super().prepare_graph(storage, batch_size), self.table
-        largest = sum_tree.prepare_capture(tree, self.alpha, self._eps, self.beta, len(storage))
-        if largest is not None:
-            self._see(largest)
-        return settings, largest is not None and tree.device_state
-
     def snapshot(self) -> dict[str, Any]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        return super().snapshot() | {"eps": self._eps, "max_priority_within_buffer": self._within_buffer}
+        """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
+        return super().snapshot() | {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
+        """Continue from :meth:`state_dict`, or from that of TorchRL's ``PrioritizedSampler``.
+
+        Its trees hold weights, from which TD errors are computed back; of alpha = 0, where they say nothing, every row
+        gets the largest one.
+
+        Raises:
+            ValueError: the state is of a smaller capacity or of another sampler; this one stays as it was.
+        """
+        if "_sum_tree" in state_dict:
+            state_dict = self._from_torchrl(state_dict)
         eps = exponent("eps", state_dict["eps"])
         super().load_state_dict(state_dict)
-        self._eps = eps
-        self._within_buffer = state_dict.get("max_priority_within_buffer", self._within_buffer)
+        self.law.eps = eps
+        self.priorities.within_buffer = bool(
+            state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
+        )
+
+    def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
+        tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
+        capacity = max(len(tree), self.priorities.capacity)
+        weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")
+        seen = state["_max_priority"][0]
+        largest = -1.0 if seen is None else float(seen)
+        magnitude = (weight ** (1 / alpha) - eps).clamp(min=0.0) if alpha else torch.full_like(weight, abs(largest))
+        saved = {"magnitude": torch.where(weight > 0, magnitude, -1.0), "weight": weight}
+        found = {"alpha": alpha, "beta": float(state["_beta"]), "eps": eps, "largest": largest}
+        return found | {"max_capacity": capacity, "priorities": self.priorities.resized(saved, None, capacity)}

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
-from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels import rank_order
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.samplers.common import EMPTY, uniform_numbers
-from rlbuf_td.samplers.prioritized import ALPHA, BETA, Prioritized, Reduction, WeightNorm
-from rlbuf_td.storages.indexing import flat_rows
+from rlbuf_td.samplers.common import whole
+from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
+from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
 _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"
+
+
+class LawOfRanks(Law):
+    """Weights ``rank ** -alpha`` over rows in the order of their magnitudes.
+
+    Attributes:
+        ranks: the probabilities of ranks, of the alpha in use.
+    """
+
+    table: rank_order.RankOrder
+    blank: ClassVar = {"magnitude": -1.0}
+
+    def __init__(self, settings: SharedNumbers, stale_updates: int) -> None:
+        super().__init__(settings)
+        self._stale_updates = whole(0)("stale_updates", stale_updates)
+        self.ranks = rank_order.rank_law(settings[ALPHA], "cpu")
+
+    def make(self, capacity: int, device: torch.device | str) -> rank_order.RankOrder:
+        with outside_inference_mode():
+            magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
+            return rank_order.make_order(magnitude, self._stale_updates)
+
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+        beta = self.settings.values[BETA]
+        drawn = self.table.draw(self.ranks, uniform, stratified=stratified, beta=beta, norm=norm)
+        if drawn is None:
+            raise RuntimeError(_NO_ROWS)
+        return drawn
+
+    def probability(self, flat: Tensor) -> Tensor:
+        ranks = self.table.ranks_of(flat)
+        weight = ranks.clamp(min=1).to(torch.float64).pow(-self.ranks.alpha)
+        return torch.where(ranks > 0, weight / rank_order.mass(self.ranks, self.table.count().clamp(min=1)), 0.0)
+
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        return self.table.update_(flat, td_error, rows, counts)
+
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        self.table.fill_(start, count, magnitude)
+
+    def weigh(self, anew: bool = False) -> None:
+        if self.settings.values[ALPHA] != self.ranks.alpha:
+            self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
+        if anew:
+            self.table.assign_(self.table.magnitude.clone())
+
+    def restore_(self, tensors: dict[str, Tensor]) -> None:
+        self.table.assign_(tensors["magnitude"])
+        self.ranks = rank_order.rank_law(self.settings[ALPHA], self.table.magnitude.device)
+
+    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
+        return self.table.prepare_capture(self.ranks, self.settings[BETA], rows), self.table
 
 
 @final
@@ -59,10 +112,7 @@ class RankSampler(Prioritized):
         tensor([ 3, 12,  6,  4])
     """
 
-    table: rank_order.RankOrder
-    law: rank_order.RankLaw
-    """The probabilities of ranks, of the alpha in use."""
-    _blank: ClassVar = {"magnitude": -1.0}
+    law: LawOfRanks
 
     def __init__(
         self,
@@ -75,35 +125,19 @@ class RankSampler(Prioritized):
         reduction: Reduction = "max",
         stale_updates: int = 0,
     ) -> None:
-        if stale_updates < 0:
-            raise ValueError(f"stale_updates must be at least 0, got {stale_updates}")
-        self._stale_updates = int(stale_updates)
-        super().__init__(max_capacity, alpha, beta, stratified=stratified, weight_norm=weight_norm, reduction=reduction)
-        self.law = rank_order.rank_law(self.alpha, self.device)
+        law = partial(LawOfRanks, stale_updates=stale_updates)
+        super().__init__(max_capacity, law, alpha, beta, stratified, weight_norm, reduction)
 
-    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        if not len(storage):
-            raise RuntimeError(EMPTY)
-        settings = self.settings.values  # the hot path: with few calls
-        if settings[ALPHA] != self.law.alpha:
-            self._weigh()
-        uniform, beta = uniform_numbers(batch_size, self._rng, self.device), settings[BETA]
-        drawn = self.table.draw(self.law, uniform, stratified=self.stratified, beta=beta, norm=self.weight_norm)
-        if drawn is None:
-            raise RuntimeError(_NO_ROWS)
-        return drawn[0], {"priority_weight": drawn[1]}
+    order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 
-    order = property(attrgetter("table"), doc="The rows in the order of their magnitudes.")
-
-    def rank(self, index: Any, *, storage: Any | None = None) -> torch.Tensor:
+    def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
         """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
 
         The arguments are those of :meth:`priority`. Raises an IndexError (on the CPU) if a row is out of range.
         """
-        return self.table.ranks_of(flat_rows(index, storage, self.device))
+        return self.law.table.ranks_of(self.priorities.rows(index, storage))
 
-    def cumulative(self, n: int) -> torch.Tensor:
+    def cumulative(self, n: int) -> Tensor:
         """Return the cumulative weights ``1, 1 + 2^-alpha, ...`` of ranks ``1 .. n``, ``[n]`` float64. O(n).
 
         Example:
@@ -112,7 +146,7 @@ class RankSampler(Prioritized):
         """
         return rank_order.cumulative(self.alpha, n)
 
-    def segments(self, k: int) -> torch.Tensor:
+    def segments(self, k: int) -> Tensor:
         """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
 
         A rank on the boundary of two segments is drawn from both, from each in proportion to its share. Raises a
@@ -128,12 +162,13 @@ class RankSampler(Prioritized):
         """
         if k < 1:
             raise ValueError(f"a batch has at least 1 segment, got k={k}")
-        rows = self.table.count()
+        self.law.weigh()
+        rows, ranks = self.law.table.count(), self.law.ranks
         if not rows:
             raise RuntimeError(_NO_ROWS)
-        edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (rank_order.mass(self.law, rows) / k)
-        first = rank_order.ranks_of_mass(self.law, edges[:-1], rows)
-        last = rank_order.ranks_of_mass(self.law, edges[1:].nextafter(edges.new_zeros(())), rows)
+        edges = torch.arange(k + 1, dtype=torch.float64, device=self.device) * (rank_order.mass(ranks, rows) / k)
+        first = rank_order.ranks_of_mass(ranks, edges[:-1], rows)
+        last = rank_order.ranks_of_mass(ranks, edges[1:].nextafter(edges.new_zeros(())), rows)
         return torch.stack([first, last], 1)
 
     @classmethod
@@ -146,42 +181,6 @@ class RankSampler(Prioritized):
         """
         return rank_order.order_bytes(capacity, torch.device(device))
 
-    def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """See :class:`~rlbuf_td.samplers.prioritized.Prioritized`."""
-        self._weigh()
-        ranks = self.table.ranks_of(self._rows(index, storage))
-        weight = ranks.clamp(min=1).to(torch.float64).pow(-self.law.alpha)
-        return torch.where(ranks > 0, weight / rank_order.mass(self.law, self.table.count().clamp(min=1)), 0.0)
-
-    def _make(self, capacity: int, device: torch.device | str) -> rank_order.RankOrder:
-        with outside_inference_mode():
-            magnitude = torch.full((capacity,), -1.0, dtype=torch.float32, device=device)
-            return rank_order.make_order(magnitude, self._stale_updates)
-
-    def _update(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        return self.table.update_(flat, td_error, rows, counts)
-
-    def _fill(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        self.table.fill_(start, count, magnitude)
-
-    def _weigh(self, anew: bool = False) -> None:
-        if self.settings.values[ALPHA] != self.law.alpha:
-            self.law = rank_order.rank_law(self.alpha, self.device)
-        if anew:
-            self.table.assign_(self.table.magnitude.clone())
-
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
-        self.table.assign_(tensors["magnitude"])
-        self.law = rank_order.rank_law(self.alpha, self.device)
-
-    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
-        settings = super().prepare_graph(storage, batch_size)
-        largest = self.table.prepare_capture(self.law, self.beta, len(storage))
-        if largest is not None:
-            self._see(largest)
-        return settings, self.table
-
     def forget_order(self) -> None:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`: sort again at the next draw."""
-        self.table.forget_order()
+        self.law.table.forget_order()

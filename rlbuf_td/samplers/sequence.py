@@ -11,13 +11,14 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers.common import permutation
+from rlbuf_td.samplers.common import fraction, one_of, permutation, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper, columns_of, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
+_priority = one_of("max", "mix")
 _ROUNDS = 200  # of draws for windows that fit, on the CPU
 _BLIND_ROUNDS = 8  # on CUDA, where the host does not wait to see whether all fit
 
@@ -64,6 +65,13 @@ class SequenceSampler(SamplerWrapper):
     of the anchors. In TorchRL's, which hand over no anchors, they are taken to be the first rows after burn-in: use
     ``"pad"`` or ``"strict"`` there.
 
+    Unlike TorchRL's ``SliceSampler``, it wraps a sampler of rows, and pads unless told otherwise. Of its arguments
+    ``slice_len`` is ``length``, ``end_key`` is ``done_key``, ``num_slices`` is ``batch_size`` over ``length``, and
+    ``strict_length``, ``pad_output`` and ``span`` are ``boundary``: ``"strict"`` does what their defaults do. There is
+    no ``end_keys`` or ``truncated_key`` (flags lie beside ``done_key``); no ``step_key``, ``ends`` or ``trajectories``
+    (the storage tells them); no ``fragmented``, ``cache_values``, ``compile`` or ``use_gpu`` (an index that lives with
+    the rows is kept up to date).
+
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
     Example:
@@ -81,6 +89,11 @@ class SequenceSampler(SamplerWrapper):
 
     _level = 3
     _setting_names = ("eta",)
+    _shown = ("length", "burn_in", "boundary", "priority_rule")
+    length: int = setting(whole(1), is_fixed=True)
+    burn_in: int = setting(whole(0), is_fixed=True)
+    boundary: Boundary = setting(one_of("pad", "shift", "strict"), is_fixed=True)
+    eta: float = setting(fraction)
 
     def __init__(
         self,
@@ -96,18 +109,8 @@ class SequenceSampler(SamplerWrapper):
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
-        if length < 1 or length != int(length):
-            raise ValueError(f"length must be a whole number, at least 1, got {length}")
-        if burn_in < 0 or burn_in != int(burn_in):
-            raise ValueError(f"burn_in must be a whole number, at least 0, got {burn_in}")
-        if boundary not in ("pad", "shift", "strict"):
-            raise ValueError(f"boundary must be 'pad', 'shift' or 'strict', got {boundary!r}")
-        if priority not in ("max", "mix"):
-            raise ValueError(f"priority must be 'max' or 'mix', got {priority!r}")
-        if not 0.0 <= eta <= 1.0:
-            raise ValueError(f"eta must be between 0 and 1, got {eta}")
-        self.length, self.burn_in, self.boundary = int(length), int(burn_in), boundary
-        self.priority_rule, self.eta = priority, float(eta)
+        self.length, self.burn_in, self.boundary = length, burn_in, boundary
+        self.priority_rule, self.eta = _priority("priority", priority), eta
         beside = self.done_key[:-1]
         self.flag_keys = as_tuple(init_key), (*beside, "truncated"), (*beside, "done")
 
@@ -244,9 +247,3 @@ class SequenceSampler(SamplerWrapper):
             return largest
         mean = magnitude.sum(1) / learned.view(-1, self.window).sum(1).clamp(min=1)
         return self.eta * largest + (1 - self.eta) * mean
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.sampler!r}, length={self.length}, burn_in={self.burn_in}, "
-            f"boundary={self.boundary!r}, priority={self.priority_rule!r})"
-        )

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, Replaceable, RowSampler, uniform_numbers
 from rlbuf_td.storages.indexing import device_of
 
 
-class UniformSampler(RowSampler, GraphCapturable):
+class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
     """Draw every row that has been written with equal probability.
 
     Args:
         unique: draw no row twice within a batch (the batch is then an ordered sample without replacement).
+        replacement: as in TorchRL: ``False`` makes a :class:`MinibatchSampler`, of whose arguments the others are.
 
     Raises:
         RuntimeError: (when sampling) the buffer is empty.
@@ -39,7 +40,10 @@ class UniformSampler(RowSampler, GraphCapturable):
         tensor([0, 1, 2, 3])
     """
 
-    def __init__(self, *, unique: bool = False) -> None:
+    _shown = ("unique",)
+    without_replacement: ClassVar[type[Sampler]]
+
+    def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
         self._rows_in_graph: DeviceScalars | None = None  # the number of rows, where recorded draws read it
 
@@ -101,9 +105,6 @@ class UniformSampler(RowSampler, GraphCapturable):
         """Write nothing: the constructor takes the setting."""
 
     loads = dumps
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(unique={self.unique})"
 
 
 def without_repetitions(values: torch.Tensor) -> torch.Tensor:

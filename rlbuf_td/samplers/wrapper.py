@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from operator import attrgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -11,9 +11,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.checkpoint.parts import resized_state
-from rlbuf_td.samplers.common import GraphCapturable, OwnSignature
+from rlbuf_td.samplers.common import GraphCapturable, StatefulSampler
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
@@ -26,13 +25,13 @@ Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
 def _of_inner(name: str) -> Any:
     """Return a property that is an attribute of the wrapped sampler."""
     return property(
-        lambda self: getattr(self.sampler, name),
+        attrgetter(f"sampler.{name}"),
         lambda self, value: setattr(self.sampler, name, value),
         doc=f"The ``{name}`` of the wrapped sampler.",
     )
 
 
-class SamplerWrapper(GraphCapturable, PrioritizedSampler):
+class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     """Base of the samplers that wrap another one; abstract.
 
     The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
@@ -47,15 +46,11 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
     priorities, updates do nothing.
     """
 
-    __signature__ = OwnSignature()
-
     sampler: Sampler
     innermost: Sampler
     """The sampler that draws the rows."""
     _level: ClassVar[int]
     """A wrapper wraps those of lower levels."""
-    _setting_names: ClassVar[tuple[str, ...]] = ()
-    """The attributes, all numbers, that a user may change between draws."""
 
     def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
         if not isinstance(sampler, Sampler):
@@ -146,17 +141,20 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the settings of wrapped samplers there: schedulers know the outermost sampler only."""
+        part: Any = self
+        while part is not None and not hasattr(type(part), name):
+            part = part.__dict__.get("sampler")
+        object.__setattr__(self if part is None else part, name, value)
+
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
         """Pass priorities on to a prioritized sampler."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped sampler, and the settings."""
-        return {"sampler": self.sampler.state_dict(), "settings": self._settings()}
-
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict`, of a wrapped sampler of this package with its tensors rather than copies."""
+        """Return the state of the wrapped sampler, and the settings."""
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
@@ -170,41 +168,18 @@ class SamplerWrapper(GraphCapturable, PrioritizedSampler):
         before, settings = self._settings(), state_dict["settings"]
         if settings.keys() != before.keys():
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
-        try:
-            self._set(settings)
+        with self._set(settings):
             self.sampler.load_state_dict(state_dict["sampler"])
-        except Exception:
-            self._set(before)
-            raise
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
         """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._setting_names}
-
-    def _set(self, settings: dict[str, Any]) -> None:
-        for name, value in settings.items():
-            setattr(self, name, value)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the settings and the wrapped sampler in the folder ``path``."""
-        save_state(Path(path) / "settings", type(self).__name__, self._settings())
-        self.sampler.dumps(Path(path) / "sampler")
-
-    def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved.
-
-        Raises:
-            CheckpointError: the settings are missing, damaged or those of another wrapper.
-        """
-        settings = load_state(Path(path) / "settings", type(self).__name__)
-        self.sampler.loads(Path(path) / "sampler")
-        self._set(settings)
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": None}
+        return super().__getstate__() | {"_bound": None}
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("(", f"({self.sampler!r}, ", 1)
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:

@@ -26,6 +26,7 @@ class RingWriter(RoundRobinWriter):
     data is not stored, the counters have 64 bits, and a refused write moves none. Works over TorchRL's storages, too.
 
     Args:
+        compilable: for TorchRL's sake: writes break the graph of ``torch.compile`` either way.
         track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
 
     Cost: proportional to the rows written.
@@ -40,7 +41,7 @@ class RingWriter(RoundRobinWriter):
         (tensor([4, 5, 2, 3]), 6)
     """
 
-    def __init__(self, *, track_generations: bool = False) -> None:
+    def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
         self._cursor_value = RawValue("q", 0)
         self._write_count_value = RawValue("q", 0)
         self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
@@ -55,6 +56,14 @@ class RingWriter(RoundRobinWriter):
     def counts_generations(self) -> bool:
         """Whether writes count the generations of slots: this writer's, or another one's over the same storage."""
         return self._track_generations or _GENERATIONS in self._storage.__dict__  # in one call: writes ask each time
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write into ``storage`` from now on; ValueError if the writer belongs to another one."""
+        if self._storage not in (None, storage):
+            raise ValueError(
+                "this writer writes to the storage of another buffer: give each buffer a writer of its own"
+            )
+        super().register_storage(storage)
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.

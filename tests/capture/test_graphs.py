@@ -161,7 +161,7 @@ def test_what_cannot_be_captured_is_refused_and_nothing_changes(device, sampler,
 
 
 def test_buffers_that_cannot_be_captured_are_refused():
-    with pytest.raises(RuntimeError, match="empty buffer"):
+    with pytest.raises(RuntimeError, match="empty storage"):
         ReplayBuffer(storage=PackedStorage(5), batch_size=3).capture()()
     with pytest.raises(ValueError, match="how many rows"):
         ReplayBuffer(storage=PackedStorage(5)).capture()

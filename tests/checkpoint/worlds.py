@@ -49,7 +49,7 @@ def make(
     storage: Any = None,
     **kwargs: Any,
 ) -> ReplayBuffer:
-    """Return an empty buffer of ``steps`` time steps, with a generator of its own unless ``seed`` is ``None``."""
+    """Return an empty storage of ``steps`` time steps, with a generator of its own unless ``seed`` is ``None``."""
     rows = steps * max(1, lanes)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     if storage is None:

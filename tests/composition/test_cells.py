@@ -107,7 +107,7 @@ def law(kind: str, rows: int) -> np.ndarray:
         return np.full(rows, 1 / rows)
     error = error_of(torch.arange(rows)).abs().double().numpy()
     if kind == "proportional":
-        weight = (error + 1e-6) ** 0.7
+        weight = (error + 1e-8) ** 0.7
     else:
         rank = 1 + (error[None, :] > error[:, None]).sum(1)
         weight = rank**-0.7

@@ -158,11 +158,11 @@ def test_priorities_that_were_half_changed_are_made_anew(what, sampler, monkeypa
         rb.update_tensordict_priority(batch) if what == "an update" else rb.extend(rows(30, 6))
 
     def spoil() -> None:
-        rb.sampler.table.magnitude[:3] = 77.0
+        rb.sampler.law.table.magnitude[:3] = 77.0
         die()
 
     def lose() -> None:
-        st = rb.sampler.table.chunks
+        st = rb.sampler.law.table.chunks
         st.bits[:3] = -1082130432  # rows that are taken out of the order, to be put in again elsewhere
         st.before[st.top_group[0], 1] -= 3
         die()

@@ -81,7 +81,7 @@ def test_a_write_starts_the_epochs_anew_even_if_the_number_of_rows_stays():
     rb.add(TensorDict({"x": torch.tensor(7)}, []))
     assert rb.sample()["x"].tolist() == [7, 11]
     rb.empty()
-    with pytest.raises(RuntimeError, match="cannot sample from an empty buffer"):
+    with pytest.raises(RuntimeError, match="Cannot sample from an empty storage"):
         rb.sample()
 
 
@@ -123,10 +123,9 @@ def test_the_epoch_and_the_position_can_be_watched():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="epochs must be at least 1, got 0"):
-        MinibatchSampler(0)
-    with pytest.raises(TypeError, match="epochs must be an int, got float"):
-        MinibatchSampler(1.5)  # type: ignore[arg-type]
+    for epochs in (0, 1.5, True):  # the first argument of TorchRL's sampler is drop_last
+        with pytest.raises(ValueError, match=f"epochs must be a whole number, at least 1, got {epochs}"):
+            MinibatchSampler(epochs)  # type: ignore[arg-type]
     rb = buffer(3, MinibatchSampler(drop_last=True), 4)
     with pytest.raises(ValueError, match="drop_last leaves no batch: 3 rows are fewer than the batch size 4"):
         rb.sample()

@@ -28,7 +28,7 @@ class RecentSampler(Sampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         if not len(storage):
-            raise RuntimeError("cannot sample from an empty buffer: extend it first")
+            raise RuntimeError("Cannot sample from an empty storage: extend the buffer first")
         lanes = lanes_of(storage).numel()
         steps, share = len(storage) // lanes, self.eta ** (1_000 * self.count / self.updates)
         newest = min(steps, max(int(share * steps), self.least))
@@ -130,5 +130,5 @@ def test_a_saved_buffer_goes_on_within_its_round(tmp_path):
         assert torch.equal(again.sample()["time"], rb.sample()["time"])
     rb.empty()
     assert rb.sampler.count == 0
-    with pytest.raises(RuntimeError, match="empty buffer: extend it first"):
+    with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         rb.sample()

@@ -39,7 +39,7 @@ def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, g
     assert rb.health()["refused_priorities"] == 2.0
     update(rb, [3], [torch.inf])
     assert rb.health()["refused_priorities"] == 3.0
-    assert rb.sampler.refused_priorities == 3
+    assert rb.sampler.law.table.refused == 3
 
 
 class Descending(ProportionalSampler):

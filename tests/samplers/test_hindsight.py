@@ -105,7 +105,7 @@ def test_the_ratio_may_change_between_draws():
     finished = [made.history.reach(*made.cell(place))[2] for place in batch["index"].tolist()]
     assert batch["relabeled"].tolist() == finished
     assert not all(finished)
-    with pytest.raises(ValueError, match=r"her_ratio is a probability, 0 to 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"her_ratio must be between 0 and 1, got 1\.5"):
         sampler.her_ratio = 1.5
     assert sampler.her_ratio == 1.0
 
@@ -250,8 +250,8 @@ def test_nan_in_rows_that_are_not_relabelled_is_ignored():
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
-        ({"her_ratio": -0.1}, ValueError, "her_ratio is a probability, 0 to 1, got -0.1"),
-        ({"her_ratio": math.nan}, ValueError, "her_ratio is a probability, 0 to 1, got nan"),
+        ({"her_ratio": -0.1}, ValueError, "her_ratio must be between 0 and 1, got -0.1"),
+        ({"her_ratio": math.nan}, ValueError, "her_ratio must be between 0 and 1, got nan"),
         ({"strategy": "past"}, ValueError, "must be one of future, final, episode, random, got 'past'"),
         ({"strategy": {"future": 0.5, "past": 0.5}}, ValueError, "got 'past'"),
         ({"strategy": {"future": 0.5}}, ValueError, "at least 0 and add up to 1"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
@@ -52,7 +54,7 @@ def test_independent_draws_follow_the_law(alpha, rows):
     rb = buffer(128, rows, alpha=alpha, stratified=False)
     td_error = torch.linspace(-2.0, 3.0, rows)
     rb.update_priority(torch.arange(rows), td_error)
-    probability = law(td_error, alpha, 1e-6)
+    probability = law(td_error, alpha, rb.sampler.eps)
     counts = draws(rb, 1_000, 400)
     assert rows < 2 or alpha > 1 or power(probability.numpy(), 400_000, bias=0.02) > 0.95
     assert_follows(counts[:rows], probability)
@@ -65,7 +67,7 @@ def test_in_a_stratified_batch_a_row_comes_as_often_as_the_law_says_and_never_fa
     rb = buffer(128, 100, alpha=0.6)
     td_error = torch.rand(100, generator=torch.Generator().manual_seed(1)) * 4
     rb.update_priority(torch.arange(100), td_error)
-    expected = law(td_error, 0.6, 1e-6) * batch
+    expected = law(td_error, 0.6, rb.sampler.eps) * batch
     total = torch.zeros(100)
     batches = 200_000 // batch
     for _ in range(batches):
@@ -112,7 +114,9 @@ def test_alpha_re_weights_what_is_stored_and_may_go_to_zero_and_back():
     rb.update_priority(torch.arange(10), td_error)
     for alpha in (0.0, 1.0, np.float64(0.3), torch.tensor(0.9)):
         rb.sampler.alpha = alpha
-        torch.testing.assert_close(rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), 1e-6))
+        torch.testing.assert_close(
+            rb.sampler.probability(torch.arange(10)), law(td_error, float(alpha), rb.sampler.eps)
+        )
         check(rb)
 
 
@@ -145,7 +149,7 @@ def test_a_bad_exponent_leaves_the_old_one(name):
         (ProportionalSampler, {"max_capacity": 0}, "max_capacity must be a whole number, at least 1"),
         (ProportionalSampler, {"max_capacity": 3.7}, "max_capacity must be a whole number, at least 1"),
         (RankSampler, {"weight_norm": "mean"}, "weight_norm must be"),
-        (RankSampler, {"stale_updates": -1}, "stale_updates must be at least 0, got -1"),
+        (RankSampler, {"stale_updates": -1}, "stale_updates must be a whole number, at least 0, got -1"),
     ],
 )
 def test_a_bad_setting_is_refused(cls, settings, message):
@@ -226,7 +230,7 @@ def test_emptying_forgets_every_priority_and_shrinking_leaves_only_new_rows(cls)
     rb = buffer(10, 10, cls=cls)
     rb.update_priority(torch.arange(10), torch.full((10,), 50.0))
     rb.empty()
-    with pytest.raises(RuntimeError, match="empty buffer"):
+    with pytest.raises(RuntimeError, match="empty storage"):
         rb.sample()
     rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
     assert rb.sampler.default_priority == 1.0
@@ -243,12 +247,47 @@ def test_new_rows_enter_at_the_highest_now_stored_if_asked():
     assert rb.sampler.priority([0]).tolist() == [3.0]
 
 
-def test_a_sampler_too_small_for_the_storage_is_refused():
-    with pytest.raises(ValueError, match="make it with max_capacity=10"):
-        ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(5))
-    rb = ReplayBuffer(storage=PackedStorage(10))
-    with pytest.raises(ValueError, match="make it with max_capacity=10"):
-        rb.set_sampler(ProportionalSampler(5))
+@pytest.mark.parametrize("make", [lambda: ProportionalSampler(10), lambda: RankSampler(10), MinibatchSampler])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+def test_a_sampler_with_a_state_serves_one_storage_at_a_time(make, cls):
+    data, sampler = TensorDict({"x": torch.zeros(10)}, [10]), make()
+    storage, other = PackedStorage(10), PackedStorage(10)
+    rb = cls(storage=storage, sampler=sampler, batch_size=2)
+    rb.extend(data)
+    rb.sample()
+    other.set(torch.arange(10), data)
+    for use in (lambda: cls(storage=other, sampler=sampler).sample(2), lambda: sampler.sample(other, 2)):
+        with pytest.raises(ValueError, match=r"serves another storage.*give each buffer a sampler of its own"):
+            use()
+    assert cls(storage=storage, sampler=sampler, batch_size=2).sample().shape == (2,)
+    if cls is ReplayBuffer:  # which empties the sampler
+        rb.set_storage(other)
+        rb.extend(data)
+        rb.sample()
+    copied = copy.deepcopy(rb)
+    assert copied.sample().shape == (2,)
+    del rb, copied, storage  # a storage that is gone
+    sampler.sample(other, 2) if cls is ReplayBuffer else cls(storage=PackedStorage(10), sampler=sampler).extend(data)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("alpha", [0.7, 0.0])
+def test_priorities_come_from_the_state_of_torchrls_sampler(dtype, rtol, alpha):
+    theirs = PrioritizedSampler(6, alpha, 0.5, 1e-3, dtype, device="cpu")
+    ours = ProportionalSampler(9, 0.1, 0.1, max_priority_within_buffer=True)
+    td_error = torch.tensor([0.0, 4.0, 0.5, 2.0], dtype=torch.float64)
+    ours.load_state_dict(theirs.state_dict())
+    assert (ours.priority(torch.arange(9)) == -1).all()
+    assert (ours.alpha, ours.beta, ours.eps, ours.default_priority) == (alpha, 0.5, 1e-3, 1.0)
+    theirs.update_priority(torch.tensor([0, 1, 2, 2, 4]), td_error[[0, 1, 0, 2, 3]].to(dtype))  # of two, the last
+    ours.load_state_dict(theirs.state_dict())
+    rows = torch.tensor([0, 1, 2, 4])
+    expected = td_error if alpha else torch.full((4,), 4.0, dtype=torch.float64)
+    torch.testing.assert_close(ours.priority(rows), expected, rtol=rtol, atol=1e-6)
+    assert (ours.priority([3, 5, 6, 7, 8]) == -1).all()
+    assert ours.default_priority == pytest.approx(4.0)
+    torch.testing.assert_close(ours.probability(rows), law(td_error, alpha, 1e-3), rtol=rtol, atol=1e-9)
+    check_tree(ours.tree, alpha, 1e-3) if dtype is torch.float64 else None
 
 
 def test_a_loaded_sampler_goes_on_and_one_of_a_larger_capacity_is_refused():
@@ -258,7 +297,7 @@ def test_a_loaded_sampler_goes_on_and_one_of_a_larger_capacity_is_refused():
     other.load_state_dict(rb.sampler.state_dict())
     assert (other.eps, other.default_priority) == (rb.sampler.eps, 9.0)
     other.update_priority(torch.tensor([3]), torch.tensor([4.0]))
-    check_tree(other.tree, 0.6, 1e-6)
+    check_tree(other.tree, 0.6, 1e-8)
     with pytest.raises(ValueError, match="max_capacity=10, this one 11"):
         ProportionalSampler(11).load_state_dict(rb.sampler.state_dict())
 

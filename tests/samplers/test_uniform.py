@@ -79,7 +79,7 @@ def test_the_generator_of_the_buffer_decides_and_else_the_default_one():
 
 
 def test_an_empty_storage_is_refused():
-    with pytest.raises(RuntimeError, match="empty buffer: extend it first"):
+    with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         UniformSampler().sample(PackedStorage(3), 1)
 
 

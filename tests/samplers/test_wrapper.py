@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from rlbuf_td import (
     HindsightSampler,
@@ -53,6 +54,24 @@ def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
         assert (inner.alpha, inner.beta) == (wrapper.alpha, wrapper.beta) == (0.5, 0.9)
         assert wrapper.innermost is inner
     assert not hasattr(wrap(UniformSampler()), "alpha")
+
+
+def test_schedulers_reach_the_settings_of_every_level_and_a_bad_value_is_refused_at_once():
+    rb = world(WRAPPERS["all"](ProportionalSampler(40))).rb
+    sequence = rb.sampler
+    n_step, hindsight, inner = sequence.sampler, sequence.sampler.sampler, sequence.innermost
+    goals = {"n_steps": (n_step, 5), "gamma": (n_step, 0.5), "her_ratio": (hindsight, 0.25), "eta": (sequence, 0.5)}
+    for name, (part, value) in (goals | {"beta": (inner, 1.0), "weight_norm": (inner, None)}).items():
+        setattr(LinearScheduler(rb, "eta", 1.0, 1).sampler, name, value)
+        assert getattr(part, name) == getattr(sequence, name) == value
+        assert (name in vars(sequence)) == (part is sequence)
+    with pytest.raises(ValueError, match=r"n_steps must be a whole number, at least 1, got 4\.5"):
+        LinearScheduler(rb, "n_steps", 4, 2).step()
+    with pytest.raises(ValueError, match="weight_norm must be 'buffer', 'batch' or None, got 'rows'"):
+        sequence.weight_norm = "rows"
+    with pytest.raises(AttributeError, match="length is fixed when a SequenceSampler is made"):
+        LinearScheduler(rb, "length", 6, 1).step()
+    assert (n_step.n_steps, inner.weight_norm, sequence.length) == (5, None, 3)
 
 
 @both

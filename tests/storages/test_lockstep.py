@@ -258,6 +258,7 @@ class Lockstep(RuleBasedStateMachine):
         else:
             self.dedup = copy.deepcopy(self.dedup) if how == "deepcopy" else pickle.loads(pickle.dumps(self.dedup))
             self.storages = [self.plain, self.dedup]
+            self.writers[1]._storage = None  # a writer belongs to one storage
             self.writers[1].register_storage(self.dedup)
 
     # -- reads

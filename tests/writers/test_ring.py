@@ -167,6 +167,19 @@ def test_an_index_that_comes_with_the_data_is_dropped(kind: str, how: str) -> No
     assert marked["index"].tolist() == [7, 8, 9]
 
 
+def test_a_writer_belongs_to_one_storage() -> None:
+    storage, writer = PackedStorage(4), RingWriter(compilable=True)
+    rb = ReplayBuffer(storage=storage, writer=writer)
+    rb.extend(numbered(0, 3))
+    for cls in (ReplayBuffer, TensorDictReplayBuffer):
+        with pytest.raises(ValueError, match="writes to the storage of another buffer: give each buffer a writer of"):
+            cls(storage=PackedStorage(4), writer=writer)
+    ReplayBuffer(storage=storage, writer=writer).extend(numbered(3, 1))
+    assert (len(storage), writer._cursor) == (4, 0)
+    rb.set_storage(PackedStorage(5))
+    assert rb.extend(numbered(0, 2)).tolist() == [0, 1]
+
+
 def test_counters_have_64_bits() -> None:
     writer = ring(PackedStorage(5))
     writer._write_count = 2**62

@@ -123,7 +123,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
     untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
     if drawn is None:
         # Without counts, all that is known is whether batches were drawn and no priority was ever updated.
-        if getattr(source, "last_draw", None) is None or float(sampler.largest_magnitude) >= 0:
+        if getattr(source, "last_draw", None) is None or float(sampler.priorities.largest) >= 0:
             return
         drawn = torch.ones_like(untouched)
     stale, known = untouched & drawn, int(drawn.sum())

@@ -1,0 +1,244 @@
+"""Priorities apart from TorchRL's protocol: the law by which rows are drawn, and the state that all laws share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from multiprocessing.context import get_spawning_popen
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.sum_tree import REFUSED
+from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
+from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.shared.memory import SharedNumbers
+
+ALPHA, BETA, LARGEST, WEIGHED = range(4)  # the shared settings; the last is the alpha that the stored weights have
+
+
+class Law(ABC):
+    """How magnitudes of TD errors become probabilities of rows, which are flat, ``[B]`` int64; abstract."""
+
+    table: Any
+    """The magnitudes of all rows, -1 for a row without a priority, in the data structure that the law draws from."""
+    blank: ClassVar[dict[str, float]]
+    """The tensors of the table that determine its state, each with its value for a row without a priority."""
+
+    def __init__(self, settings: SharedNumbers) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def make(self, capacity: int, device: torch.device | str) -> Any:
+        """Return a table of rows without priorities."""
+
+    @abstractmethod
+    def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
+        """Draw a row for each of the numbers, and weigh it; RuntimeError (on the CPU) if there is no row to draw."""
+
+    @abstractmethod
+    def probability(self, flat: Tensor) -> Tensor:
+        """Return the probability of each row, ``[B]`` float64."""
+
+    @abstractmethod
+    def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        """Set priorities; arguments and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.update_`."""
+
+    @abstractmethod
+    def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
+        """Give ``count`` rows from ``start`` on one magnitude."""
+
+    @abstractmethod
+    def weigh(self, anew: bool = False) -> None:
+        """Apply alpha if any process has set it, or all weights anew; called under the buffer's lock."""
+
+    @abstractmethod
+    def restore_(self, tensors: dict[str, Tensor]) -> None:
+        """Copy the tensors that determine the state, of the current alpha, into the table."""
+
+    @abstractmethod
+    def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
+        """Copy settings to where graphs read them; return where the largest magnitude is, and what no graph sees."""
+
+
+class Priorities:
+    """The priorities of the rows of one storage.
+
+    Args:
+        law: keeps the magnitudes, and draws.
+        capacity: the number of rows; a larger storage makes it grow.
+        device: where the user wants the priorities; they live with the rows, wherever that is.
+        within_buffer: new rows enter with the largest magnitude now stored rather than the largest seen.
+    """
+
+    def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
+        self.law, self.settings, self.within_buffer = law, law.settings, within_buffer
+        self.capacity, self.device = capacity, torch.device("cpu")
+        self._wanted = None if device is None else torch.device(device)
+        self.serves = OneStorage()
+        self._is_shared = False
+        self._largest_on_device: Tensor | None = None
+        self._largest_row = 0  # where the largest magnitude was found last
+        law.table = law.make(capacity, self.device)
+
+    @property
+    def largest(self) -> Any:
+        """The largest magnitude seen, negative before any; on CUDA a 0-dim tensor, which later updates change."""
+        return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
+
+    @largest.setter
+    def largest(self, value: float | Tensor) -> None:
+        if isinstance(value, Tensor):  # where a device keeps it, which goes on with what was seen before
+            before = self.largest
+            if value is not before:
+                value.clamp_(min=before)
+            self._largest_on_device = value
+        else:
+            self._largest_on_device, self.settings[LARGEST] = None, value
+
+    @property
+    def entry(self) -> Any:
+        """The magnitude that a new row enters with."""
+        if self.within_buffer:
+            self._find_largest()
+        largest = self.largest
+        if isinstance(largest, Tensor):
+            return torch.where(largest < 0, 1.0, largest)
+        return 1.0 if largest < 0 else largest
+
+    def _find_largest(self) -> None:
+        """Search the rows for the largest magnitude, unless the row found last time still has it."""
+        magnitude = self.law.table.magnitude
+        if backend_of(magnitude) != "numba":
+            self._largest_on_device = magnitude.max()
+        elif float(magnitude[self._largest_row]) != self.largest:
+            self._largest_row = int(magnitude.argmax())
+            self.largest = float(magnitude[self._largest_row])
+
+    def rows(self, index: Any, storage: Storage | None) -> Tensor:
+        """Return an index as flat rows; IndexError (on the CPU) if one is out of range."""
+        flat = flat_rows(index, storage, self.device)
+        is_on_host = backend_of(flat) == "numba"
+        if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
+            raise IndexError(f"got rows {flat.min()} to {flat.max()}, there are rows 0 to {self.capacity - 1}")
+        return flat
+
+    def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
+        """Set the priorities of rows below ``rows`` (default: all); ``counts``: the largest is remembered as seen."""
+        if storage is not None:
+            self.follow(storage)
+        self.law.weigh()
+        flat = flat_rows(index, storage, self.device)
+        td_error = as_errors(priority, flat.numel(), self.device)
+        if not flat.numel():
+            return
+        rows = self.capacity if rows is None else rows
+        largest = self.law.update_(flat, td_error, rows, counts)
+        if type(largest) is float and largest == REFUSED:
+            refuse_priorities(flat, td_error, rows)
+        if counts and (isinstance(largest, Tensor) or largest > self.largest):
+            self.largest = largest
+
+    def enter(self, index: Any, storage: Storage | None) -> None:
+        """Let rows that have just been written enter."""
+        entry = torch.as_tensor(self.entry, dtype=torch.float64, device=self.device)
+        self.assign(index, entry, None, storage, counts=False)
+
+    def enter_range(self, start: int, count: int, storage: Storage) -> None:
+        """Let the flat rows ``start, start + 1, ...`` that have just been written enter."""
+        self.follow(storage)
+        self.law.weigh()
+        self.law.fill_(start, count, self.entry)
+
+    def admit(self, storage: Storage) -> None:
+        """Let stored rows without a priority enter as new ones do."""
+        absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
+        if len(absent):
+            self.enter(absent, storage)
+
+    def repair(self, storage: Storage) -> None:
+        """Repair what a process left that died while it changed priorities; rows without one enter as new. O(N)."""
+        self.law.weigh(anew=True)
+        self.admit(storage)
+
+    def follow(self, storage: Storage) -> None:
+        """Move to the storage's device, with room for each of its rows."""
+        self.serves.claim(storage)
+        device, capacity = device_of(storage), max(self.capacity, storage.max_size)
+        if self._wanted not in (None, device, torch.device(device.type)):
+            where = f"priorities live with the rows, which are on {device}, not on {self._wanted}"
+            raise ValueError(f"{where}: leave device= out, or make the storage with device={str(self._wanted)!r}")
+        if device == self.device and capacity == self.capacity:
+            return
+        if self._is_shared:
+            grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
+            raise ValueError(f"{grow}: make it with max_capacity={capacity}, or write before you share the buffer")
+        tensors = self.resized(self.tensors(), None, capacity)
+        self.device, self.capacity = device, capacity
+        self.law.table = self.law.make(capacity, device)
+        self.law.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
+
+    def tensors(self, table: Any = None) -> dict[str, Tensor]:
+        """Return the tensors that determine the state of a table."""
+        return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
+
+    def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
+        """Return saved tensors for ``capacity`` rows, on the CPU: the saved ``rows``, then rows without a priority."""
+        found = {}
+        for name, like in self.tensors(self.law.make(capacity, "meta")).items():
+            kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]
+            found[name] = torch.full(like.shape, self.law.blank[name], dtype=like.dtype, device="cpu")
+            found[name][: len(kept)] = kept
+        return found
+
+    def clear(self) -> None:
+        """Forget all priorities, and whose they are."""
+        self.serves.release()
+        self.largest, self._largest_row = -1.0, 0
+        saved = self.tensors().items()
+        self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
+
+    def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
+        """Take over a saved state.
+
+        Raises:
+            ValueError: it is of a smaller capacity or of another law; nothing has changed.
+        """
+        if capacity < self.capacity:
+            raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
+        if not largest < float("inf"):
+            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is no number")
+        table = self.law.table if self._is_shared else self.law.make(capacity, self.device)
+        refuse_state(tensors, self.tensors(table))
+        self.law.table, self.capacity = table, capacity
+        self.settings[ALPHA], self.settings[BETA], self.settings[WEIGHED] = alpha, beta, alpha
+        self.largest, self._largest_row = largest, 0
+        self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
+
+    def share_memory_(self) -> None:
+        """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""
+        if not self._is_shared:
+            self._is_shared = True
+            self.law.table.share_memory_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        is_spawning = get_spawning_popen() is not None
+        if is_spawning and not self._is_shared:
+            remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, take sync=False"
+            raise RuntimeError(f"a prioritized sampler cannot be shared between processes as it is. {remedy}")
+        return self.__dict__ | {"_is_shared": is_spawning}
+
+
+def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
+    """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
+    if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
+        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
+    for name, expected in blank.items():
+        tensor = tensors[name]
+        kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is the least and the largest
+            raise ValueError(f"the saved {name} holds NaN or infinite values")
