@@ -160,7 +160,7 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
 
 def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
     """Train a DQN by a compiled step that samples, learns and updates priorities, while the buffer fills and wraps."""
-    sampler = ProportionalSampler(400)
+    sampler, eps = ProportionalSampler(400), 1e-8
     rb = ReplayBuffer(storage=PackedStorage(400, device=device), sampler=sampler, batch_size=32)
     network = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)).to(device)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -175,7 +175,7 @@ def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
             best = network(row["next", "observation"]).amax(1, keepdim=True)
             target = row["next", "reward"] + 0.9 * torch.where(row["next", "done"], 0.0, best)
         td_error = (network(row["observation",]).gather(1, row["action",]) - target)[:, 0]
-        sum_tree.update_(tree, index, td_error.detach(), rows, 0.6, 1e-6)
+        sum_tree.update_(tree, index, td_error.detach(), rows, 0.6, eps)
         return (weight * td_error**2).mean(), index
 
     compiled, rows = whole(step, backend), number(0, device)
@@ -194,7 +194,7 @@ def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
         optimizer.step()
         losses.append(float(loss.detach()))
         seen |= set(index.tolist())
-    check_tree(sampler.tree, 0.6, sampler.eps)
+    check_tree(sampler.tree, 0.6, eps)
     assert sum(losses[-10:]) < 0.3 * sum(losses[:10])
     return rb, seen
 

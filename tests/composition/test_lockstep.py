@@ -92,6 +92,7 @@ class Lockstep(RuleBasedStateMachine):
         if how == "state_dict":
             self.world.rb = self.build()
             self.world.rb.load_state_dict(original.state_dict())
+            self.world.fresh = [True] * self.world.lanes  # a load ends the open trajectories
         else:
             self.world.rb = copy.deepcopy(original) if how == "deepcopy" else pickle.loads(pickle.dumps(original))
         batches = []
