@@ -28,7 +28,7 @@ def test_a_buffer_goes_on_where_its_counters_pass_a_limit(limit, sampler, lanes,
     start, steps = limit - 40, CAPACITY // max(1, lanes)
     rb.writer._write_count = start
     rb.storage._mutation_revision_value.value = limit - 20
-    rb.storage.clock._numbers[0] = limit - 30
+    rb.storage.clock.numbers[0] = limit - 30
     rb.stale_updates._numbers[0] = limit - 5
     trajectories = TrajectoryIndex.of(rb.storage)
     written = stale = 0

@@ -317,7 +317,7 @@ def test_times_of_rows_that_were_saved_elsewhere_go_to_where_the_rows_are():
 def test_differences_stay_right_where_the_clock_passes_a_limit(start, out_of_order):
     buffer = Numbered()
     clock = buffer.rb.storage.clock
-    clock._numbers[0] = start
+    clock.numbers[0] = start
     buffer.write(20)
     if out_of_order:
         buffer.rb[torch.tensor([3])] = buffer.rows(1)

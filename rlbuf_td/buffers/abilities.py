@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
@@ -270,7 +271,10 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
     Raises:
         CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
         OSError: for example the disk is full. The previous dump is untouched.
+        NotImplementedError: the storage was given a checkpointer, which would not be asked.
     """
+    if type(rb.storage.checkpointer) is not rb.storage._default_checkpointer:
+        raise NotImplementedError(NO_CHECKPOINTERS)
     dump_buffer(rb, path, progress, sync=sync)
 
 
@@ -353,6 +357,12 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
 # -- sharing
 
 
+def share_if_spawning(rb: Any) -> None:
+    """Share a buffer that is being sent to a spawned process."""
+    if get_spawning_popen() is not None and rb._parts is not None and rb._parts.is_packed:
+        rb.share()
+
+
 def share(rb: Buffer, shared: bool = True) -> Buffer:
     """Let several processes use this buffer: those forked from now on, or spawned and sent it.
 
@@ -375,6 +385,7 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
         return TensorDictReplayBuffer.share(rb, shared)
     with storage.lock:
         share_parts(storage, rb.sampler, rb.writer)
+        rb.stale_updates.share_memory_()
         TensorDictReplayBuffer.share(rb, True)
         rb._write_lock = nullcontext()  # the storage's lock serves processes, too
     return rb

@@ -116,7 +116,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
         samplers.append(inner)
-    for part in (*samplers, *storage._attached_entities):
+    for part in (*samplers, writer, *storage._attached_entities):
         share = getattr(part, "share_memory_", None)
         if share is not None:
             share()

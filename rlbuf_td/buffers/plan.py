@@ -81,7 +81,7 @@ class Plan(Planned):
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
-        self.rows, self.generator, self.length = storage.all_rows(), sampler._rng, storage.counters[0]
+        self.rows, self.generator, self.length = storage.all_rows(), sampler._rng, storage._len_value
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
@@ -144,7 +144,7 @@ class PrioritizedPlan(Plan, ABC):
     fixed: tuple[float, ...] = ()
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
-        self.settings, self.clock = sampler.settings.values, storage.clock.values
+        self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
         self.law: Any = sampler.law
         self.priorities, self.step, self.lock = self.law.table.addresses, step_of(size, True), Lock()
         self.table = self.priorities.ctypes.data

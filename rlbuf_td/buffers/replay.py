@@ -390,6 +390,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     # -- state
 
     def __getstate__(self) -> dict[str, Any]:
+        abilities.share_if_spawning(self)
         state = super().__getstate__()
         state.pop("_own_lock")
         return state | {"_plan": None, "_write_plan": None}  # they hold addresses

@@ -30,7 +30,6 @@ from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.storages.write_clock import BY_ROW, LAST, NOW
 from rlbuf_td.writers import RingWriter
 
 _Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
@@ -72,10 +71,15 @@ class WritePlan:
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
         """Return the fields of the kernel's ``RING``; the plan keeps alive what they point to."""
-        rows, clock = self.rows, addressof(self.storage.clock.values)
-        names = "cursor", "write_count", "length", "revision", "last_cursor"
-        counters = (*parts.writer.counters, *self.storage.counters)
-        numbers = dict(zip(names, map(addressof, counters), strict=True)) | {
+        rows, storage = self.rows, self.storage
+        numbers: dict[str, Any] = {}
+        for names, shared in (
+            (("cursor", "write_count"), parts.writer.numbers),
+            (("length", "revision", "last_cursor"), storage.numbers),
+            (("clock", "clock_last", "clock_by_row"), storage.clock.numbers),
+        ):
+            numbers |= {name: addressof(shared.values) + 8 * at for at, name in enumerate(names)}
+        numbers |= {
             "rows": rows.flat.data_ptr(),
             "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
             "steps": rows.steps,
@@ -83,9 +87,6 @@ class WritePlan:
             "leaves": len(self.extents),
             "extents": self.extents.ctypes.data,
             "sources": self.sources.ctypes.data,
-            "clock": clock + 8 * NOW,
-            "clock_last": clock + 8 * LAST,
-            "clock_by_row": clock + 8 * BY_ROW,
         }
         if self.priorities is not None:
             settings = addressof(self.sampler.settings.values)

@@ -14,6 +14,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, one_a_row
+from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
@@ -58,7 +59,7 @@ def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: b
         return _write(rb, data, how, update_priority)
     time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
     steps = rb.episode_stats.read(data, time_dim=time_dim)  # refuses malformed data before anything is written
-    with rb._locked():
+    with rb._locked(), held_back:
         index = _write(rb, data, how, update_priority)
         rb.episode_stats.record(steps)
     return index
@@ -88,7 +89,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
             td_error = one_a_row(td_error, parts.storage.ndim - (how == "add"), parts.prioritized.reduction)
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error)
-    with parts.storage.lock if parts.is_packed else rb._locked():
+    with parts.storage.lock if parts.is_packed else rb._locked(), held_back:
         parts = rb._parts  # under the lock: another thread may have replaced the sampler
         try:
             index = getattr(parts.writer, how)(rows)
@@ -135,5 +136,5 @@ def empty(rb: Any, empty_write_count: bool = True) -> None:
     Args:
         empty_write_count: reset :attr:`write_count`, too.
     """
-    with rb._emptied_of_prefetched():
+    with rb._emptied_of_prefetched(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)

@@ -16,6 +16,7 @@ from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
 from rlbuf_td.storages.dedup.layout import saved_dedup
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows_of_state
+from rlbuf_td.storages.writes import begin
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ class SavedRows:
         if allocated is not None:
             storage.adopt(allocated)
         elif storage.rows is not None:
-            if storage.shared_rows is not None:
-                storage.shared_rows.begin_write(storage.rows, 0, storage.rows.steps, len(storage))
+            begin(storage)
             self._read_into(storage.rows, report)
 
     def _read_into(self, rows: Rows, report: Report) -> None:

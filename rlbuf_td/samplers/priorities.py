@@ -222,6 +222,7 @@ class Priorities:
         if not self._is_shared:
             self._is_shared = True
             self.law.table.share_memory_()
+            self.settings.share_memory_()
 
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None

@@ -6,8 +6,9 @@ import errno
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +56,31 @@ def refuse_arguments(
         raise ValueError(f"scratch_dir and shared need device='cpu', got device={str(device)!r}")
 
 
-def refuse_schema(storage: Any, schema: TensorDictBase) -> None:
-    """Refuse to reserve rows that are there already, or for a schema without the dims of the lanes."""
+def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
+    """Refuse arguments of TorchRL's storages that cannot be met, by name."""
+    if shared_init and not cleanup_memmap:
+        raise ValueError(
+            "cleanup_memmap=False keeps temporary files, and shared_init=True makes none: give scratch_dir"
+        )
+    if compilable and (shared or shared_init):
+        raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave it out")
+    if shared_init and torch.device("cpu" if device == "auto" else device).type != "cpu":
+        raise ValueError(f"shared_init needs device='cpu', got device={str(device)!r}")
+
+
+def reserve(storage: Any, schema: TensorDictBase) -> None:
+    """Allocate, before the first write, for transitions that hold at least the keys of a schema.
+
+    The first write may bring more keys, such as a policy's outputs. RAM is not touched until then, unless it is
+    page-locked.
+
+    Args:
+        schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
+
+    Raises:
+        RuntimeError: the rows are there already.
+        SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
+    """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
     if schema.batch_dims < storage.ndim - 1:
@@ -64,6 +88,17 @@ def refuse_schema(storage: Any, schema: TensorDictBase) -> None:
             f"a storage with ndim={storage.ndim} takes a schema of {storage.ndim - 1} or more batch dims (lanes), "
             f"got batch size {tuple(schema.batch_size)}"
         )
+    storage._init(schema)
+    storage.is_reserved = True
+
+
+def release(storage: Any) -> None:
+    """Give back reserved rows; a RuntimeError if rows have been written."""
+    if len(storage):
+        raise RuntimeError("rows that have been written are not given back: empty the buffer instead")
+    storage.rows = storage._live = storage._storage = None
+    if storage.scratch_dir is not None:
+        (storage.scratch_dir / ROWS_FILE).unlink()
 
 
 def steps_for(storage: Any, lanes: torch.Size) -> int:
@@ -82,6 +117,8 @@ def make_rows(
     what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
     purpose = Purpose(what + (" with what they share" if dedup else ""), _remedy(storage, layout), storage.is_reserved)
     scratch_dir = storage.scratch_dir
+    if storage.existsok and scratch_dir is not None:
+        (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
     with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
         if storage.shared_rows is not None and scratch_dir is None:
             memory = storage.shared_rows.memory(nbytes)
@@ -97,6 +134,8 @@ def make_rows(
             sections = Sections.of(dedup, prod(shape))
             likely = sections.likely(dedup, prod(shape))
             memory = allocate_sparse(nbytes, likely, sections.fixed, purpose, scratch_dir=scratch_dir)
+        if storage.auto_cleanup and scratch_dir is not None:
+            weakref.finalize(storage, _delete_file, scratch_dir / ROWS_FILE, os.getpid())
         return rows_in(storage, memory, layout, shape, dedup)
 
 
@@ -262,6 +301,13 @@ def _make_file(scratch_dir: Path, nbytes: int, at_once: int | None = None) -> to
     finally:
         os.close(descriptor)
     return map_bytes(scratch_dir, nbytes)
+
+
+def _delete_file(path: Path, process: int) -> None:
+    if os.getpid() == process:
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            path.parent.rmdir()
 
 
 def map_bytes(scratch_dir: Path, nbytes: int) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,11 @@ from torchrl.data.replay_buffers import LazyTensorStorage
 from rlbuf_td.storages import allocate, state, writes
 from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.dedup.options import DedupOptions
+from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import Leaf
+from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
@@ -53,6 +55,13 @@ class PackedStorage(LazyTensorStorage):
         frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim along which the frames lie (default 0),
             ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the other frames
             equal those of the row before, else the whole stack; the same holds for the stack below ``"next"``.
+        existsok: replace a file of rows that is in ``scratch_dir`` already; processes that use it keep the old one.
+        auto_cleanup: delete the file, and a folder that is empty then, with the storage or at the process's end.
+            TorchRL's ``LazyMemmapStorage(n)`` is ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)``.
+        shared_init: share the rows from the start, see :meth:`share_memory_`: the first process that writes makes them.
+        cleanup_memmap: as in TorchRL, but ``shared_init`` makes no temporary files that ``False`` would keep.
+        compilable: as in TorchRL, not together with sharing; ``torch.compile`` breaks its graph at every call anyway.
+        consolidated: the rows always lie in one block of memory.
 
     A copy, pickled or deep, has rows of its own in RAM or shared memory, never in the file of its original. Sent to a
     spawned process, the storage keeps its rows: both processes read and write the same ones.
@@ -101,29 +110,37 @@ class PackedStorage(LazyTensorStorage):
         offload: bool = False,
         share_next: bool | str | Sequence[NestedKey] = False,
         frames: Mapping[NestedKey, Any] | None = None,
+        existsok: bool = False,
+        auto_cleanup: bool | None = None,
+        shared_init: bool = False,
+        cleanup_memmap: bool = True,
+        compilable: bool = False,
+        consolidated: bool = False,
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
         allocate.refuse_arguments(max_size, ndim, device, scratch_dir, shared, offload, bool(self.dedup_options))
+        allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
         self.shared, self.offload = shared, offload
         self.rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # those that were written at the last read
         self.is_reserved = False  # whether the rows are those of a schema, to which the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
+        self.process = os.getpid()  # which made it; others, forked from it, have counters of their own
         self.lock: Any = RLock()  # every buffer over this storage takes it
         self.make_counters()
-        if self.dedup_options and shared:
+        if shared_init or (self.dedup_options and shared):
             self.share_memory_()
 
-    # -- counters: 64 bits, in memory that a forked or spawned process shares; the buffer's locks order the writes
+    # -- counters: 64 bits, this process's own until the rows are shared; the buffer's locks order the writes
 
     def make_counters(self) -> None:
         """Count from zero."""
-        self._len_value = RawValue("q", 0)
-        self._mutation_revision_value = RawValue("q", 0)
-        self._last_cursor_index_value = RawValue("q", -1)
+        self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, and the time step written last
+        self._len_value, self._mutation_revision_value, self._last_cursor_index_value = self.numbers.counters()
 
     @property
     def _len(self) -> int:
@@ -135,18 +152,13 @@ class PackedStorage(LazyTensorStorage):
             self._len_value.value = value
 
     def __len__(self) -> int:
-        return self._len_value.value
+        return self.numbers.values[0]
 
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
 
     # TorchRL's constructor sets what is counted here.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
-
-    @property
-    def counters(self) -> tuple[Any, Any, Any]:
-        """The numbers themselves: rows written, revision, and the time step written last; for hot paths."""
-        return self._len_value, self._mutation_revision_value, self._last_cursor_index_value
 
     def count_written(self, rows: Rows, steps: int, last: int) -> None:
         """Count ``steps`` time steps as written, the newest of this write being ``last``."""
@@ -199,7 +211,7 @@ class PackedStorage(LazyTensorStorage):
 
     def written_rows(self) -> Rows:
         """Return the rows that have been written."""
-        cells, rows, live = self._len_value.value, self.rows, self._live
+        cells, rows, live = self.numbers.values[0], self.rows, self._live
         if live is None or live.cells != cells:
             rows = self.all_rows()
             live = self._live = rows.first(cells // prod(rows.lanes))
@@ -238,6 +250,7 @@ class PackedStorage(LazyTensorStorage):
 
     # -- writing
 
+    @held_back
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write ``[n, *lanes]`` transitions (``single``: ``[*lanes]``) from time step ``start`` on; wraps at the end.
 
@@ -245,8 +258,7 @@ class PackedStorage(LazyTensorStorage):
         ``SchemaError`` if the data does not match the rows; nothing has been written then.
         """
         rows, leaves, count = writes.admit(self, data, single, drop_index=True)
-        if self.shared_rows is not None:
-            self.shared_rows.begin_write(rows, start, count, len(self))
+        writes.begin(self, start, count)
         rows.copy_(start, count, leaves)
         self.clock.advance(start, count, rows.shape, rows.matrix.device)
         self.count_written(rows, min(start + count, rows.steps), (start + count - 1) % rows.steps)
@@ -266,7 +278,7 @@ class PackedStorage(LazyTensorStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         data = as_tensordict(data)
-        with self.lock:  # a buffer's writes hold it already; deduplicated rows must be written one write at a time
+        with self.lock, held_back:  # a buffer's writes hold the lock already
             if isinstance(cursor, tuple) or is_mask(cursor):
                 writes.replace(self, cursor, data)
                 set_cursor = False
@@ -288,28 +300,13 @@ class PackedStorage(LazyTensorStorage):
         Raises:
             IndexError: the region is out of range; nothing has been written.
         """
-        with self.lock:
+        with self.lock, held_back:
             writes.edit(self, change, region)
             self._bump_mutation_revision()
 
     # -- memory
 
-    def reserve(self, schema: TensorDictBase) -> None:
-        """Allocate, before the first write, for transitions that hold at least the keys of a schema.
-
-        The first write may bring more keys, such as a policy's outputs. RAM is not touched until then, unless it is
-        page-locked.
-
-        Args:
-            schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
-
-        Raises:
-            RuntimeError: the rows are there already.
-            SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
-        """
-        allocate.refuse_schema(self, schema)
-        self._init(schema)
-        self.is_reserved = True
+    reserve = allocate.reserve
 
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
@@ -329,11 +326,7 @@ class PackedStorage(LazyTensorStorage):
         if self.shared_rows is not None:
             self.clock.keep_in(self.shared_rows.place(rows))
 
-    def release(self) -> None:
-        """Give back reserved rows."""
-        self.rows = self._live = self._storage = None
-        if self.scratch_dir is not None:
-            (self.scratch_dir / allocate.ROWS_FILE).unlink()
+    release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
         """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
@@ -345,6 +338,7 @@ class PackedStorage(LazyTensorStorage):
         data = as_tensordict(single_data if single else batched_data)
         return allocate.steps_for(self, data.batch_size[1 - single : self.ndim - single])
 
+    @held_back
     def _empty(self) -> None:
         if self.rows is not None:
             writes.forget(self, self.rows)

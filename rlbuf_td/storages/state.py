@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -10,63 +11,37 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.storages.allocate import allocate_sparse, find_rows, make_rows, steps_for
+from rlbuf_td.storages.allocate import allocate_sparse, make_rows, steps_for
 from rlbuf_td.storages.dedup.layout import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
 from rlbuf_td.storages.write_clock import WriteClock
+from rlbuf_td.storages.writes import begin
 
-_COUNTERS = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
+_COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
 _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_value", "shared_rows", "lock"))
 
 
 def pickled(storage: Any) -> dict[str, Any]:
     """Return what ``__getstate__`` does: a copy's content, or where a spawned process finds the same rows."""
-    if get_spawning_popen() is None:
-        kept = {name: value for name, value in vars(storage).items() if name not in _NOT_COPIED}
-        saved = storage._mutation_revision, storage.state_dict()
-        return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
-    state = vars(storage) | {"_rng": None, "_storage": None, "_live": None}
-    rows = storage.rows
-    if storage.shared_rows is not None:
-        return state | {"rows": None, "lock": None}
-    if rows is None:
-        raise RuntimeError(
-            "a PackedStorage cannot be sent to another process before its first write, which allocates the rows: "
-            "the processes would not share them. Write one batch first, or call share_memory_()."
-        )
-    if storage.offload:
-        raise RuntimeError(
-            "a PackedStorage with offload=True cannot be sent to another process: its rows are page-locked in this "
-            "one. Let one process write, or keep the rows on the CPU with shared=True"
-        )
-    if rows.dedup is not None and not rows.is_mapped:
-        raise RuntimeError(
-            "a PackedStorage whose rows share observations cannot be sent to another process as it is: call "
-            "share_memory_() first, or keep the rows in a scratch_dir"
-        )
-    storage.is_reserved = False  # the rows are shared from here on: no process may put others in their place
-    state |= {"lock": None, "is_reserved": False}
-    if storage.scratch_dir is not None:  # torch cannot send a mapped file: the other process maps it, too
-        state |= {"rows": None, "_mapped": (rows.layout, rows.shape, rows.dedup)}
-    return state
+    if get_spawning_popen() is not None:
+        storage.share_memory_()
+        return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
+    kept = {name: value for name, value in vars(storage).items() if name not in _NOT_COPIED}
+    saved = storage._mutation_revision, storage.state_dict()
+    return kept | {"_rng": None, "scratch_dir": None, "initialized": False, "_saved": saved}
 
 
 def unpickle(storage: Any, state: dict[str, Any]) -> None:
-    saved, mapped = state.pop("_saved", None), state.pop("_mapped", None)
+    saved = state.pop("_saved", None)
     vars(storage).update(state)
-    if saved is None and storage.shared_rows is not None:
-        storage.lock = storage.shared_rows.lock
-        storage.shared_rows.find()
-        return
-    storage.lock = RLock()
     if saved is None:  # another process: the same rows
-        storage.adopt(state["rows"] if mapped is None else find_rows(storage, *mapped))
-        return
+        storage.lock = storage.shared_rows.lock
+        return storage.shared_rows.find()
     storage.rows = storage._live = storage._storage = storage.shared_rows = None
-    storage.clock = WriteClock()
+    storage.lock, storage.clock, storage.process = RLock(), WriteClock(), os.getpid()
     storage.make_counters()
     if storage.dedup_options and storage.shared:
         storage.share_memory_()
@@ -116,8 +91,7 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     if storage.rows is None:
         storage.adopt(make_rows(storage, layout, lanes, matrix.device, dedup_for(storage, layout, dedup)))
     rows = storage.rows
-    if storage.shared_rows is not None:
-        storage.shared_rows.begin_write(rows, 0, rows.steps, len(storage))
+    begin(storage)
     if rows.takes(dedup, [len(found) for found in entries]):
         rows.restore_(matrix, entries)
     else:

@@ -302,6 +302,7 @@ class TrajectoryIndex:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
                 boundaries.share_memory_()
+                self._seen.share_memory_()
 
     def repair(self) -> None:
         """Read the rows again at the next question: a process may have died while it took some in."""

@@ -10,7 +10,7 @@ import torch
 from rlbuf_td.kernels import rows as row_kernels
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
-from rlbuf_td.storages.shared.memory import NumberOf, SharedNumbers
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
 #: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
@@ -51,19 +51,14 @@ class WriteClock:
     """
 
     def __init__(self) -> None:
-        self._numbers = SharedNumbers("q", [0, -1, 0])
+        self.numbers = SharedNumbers("q", [0, -1, 0])  # by NOW, LAST and BY_ROW
         self._newest: tuple[Any, int] = (None, 0)  # the stamps made last, and when
         self._written: torch.Tensor | None = None  # int64, by flat row; in use if the number _BY_ROW is 1
 
     @property
-    def values(self) -> Any:
-        """The numbers themselves, by ``NOW``, ``LAST`` and ``BY_ROW``; for hot paths."""
-        return self._numbers.values
-
-    @property
     def now(self) -> int:
         """How many time steps have been written so far."""
-        return self._numbers[NOW]
+        return self.numbers[NOW]
 
     def since(self, then: int) -> int:
         """Return how many time steps have been written since the clock stood at ``then``."""
@@ -84,7 +79,7 @@ class WriteClock:
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
         """Note ``count`` time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes]."""
-        numbers, steps = self._numbers, shape[0]
+        numbers, steps = self.numbers, shape[0]
         last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
         if not in_order or numbers[BY_ROW]:
@@ -97,14 +92,14 @@ class WriteClock:
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
         """Note a write of ``count`` time steps or rows at flat rows in any order."""
         written = self._by_row(shape, cells.device)
-        self._numbers[NOW] += count
-        written[cells] = self._numbers[NOW]
+        self.numbers[NOW] += count
+        written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
         """Count all rows as rewritten; a ring of ``steps`` time steps goes on after ``last``."""
-        self._numbers[NOW] += steps
-        self._numbers[LAST] = last
-        self._numbers[BY_ROW] = 0
+        self.numbers[NOW] += steps
+        self.numbers[LAST] = last
+        self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
         """Note the times of rows, if they must be noted, in this memory (which processes share): ``[N]`` int64."""
@@ -114,15 +109,15 @@ class WriteClock:
 
     def _by_row(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         written = self._written
-        if self._numbers[BY_ROW] and written is not None:
+        if self.numbers[BY_ROW] and written is not None:
             return written
         if written is None or written.shape[0] != prod(shape):
             with outside_inference_mode():
                 written = self._written = torch.empty(prod(shape), dtype=torch.int64, device=device)
-        steps, last, now = shape[0], self._numbers[LAST], self._numbers[NOW]
+        steps, last, now = shape[0], self.numbers[LAST], self.numbers[NOW]
         age = (last - torch.arange(steps, device=device)) % steps
         written.view(steps, -1).copy_((now - age)[:, None].expand(steps, prod(shape[1:])))
-        self._numbers[BY_ROW] = 1
+        self.numbers[BY_ROW] = 1
         return written
 
     # -- what priorities ask
@@ -131,20 +126,16 @@ class WriteClock:
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Return ``[B]`` flat rows, -1 where rewritten since the stamp, and how many; never waits for CUDA."""
-        now, last, by_row = self._numbers
+        now, last, by_row = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
 
     # -- state
 
-    def counters(self) -> list[NumberOf]:
-        """Return what a write changes, for a journal."""
-        return self._numbers.counters()
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the clock, as numbers and perhaps a tensor."""
-        now, last, by_row = self._numbers
+        now, last, by_row = self.numbers
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}
 
@@ -153,12 +144,12 @@ class WriteClock:
 
         A clock that has been running counts all batches as stale: its own and the state's could have the same count.
         """
-        if self._numbers[NOW]:
-            self._numbers[NOW] = max(self._numbers[NOW], state["now"])
+        if self.numbers[NOW]:
+            self.numbers[NOW] = max(self.numbers[NOW], state["now"])
             return self.forget(steps, last)
         written = state["written"]
-        self._numbers[NOW], self._numbers[LAST] = state["now"], state["last"]
-        self._numbers[BY_ROW] = written is not None
+        self.numbers[NOW], self.numbers[LAST] = state["now"], state["last"]
+        self.numbers[BY_ROW] = written is not None
         if written is not None and self._written is not None and self._written.shape == written.shape:
             self._written.copy_(written)
         elif written is not None:
@@ -167,7 +158,7 @@ class WriteClock:
 
 
 class Tally:
-    """A count that all processes see; what is counted on a device stays there until it is asked for."""
+    """A count that all processes of a shared buffer see; a device's part stays there until it is asked for."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])
@@ -179,6 +170,9 @@ class Tally:
             self._on_device = count if self._on_device is None else self._on_device + count
         elif count:
             self._numbers[0] += count
+
+    def share_memory_(self) -> None:
+        self._numbers.share_memory_()
 
     def total(self) -> int:
         """Return the count; waits for the device."""

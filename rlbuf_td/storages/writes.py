@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,21 @@ def as_tensordict(data: Any) -> TensorDictBase:
 # -- the steps of a write; ``storage`` is a PackedStorage
 
 
+def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
+    """Announce a write at flat rows, or else of time steps (default: all); refuse one to a parent's file."""
+    rows, lanes = storage.rows, prod(storage.rows.lanes)
+    if storage.shared_rows is None:
+        if rows.is_mapped and storage.process != os.getpid():
+            raise RuntimeError(
+                f"this process was forked, and its parent writes to the same file of rows in {storage.scratch_dir}: "
+                "share the buffer before forking (rb.share()), or give each process a folder of its own"
+            )
+    elif cells is not None:
+        storage.shared_rows.journal.begin_at(cells.reshape(-1))
+    else:
+        storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
+
+
 def admit(
     storage: Any, data: TensorDictBase, single: bool, drop_index: bool = False
 ) -> tuple[Rows, list[torch.Tensor], int]:
@@ -132,8 +149,7 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
     rows, leaves, count = admit(storage, data, single)
     where = torch.from_numpy(steps)
-    if storage.shared_rows is not None:
-        storage.shared_rows.journal.begin_at(rows.cells_at(where).flatten())
+    begin(storage, cells=rows.cells_at(where))
     if single or (np.diff(steps) == 1).all():
         rows.copy_(int(steps[0]), count, leaves)
     else:
@@ -150,8 +166,7 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
     rows = storage.written_rows()
     cells = rows.cells_of(cursor)
     leaves = rows.layout.collect(data, cells.shape)
-    if storage.shared_rows is not None:
-        storage.shared_rows.journal.begin_at(cells.reshape(-1))
+    begin(storage, cells=cells)
     rows.replace_(cells, leaves)
     storage.clock.note(cells.reshape(-1), 1, storage.rows.shape)
 
@@ -165,8 +180,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> 
         data = rows.at_cells(flat).reshape(cells.shape)
         change(data)
         leaves = rows.layout.collect(data, cells.shape)
-    if storage.shared_rows is not None:
-        storage.shared_rows.journal.begin_at(flat)
+    begin(storage, cells=flat)
     if in_place:
         change(rows.view())
     else:
@@ -174,7 +188,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> 
 
 
 def forget(storage: Any, rows: Rows) -> None:
-    if rows.dedup is not None and storage.shared_rows is not None:
-        storage.shared_rows.begin_write(rows, 0, rows.steps, len(storage))
+    if rows.dedup is not None:
+        begin(storage)
     rows.forget()
     storage.clock.forget(rows.steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 import torch
@@ -13,9 +11,10 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.shared.memory import SharedNumbers
 
-_COUNTERS = ("_cursor_value", "_write_count_value")
 _GENERATIONS = "_slot_generations"  # where TorchRL's writers keep them, in the storage
 
 
@@ -42,15 +41,10 @@ class RingWriter(RoundRobinWriter):
     """
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
-        self._cursor_value = RawValue("q", 0)
-        self._write_count_value = RawValue("q", 0)
+        self.numbers = SharedNumbers("q", [0, 0])
+        self._cursor_value, self._write_count_value = self.numbers.counters()
         self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
         super().__init__(compilable=False, track_generations=track_generations)
-
-    @property
-    def counters(self) -> tuple[Any, Any]:
-        """The cursor and the write count themselves, for hot paths."""
-        return self._cursor_value, self._write_count_value
 
     @property
     def counts_generations(self) -> bool:
@@ -64,7 +58,14 @@ class RingWriter(RoundRobinWriter):
                 "this writer writes to the storage of another buffer: give each buffer a writer of its own"
             )
         super().register_storage(storage)
+        if not isinstance(storage, PackedStorage):  # theirs may be shared already
+            self.share_memory_()
 
+    def share_memory_(self) -> None:
+        """Share cursor and write count with processes that are forked, or spawned with this writer, from now on."""
+        self.numbers.share_memory_()
+
+    @held_back
     def add(self, data: Any) -> int | torch.Tensor:
         """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
 
@@ -85,6 +86,7 @@ class RingWriter(RoundRobinWriter):
         self._announce(cursor, 1, steps, index)
         return index
 
+    @held_back
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
@@ -133,6 +135,7 @@ class RingWriter(RoundRobinWriter):
         _, first, along_time = self._first_index
         return torch.add(first, along_time, alpha=cursor)
 
+    @held_back
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
         """Write at given time steps without moving the cursor, and return their index, as TorchRL's writer does."""
         count = self._write_count_value.value
@@ -159,15 +162,9 @@ class RingWriter(RoundRobinWriter):
                 mark_range(0, (count - first) * lanes)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_rng": None}
-        if get_spawning_popen() is None:
-            state |= {name: state[name].value for name in _COUNTERS}
-        return state
+        return self.__dict__ | {"_rng": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in _COUNTERS:
-            if isinstance(state[name], int):
-                state[name] = RawValue("q", state[name])
         self.__dict__.update(state)
 
     def __repr__(self) -> str:

@@ -265,7 +265,7 @@ def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
 
 
 def test_the_lock_lets_one_in_at_a_time():
-    lock, count = ProcessLock(Note()), SharedNumbers("q", [0])
+    lock, count = ProcessLock(Note()), SharedNumbers("q", [0]).share_memory_()
 
     def raise_it() -> None:
         for _ in range(2000):

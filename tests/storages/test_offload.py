@@ -247,7 +247,7 @@ def test_every_constructor_takes_it(driver: Driver) -> None:
 
 def test_it_cannot_be_sent_to_another_process(driver: Driver) -> None:
     process = get_context("spawn").Process(target=print, args=(offloaded(),))
-    with pytest.raises(RuntimeError, match="offload=True cannot be sent to another process: its rows are page-locked"):
+    with pytest.raises(ValueError, match=r"rows page-locked in this process for .* cannot be shared"):
         process.start()
     assert len(driver.locked) == 1
 

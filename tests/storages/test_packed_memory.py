@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from rlbuf_td import PackedStorage, SchemaError
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, SchemaError
 from rlbuf_td.storages.allocate import ROWS_FILE, allocate_bytes
 from tests.catalogue import SCHEMAS, Schema, assert_same, copied, transitions
 from tests.storages.test_packed_refusals import assert_refused
@@ -136,11 +136,31 @@ def test_what_a_spawned_process_writes_is_seen_here(place: str, tmp_path: Path) 
     assert_same(storage[:], torch.cat([before[:1], changed[0], before[2:], changed[1]]))
 
 
-def test_a_storage_without_rows_cannot_be_sent_to_a_process() -> None:
-    context = multiprocessing.get_context("spawn")
-    child = context.Process(target=_change, args=(PackedStorage(5, shared=True), None))
-    with pytest.raises(RuntimeError, match="before its first write, which allocates the rows"):
+def _extend(rb: ReplayBuffer, seen: Any) -> None:
+    rb.extend(transitions(NESTED, 3, seed=7))
+    seen.put(len(rb))
+
+
+def test_what_a_forked_process_writes_is_its_own_until_the_buffer_is_shared(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):
+        rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=folder), sampler=ProportionalSampler(20), batch_size=4)
+        rb.extend(transitions(NESTED, 5))
+        if is_shared:
+            rb.share()
+        seen = context.Queue()
+        child = context.Process(target=_extend, args=(rb, seen))
         child.start()
+        child.join(180)
+        refused = folder is not None and not is_shared  # the file is the same, the counters are not
+        assert (child.exitcode == 0) != refused
+        if not refused:
+            assert seen.get(timeout=180) == 8
+        expected = 8 if is_shared else 5
+        assert (len(rb), rb.write_count, rb.writer._cursor, rb.storage.clock.now) == (expected,) * 4
+        assert rb.storage._last_cursor_index == expected - 1
+        rb.sampler.beta = 0.7  # the child's numbers
+        rb.sample()
 
 
 @pytest.mark.parametrize(("how", "steps"), [("pickle", 0), ("deepcopy", 3), ("pickle", 5)])

@@ -39,7 +39,7 @@ class ProcessLock:
         if fcntl is None:
             raise RuntimeError("several processes cannot share a buffer on this system: it has no POSIX record locks")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file gives up the process's lock on it
-        self._inside = SharedNumbers("q", [0])  # the process that is inside, or has died there; 0 for none
+        self._inside = SharedNumbers("q", [0]).share_memory_()  # the process inside, or that died there; 0 for none
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
 

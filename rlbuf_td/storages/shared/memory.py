@@ -5,13 +5,16 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from ctypes import c_double, c_longlong
 from multiprocessing import reduction
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawArray, reduce_ctype  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
+
+_TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
 
 
 class NamelessFile:
@@ -45,16 +48,23 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers that forked processes, and spawned ones to which they are sent, see as well; a copy has its own.
+    """64-bit numbers of this process; from :meth:`share_memory_` on of all that it forks, or spawns and sends them to.
 
-    Nothing is locked; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths use ``values``, the memory.
+    A copy has its own. Nothing is locked; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths use
+    ``values``, the memory, which sharing replaces.
     """
 
-    __slots__ = ("_kind", "values")
+    __slots__ = ("_is_shared", "_kind", "values")
 
-    def __init__(self, kind: str, values: Iterable[float]) -> None:
-        self._kind = kind
-        self.values = RawArray(kind, list(values))
+    def __init__(self, kind: str, values: Sequence[float]) -> None:
+        self._kind, self._is_shared = kind, False
+        self.values: Any = (_TYPES[kind] * len(values))(*values)
+
+    def share_memory_(self) -> SharedNumbers:
+        """Move the numbers into memory that other processes see; return this object."""
+        if not self._is_shared:
+            self.values, self._is_shared = RawArray(self._kind, self.values[:]), True
+        return self
 
     def __getitem__(self, position: int) -> Any:
         return self.values[position]
@@ -69,11 +79,17 @@ class SharedNumbers:
         return len(self.values)
 
     def __getstate__(self) -> tuple[str, Any]:
-        return self._kind, list(self.values) if get_spawning_popen() is None else self.values
+        if get_spawning_popen() is None:
+            return self._kind, self.values[:]
+        return self._kind, reduce_ctype(self.share_memory_().values)  # picklers that exist do not know its type yet
 
     def __setstate__(self, state: tuple[str, Any]) -> None:
-        self._kind, values = state
-        self.values = RawArray(self._kind, values) if isinstance(values, list) else values
+        kind, values = state
+        if isinstance(values, list):
+            self.__init__(kind, values)  # type: ignore[misc]
+        else:
+            rebuild, given = values
+            self._kind, self._is_shared, self.values = kind, True, rebuild(*given)
 
     def counters(self) -> list[NumberOf]:
         return [NumberOf(self, position) for position in range(len(self))]
@@ -89,8 +105,8 @@ class NumberOf:
 
     @property
     def value(self) -> Any:
-        return self._numbers[self._position]
+        return self._numbers.values[self._position]
 
     @value.setter
     def value(self, value: float) -> None:
-        self._numbers[self._position] = value
+        self._numbers.values[self._position] = value

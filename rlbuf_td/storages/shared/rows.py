@@ -42,7 +42,7 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._words = SharedNumbers("q", [0] * (_COUNTERS + _MOST_COUNTERS))
+        self._words = SharedNumbers("q", [0] * (_COUNTERS + _MOST_COUNTERS)).share_memory_()
         self._counters: list[Counter] = []
         self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -126,7 +126,7 @@ class SharedRows:
         self.journal = Journal()
         self._storage = storage
         self._rows, self._beside = NamelessFile(), NamelessFile()
-        self._described = SharedNumbers("q", [0])  # bytes of the description of the rows; 0: there are none yet
+        self._described = SharedNumbers("q", [0]).share_memory_()  # bytes of the rows' description; 0: none yet
         self._has_rows = False  # in this process
         self.lock = ProcessLock(self, storage.lock)
 
@@ -160,11 +160,6 @@ class SharedRows:
             memory[: len(text)] = text
             self._described[0] = len(text)
         return numbers[rows:]
-
-    def begin_write(self, rows: Rows, start: int, count: int, live: int) -> None:
-        """Announce a write of ``count`` time steps from ``start`` on, the first ``live`` flat rows being written."""
-        lanes = rows.cells // rows.steps
-        self.journal.begin(start * lanes, count * lanes, live)
 
     # -- what the lock tells
 
@@ -202,14 +197,17 @@ class SharedRows:
 def share(storage: Any) -> None:
     """Let processes use the rows of a storage together: those in RAM move to shared memory."""
     if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
+        where = f"page-locked in this process for {storage.device}" if storage.offload else f"on {storage.device}"
         raise ValueError(
-            f"rows on {storage.device} cannot be shared by several processes: keep them on the CPU, and move batches "
+            f"rows {where} cannot be shared by several processes: keep them on the CPU, and move batches "
             "(a transform does), or let one process write"
         )
     with storage.lock:
         storage.device = torch.device("cpu")
         storage.shared_rows = shared = SharedRows(storage)
-        shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *storage.clock.counters())
+        storage.numbers.share_memory_()
+        clock = storage.clock.numbers.share_memory_().counters()
+        shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
         storage.is_reserved, rows = False, storage.rows  # no process may put other rows in place of reserved ones
         if rows is not None and storage.scratch_dir is None:
             memory = shared.memory(bytes_of(rows.layout, rows.shape, rows.dedup))

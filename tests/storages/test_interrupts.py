@@ -1,0 +1,124 @@
+"""Ctrl-C at any line of a write: it comes before the write or after it."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import sys
+import threading
+from linecache import getline
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import rlbuf_td
+from rlbuf_td import NStepSampler, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.catalogue import copied
+from tests.kernels.invariants import check_pool
+
+PACKAGE = str(Path(rlbuf_td.__file__).parent)
+SAMPLERS = {
+    "uniform": UniformSampler,
+    "proportional": lambda: NStepSampler(ProportionalSampler(7), 2, 0.9),
+    "rank": lambda: RankSampler(7),
+}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "planned": {}, "dedup": {"share_next": True}}
+
+
+def steps(first: int, count: int) -> TensorDict:
+    """Trajectories of 3 steps; the next observation of a row is that of the following one."""
+    seen = torch.arange(first, first + count + 1).float()[:, None].expand(-1, 5).contiguous()
+    done = (torch.arange(first, first + count) % 3 == 2)[:, None]
+    rows = {"observation": seen[:-1], "next": {"observation": seen[1:], "done": done, "reward": seen[:-1, :1].clone()}}
+    return TensorDict(rows, [count])
+
+
+class Interrupter:
+    """Sends SIGINT at the n-th line that the main thread runs in the package."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        # The tracer would see the end of a `with` block before its `__exit__`, where Python handles no signals.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            self.left -= 1
+            if not self.left:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def state_of(rb: ReplayBuffer) -> dict[str, Any]:
+    """Return all that a write changes, as plain numbers."""
+    state: dict[str, Any] = {"len": len(rb), "count": rb.write_count, "cursor": rb.writer._cursor}
+    state["clock"] = list(rb.storage.clock.numbers)
+    if len(rb):
+        rows = torch.arange(len(rb))
+        state["rows"] = {str(key): value.tolist() for key, value in copied(rb[:]).items(True, True)}
+        state["reach"] = [part.tolist() for part in TrajectoryIndex.of(rb.storage).reach(rows)]
+        sampler: Any = getattr(rb.sampler, "sampler", rb.sampler)
+        state["priority"] = sampler.priority(rows).tolist() if hasattr(sampler, "priority") else None
+    return state
+
+
+@pytest.mark.parametrize("operation", ["extend", "add", "set", "empty"])
+@pytest.mark.parametrize(("kind", "sampler"), [("plain", "uniform"), ("planned", "rank"), ("dedup", "proportional")])
+def test_an_interrupted_write_has_happened_wholly_or_not_at_all(kind: str, sampler: str, operation: str) -> None:
+    made = ReplayBuffer(storage=PackedStorage(7, **KINDS[kind]), sampler=SAMPLERS[sampler](), batch_size=2)
+    made.extend(steps(0, 9))
+    made.sample()
+    if sampler != "uniform":
+        made.update_priority(torch.arange(7), torch.arange(1.0, 8))
+    work: dict[str, Any] = {
+        "extend": lambda rb: rb.extend(steps(30, 4)),
+        "add": lambda rb: rb.add(steps(30, 1)[0]),
+        "set": lambda rb: rb.storage.set(torch.tensor([4, 1]), steps(30, 2), set_cursor=False),
+        "empty": lambda rb: rb.empty(),
+    }
+
+    def again() -> ReplayBuffer:
+        rb = copy.deepcopy(made)
+        if kind == "planned":  # by the second write
+            rb.extend(steps(20, 1))
+        return rb
+
+    after = again()
+    work[operation](after)
+    before_and_after = [state_of(again()), state_of(after)]
+    seen, line, handler = set(), 0, signal.getsignal(signal.SIGINT)
+    while True:
+        line += 1
+        rb, interrupter = again(), Interrupter(line)
+        outer = sys.gettrace()
+        try:
+            sys.settrace(interrupter)
+            work[operation](rb)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(outer)
+        assert signal.getsignal(signal.SIGINT) is handler
+        if interrupter.left > 0:
+            break
+        found = state_of(rb)
+        assert found in before_and_after, line
+        seen.add(before_and_after.index(found))
+        if kind == "dedup" and len(rb):
+            check_pool(rb.storage.rows.table)
+        rb.extend(steps(60, 2))
+        assert copied(rb[:])["observation"][:, 0].tolist().count(60.0) == 1
+    assert seen == {0, 1}
+
+
+def test_other_threads_write_without_signals() -> None:
+    rb = ReplayBuffer(storage=PackedStorage(7, share_next=True), batch_size=2)
+    thread = threading.Thread(target=rb.extend, args=(steps(0, 3),))
+    thread.start()
+    thread.join()
+    assert len(rb) == 3

@@ -1,0 +1,79 @@
+"""What TorchRL's storages take: the same meaning here, or a refusal that names the argument."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage, TensorStorageCheckpointer
+
+from rlbuf_td import PackedStorage, ReplayBuffer
+from rlbuf_td.storages.allocate import ROWS_FILE
+from tests.catalogue import SCHEMAS, transitions
+
+NESTED = SCHEMAS["nested"]
+
+
+def test_a_file_of_rows_is_replaced_if_that_is_asked_and_deleted_with_the_storage(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    first = PackedStorage(5, scratch_dir=folder)
+    first.set(range(5), transitions(NESTED, 5))
+    before = first[:].clone()
+    with pytest.raises(FileExistsError, match="already holds rows"):
+        PackedStorage(5, scratch_dir=folder, auto_cleanup=True).set(range(3), transitions(NESTED, 3))
+    gc.collect()
+    assert (folder / ROWS_FILE).exists()  # which is not that of the storage that was refused
+    second = PackedStorage(5, scratch_dir=folder, existsok=True, auto_cleanup=True)
+    second.set(range(3), transitions(NESTED, 3, seed=4))
+    assert (first[:] == before).all()
+    del second
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_rows_may_be_shared_from_the_start() -> None:
+    assert PackedStorage(5, shared_init=True).shared_rows is not None
+    for refused, error in (
+        ({"shared_init": True, "cleanup_memmap": False}, "cleanup_memmap=False keeps temporary files"),
+        ({"shared_init": True, "compilable": True}, "compilable=True cannot be shared"),
+        ({"shared": True, "compilable": True}, "compilable=True cannot be shared"),
+        ({"shared_init": True, "device": "cuda"}, "shared_init needs device='cpu'"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            PackedStorage(5, **refused)
+
+
+@pytest.mark.parametrize("theirs", [LazyTensorStorage, LazyMemmapStorage])
+def test_every_argument_of_torchrls_storages_is_taken_and_its_default_too(theirs: Any) -> None:
+    _, size, *known = inspect.signature(theirs.__init__).parameters.values()
+    assert size.name == "max_size"
+    storage = PackedStorage(5, **{parameter.name: parameter.default for parameter in known})
+    storage.set(range(3), transitions(NESTED, 3))
+    assert len(storage) == 3
+
+
+def test_a_checkpointer_of_the_storage_is_not_ignored(tmp_path: Path) -> None:
+    class Own(TensorStorageCheckpointer):
+        """One of the user's."""
+
+    rb = ReplayBuffer(storage=PackedStorage(5), batch_size=2)
+    rb.extend(transitions(NESTED, 3))
+    rb.dumps(tmp_path / "a")
+    rb.storage.checkpointer = Own()
+    with pytest.raises(NotImplementedError, match="without TorchRL's checkpointers"):
+        rb.dumps(tmp_path / "b")
+
+
+def test_rows_that_have_been_written_are_not_given_back() -> None:
+    storage = PackedStorage(5)
+    storage.reserve(transitions(NESTED, 1)[0])
+    storage.release()
+    storage.set(range(3), transitions(NESTED, 3))
+    with pytest.raises(RuntimeError, match="rows that have been written are not given back"):
+        storage.release()
+    assert len(storage) == 3
+    assert bool(torch.isfinite(storage[:]["first"]).all())
