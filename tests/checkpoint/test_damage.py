@@ -226,7 +226,8 @@ def test_a_part_that_refuses_its_state_leaves_the_others_as_they_were(tmp_path, 
         rb.loads(tmp_path)
     after = rb.state_dict()
     assert after["_writer"] == before["_writer"]
-    assert torch.equal(after["_storage"]["rows"], before["_storage"]["rows"])
+    rows = (state["_storage"]["rows"].view(torch.uint8) for state in (after, before))  # as bytes: padding may be NaN
+    assert torch.equal(*rows)
 
 
 def test_odd_files_in_a_dump_are_refused(tmp_path):

@@ -196,7 +196,7 @@ class SharedRows:
 
 def share(storage: Any) -> None:
     """Let processes use the rows of a storage together: those in RAM move to shared memory."""
-    if torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
+    if storage.offload or torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         where = f"page-locked in this process for {storage.device}" if storage.offload else f"on {storage.device}"
         raise ValueError(
             f"rows {where} cannot be shared by several processes: keep them on the CPU, and move batches "
