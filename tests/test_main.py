@@ -19,7 +19,10 @@ from rlbuf_td.__main__ import COMMANDS, _parser, main
     ],
 )
 def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.startswith("rlbuf_td.cli.") or name == module]:
+    loaded = dict(sys.modules)
+    for name in [name for name in loaded if name.startswith("rlbuf_td.cli.") or name == module]:
+        parent, _, child = name.rpartition(".")
+        monkeypatch.setattr(loaded[parent], child, loaded[name])  # which another import changes, to be put back
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(arguments) == 1

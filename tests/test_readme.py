@@ -62,7 +62,9 @@ def test_every_file_and_section_that_a_document_links_to_is_there(path):
 
 
 def test_every_file_that_it_names_is_there():
-    for name in re.findall(r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`", README + CONTRIBUTING):
+    for name in re.findall(
+        r"`((?:tests|kernels|storages|samplers|writers|checkpoint|sharing)/[\w/]*\.py)`", README + CONTRIBUTING
+    ):
         assert (ROOT / name).exists() or (ROOT / "rlbuf_td" / name).exists(), name
 
 
