@@ -132,7 +132,7 @@ def main(options: argparse.Namespace) -> int:
             status.update(f"{timing.operation} at {timing.rows:,} rows: {timing.ratio(TorchRL.name):.1f}x TorchRL")
     console.print(table(timings, [contender.name for contender in available()]))
     console.print(
-        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks of 10 calls, "
+        f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, "
         f"torch {torch.__version__}; rlbuf_td[bench] installs the other libraries\n"
         + leaves_note(timings)
         + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
