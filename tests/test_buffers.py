@@ -199,6 +199,9 @@ def test_the_keywords_of_torchrls_prioritized_buffer():
     again.extend(batch.exclude("td_error"))  # without the sampler's report
     assert {"priority_weight", "sampled_at"}.isdisjoint(again.storage[:].keys())
     rb.extend(batch.exclude("td_error"))
+    mine = ReplayBuffer(storage=PackedStorage(30))
+    mine.extend(TensorDict({"sampled_at": torch.arange(5)}, [5]))  # a key of one's own
+    assert mine.storage["sampled_at"].tolist() == [0, 1, 2, 3, 4]
     options: list[dict[str, Any]] = [{"sync": False}, {"sampler_device": "cpu"}]
     for refused in options:
         with pytest.raises(NotImplementedError, match="sync=False and sampler_device="):

@@ -20,8 +20,8 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
-# Seconds that the transforms of a batch take from which on threads run them. To hand a batch to a thread, and to share
-# the interpreter's lock with the learner, costs about half as much.
+# Transforms that take longer than this many seconds per batch run in threads. Handing a batch to a thread, which shares
+# the interpreter's lock with the learner, takes about half of it.
 _SLOW = 1e-3
 
 

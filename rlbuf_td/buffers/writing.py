@@ -111,7 +111,8 @@ def _transitions(data: Any, how: str) -> TensorDictBase:
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
-    return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in data.keys() else data
+    keys = data.keys()  # a key of the user's may have one of these names
+    return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
 
 
 def mark_update(rb: Any, index: Any) -> None:
