@@ -396,3 +396,14 @@ def test_default_device_and_inference_mode_do_not_matter(rb):
         torch.set_default_device(None)
     assert batch.device == torch.device("cpu")
     assert np.isfinite(batch["observation"].numpy()).all()
+
+
+def test_planned_writes_follow_counters_that_are_shared():
+    rb = ReplayBuffer(storage=PackedStorage(20), batch_size=2)
+    for first in range(3):
+        rb.extend(TensorDict({"x": torch.arange(first * 4, first * 4 + 4)}, [4]))
+    assert rb._write_plan is not None
+    rb.writer.share_memory_()
+    rb.extend(TensorDict({"x": torch.arange(12, 16)}, [4]))
+    assert (rb.write_count, rb.writer._cursor) == (16, 16)
+    assert rb.storage["x"][:16].tolist() == list(range(16))

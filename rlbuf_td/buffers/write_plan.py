@@ -50,6 +50,7 @@ class WritePlan:
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
         self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
+        self.counters = parts.writer.numbers.values  # others take their place when they are shared
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
         self.extents = self.rows.layout.extents
@@ -110,6 +111,7 @@ class WritePlan:
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
+            and self.writer.numbers.values is self.counters
             and (self.priorities is None or self.sampler.law.table.addresses is self.priorities)
             and getattr(self.sampler, "eps", 0.0) == self.eps
             and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
