@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 class Blank(NamedTuple):
     """A batch whose memory has no values yet."""
 
-    slot: int  # the address of the addresses of its tensors
+    slot: int  # where the kernel finds the addresses of the batch's tensors
     tensors: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]

@@ -183,7 +183,7 @@ class Prefetcher:
         return is_queued
 
     def flush(self, left: int = 0) -> None:
-        """Wait for TD errors and write their priorities, oldest first, but for the last ``left`` updates.
+        """Wait for queued TD errors and write their priorities, oldest first; the last ``left`` updates stay queued.
 
         Raises:
             ValueError: an error is NaN or infinite; this update is left out.
@@ -219,7 +219,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Return batches with stamps relative to the write clock (-1), which is not saved, or on it again (1)."""
+    """Return batches with stamps relative to the write clock, to be saved (``sign=-1``), or absolute again (``1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)

@@ -318,7 +318,7 @@ class TrajectoryIndex:
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
     def mark_load(self) -> None:
-        """Let no numbered trajectory run from loaded rows into the next: a new collector numbers its own from 0."""
+        """End the open trajectories that have ids: a new collector gives the same ids again, from 0 on."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
             boundaries = self.boundaries()
             if self._name is not None:

@@ -153,7 +153,7 @@ class Rows(ABC):
         return any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves)
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the flat positions of all rows of time steps of any shape, ``[*steps.shape, *lanes]``."""
+        """Return the flat positions of the rows in the given time steps, ``[*steps.shape, *lanes]``."""
         lanes = torch.arange(prod(self.lanes), device=self.matrix.device)
         return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
 

@@ -48,7 +48,7 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers of this process; from :meth:`share_memory_` on of all that it forks, or spawns and sends them to.
+    """64-bit numbers of this process; after :meth:`share_memory_` its forks, and processes it sends them to, see them.
 
     A copy has its own. Nothing is locked; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths use
     ``values``, the memory, which sharing replaces.
