@@ -25,7 +25,7 @@ from rlbuf_td.envs.specs import schema_of, transition_schema
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.state import examine
 from rlbuf_td.storages.writes import is_key
-from rlbuf_td.writers.ring import steps_by_age
+from rlbuf_td.writers.common import steps_by_age
 
 Arguments = ParamSpec("Arguments")
 Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)

@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.writers.ring import continue_after_newest
+from rlbuf_td.writers.common import next_step
 
 
 class Parts(NamedTuple):
@@ -135,7 +135,7 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
         rb._writer._storage = None  # no longer the old one
         rb._writer.register_storage(storage)
         if isinstance(rb._writer, RoundRobinWriter):
-            continue_after_newest(rb._writer, storage)
+            rb._writer._cursor = next_step(storage)
         rb._sampler._empty()
         rb._connect(default_priorities=True)
     return previous

@@ -28,7 +28,8 @@ from rlbuf_td.samplers.common import OwnSignature
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import attached_or_new, coordinates, merge_, put_back_
 from rlbuf_td.storages.write_clock import SAMPLED_AT, Tally
-from rlbuf_td.writers.ring import RingWriter, continue_after_newest
+from rlbuf_td.writers import RingWriter
+from rlbuf_td.writers.common import next_step
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
@@ -40,8 +41,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     the same generator state.
 
     Args:
-        storage: default ``PackedStorage(1_000)`` (give your own capacity). In one that holds rows already, a new
-            :class:`RingWriter` continues after the newest.
+        storage: default ``PackedStorage(1_000)``. If it holds rows, a new :class:`RingWriter` continues after them.
         sampler: default :class:`UniformSampler`.
         writer: default :class:`RingWriter`.
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
@@ -153,7 +153,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._init()
         self._connect()
         if type(self._writer) is RingWriter and not self.write_count:
-            continue_after_newest(self._writer, self._storage)
+            self._writer._cursor = next_step(self._storage)
         if self._prefetcher is not None:
             self._prefetcher.refuse_other_parts(self._parts)
         if self.shared or getattr(self._storage, "shared", False):

@@ -16,13 +16,13 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
-from rlbuf_td.writers.ring import RingWriter
 
 _FILE = "rollout.json"
 
 
-class RolloutWriter(RingWriter):
+class RolloutWriter(TimeWriter):
     r"""Write rollouts of T steps, ``[T]`` or ``[T, E]``, and add advantages and value targets to each.
 
     T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``); with the

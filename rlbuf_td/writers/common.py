@@ -1,0 +1,197 @@
+"""What writers share: rows are written along time, and counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_leaves, tree_map
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
+
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.shared.memory import SharedNumbers
+
+_GENERATIONS = "_slot_generations"  # where TorchRL's writers keep them, in the storage
+
+
+class TimeWriter(RoundRobinWriter):
+    """Base of this package's writers; abstract.
+
+    They write whole time steps, one after the other, and go on at the first row once the storage is full.
+    """
+
+    def __init__(self, *, track_generations: bool = False) -> None:
+        self.numbers = SharedNumbers("q", [0, 0])
+        self._cursor_value, self._write_count_value = self.numbers.counters()
+        self._first_index: tuple[torch.Size, torch.Tensor, torch.Tensor] | None = None
+        super().__init__(compilable=False, track_generations=track_generations)
+
+    @property
+    def counts_generations(self) -> bool:
+        """Whether writes count the generations of slots: this writer's, or another one's over the same storage."""
+        return self._track_generations or _GENERATIONS in self._storage.__dict__  # in one call: writes ask each time
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write into ``storage`` from now on; ValueError if the writer belongs to another one."""
+        if self._storage not in (None, storage):
+            raise ValueError(
+                "this writer writes to the storage of another buffer: give each buffer a writer of its own"
+            )
+        super().register_storage(storage)
+        if not isinstance(storage, PackedStorage):  # theirs may be shared already
+            self.share_memory_()
+
+    def share_memory_(self) -> None:
+        """Share cursor and write count with processes that are forked, or spawned with this writer, from now on."""
+        self.numbers.share_memory_()
+
+    @held_back
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        storage = self._storage
+        steps = storage._max_size_along_dim0(single_data=data)
+        cursor = self._cursor_value.value % steps
+        if isinstance(storage, PackedStorage):
+            storage.write(cursor, data, single=True)
+        else:
+            storage.set(cursor, _without_index(data))
+        self._bump_generation(cursor, data)
+        self._cursor_value.value = (cursor + 1) % steps
+        self._write_count_value.value += 1
+        index: int | torch.Tensor = cursor if storage.ndim == 1 else self._step_index(cursor)
+        self._announce(cursor, 1, steps, index)
+        return index
+
+    @held_back
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
+
+        Where the write is longer than the storage, several of its rows share an index, which holds the last of them.
+
+        Raises:
+            ValueError: there is nothing to write.
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        storage = self._storage
+        if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
+            data = torch.stack(data) if data else data
+        count = _length(data)
+        if count == 0:
+            raise ValueError("extend needs at least one transition, got none")
+        steps = storage._max_size_along_dim0(batched_data=data)
+        cursor = self._cursor_value.value
+        kept = min(count, steps)
+        start = (cursor + count - kept) % steps
+        index = torch.arange(cursor, cursor + count, device=getattr(data, "device", None) or "cpu")
+        if cursor + count > steps:
+            index %= steps
+        if isinstance(storage, PackedStorage):
+            storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
+        else:
+            data = _without_index(data)
+            for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
+                last = first + steps
+                storage.set(index[first:last], data if count <= steps else _part(data, first, last))
+        self._cursor_value.value = (cursor + count) % steps
+        self._write_count_value.value += count
+        self._bump_generation(index, data)
+        if storage.ndim > 1:
+            index = self._replicate_index(index)
+        self._announce(start, kept, steps, index)
+        return index
+
+    def _step_index(self, cursor: int) -> torch.Tensor:
+        """Return the index of all lanes of a time step, ``[lanes, ndim]``; TorchRL takes twenty times as long."""
+        lanes = lanes_of(self._storage)
+        if self._first_index is None or self._first_index[0] != lanes:
+            first = self._replicate_index(torch.zeros(1, dtype=torch.long, device="cpu"))
+            along_time = torch.zeros_like(first)
+            along_time[:, 0] = 1
+            self._first_index = lanes, first, along_time
+        _, first, along_time = self._first_index
+        return torch.add(first, along_time, alpha=cursor)
+
+    @held_back
+    def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
+        """Write at given time steps without moving the cursor, and return their index, as TorchRL's writer does."""
+        count = self._write_count_value.value
+        try:
+            return super().write_at(index, _without_index(data))
+        except Exception:
+            self._write_count_value.value = count
+            raise
+
+    def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
+        """Tell everything attached to the storage which flat rows were written, or the index, as TorchRL does."""
+        shared_rows = getattr(self._storage, "shared_rows", None)
+        if shared_rows is not None:
+            shared_rows.journal.written()
+        for listener in self._storage._attached_entities:
+            mark_range = getattr(listener, "mark_range", None)
+            if mark_range is None:
+                listener.mark_update(index)
+                continue
+            lanes = lanes_of(self._storage).numel()
+            first = min(count, steps - start)
+            mark_range(start * lanes, first * lanes)
+            if first < count:
+                mark_range(0, (count - first) * lanes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_rng": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(cursor={self._cursor}, write_count={self._write_count})"
+
+
+def next_step(storage: Storage) -> int:
+    """Return the time step after the newest row."""
+    last = storage._last_cursor_index
+    if last is None or not len(storage):
+        return 0
+    return (last + 1) % storage._max_size_along_dim0() if storage._is_full else last + 1
+
+
+def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
+    """Return the time steps of the newest ``n`` (default: all), oldest first."""
+    if not isinstance(writer, RoundRobinWriter):
+        raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
+    if not len(storage):
+        raise RuntimeError("the buffer is empty: extend it first")
+    steps = len(storage) if storage.ndim == 1 else storage.shape[0]
+    if n is not None and not 1 <= n <= steps:
+        raise ValueError(f"cannot return the last {n} time steps: {steps} are stored")
+    end = next_step(storage)
+    return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
+
+
+def _without_index(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_without_index(item) for item in data]
+    if isinstance(data, TensorDictBase) and "index" in data.keys():
+        return data.exclude("index")
+    return data
+
+
+def _is_one(data: Any) -> bool:
+    """Whether ``data`` has a length and slices of its own; TorchRL also takes trees of tensors."""
+    return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
+
+
+def _part(data: Any, first: int, last: int) -> Any:
+    return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
+
+
+def _length(data: Any) -> int:
+    return len(data if _is_one(data) else tree_leaves(data)[0])
