@@ -1,31 +1,24 @@
 """Observations once: what rows that share them save, and what that costs (``python tests/benchmarks/memory.py``).
 
-Each figure is a ratio of medians against a plain :class:`PackedStorage`, of calls that take turns; cold reads are
-against TorchRL's ``LazyMemmapStorage``, with the pages of all files dropped from memory before each batch.
+Each figure is a ratio of medians against a plain :class:`PackedStorage`, of calls that take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyMemmapStorage
 
 from rlbuf_td import PackedStorage, ReplayBuffer
 from rlbuf_td.cli.bench.contenders import small_rows
 from rlbuf_td.cli.bench.timing import one_thread
 
 BATCH, CHUNK = 256, 20_000
-_DONTNEED = 4  # of madvise: give up this process's pages
 
 
 def vector_rows(count: int, width: int, episode: int = 1_000) -> TensorDict:
@@ -86,48 +79,9 @@ def compare(rows: int, make: Callable[[int], TensorDict], how: dict[str, Any], r
     return result
 
 
-def drop(folder: Path) -> None:
-    """Drop a folder's files from memory, and from the maps of this process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(folder) in line:
-            start, stop = (int(address, 16) for address in line.split()[0].split("-"))
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(_DONTNEED))
-    for file in folder.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDWR)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def cold_reads(rows: int, rounds: int) -> dict[str, float]:
-    """Return how many times longer TorchRL's storage takes to read a batch from the disk."""
-    with tempfile.TemporaryDirectory() as name:
-        kinds = {
-            "plain": PackedStorage(rows, scratch_dir=f"{name}/plain"),
-            "shared": PackedStorage(rows, scratch_dir=f"{name}/shared", share_next=True),
-            "TorchRL": LazyMemmapStorage(rows, scratch_dir=f"{name}/TorchRL"),
-        }
-        for start in range(0, rows, CHUNK):
-            data = vector_rows(min(CHUNK, rows - start), 17)
-            for storage in kinds.values():
-                storage.set(range(start, start + len(data)), data)
-        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(rounds + 1):
-            index = torch.randint(rows, (BATCH,))
-            for kind, storage in kinds.items():
-                drop(Path(name) / kind)
-                start_time = time.perf_counter()
-                storage.get(index)
-                taken[kind].append(time.perf_counter() - start_time)
-        medians = {kind: statistics.median(times[1:]) for kind, times in taken.items()}  # the first one compiles
-    return {kind: medians["TorchRL"] / medians[kind] for kind in ("plain", "shared")}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's, and on the disk")
+    parser.add_argument("--rows", type=float, default=1e6, help="HalfCheetah's")
     parser.add_argument("--wide", type=float, default=1e5, help="rows with Humanoid's observations of 376 numbers")
     parser.add_argument("--images", type=float, default=1e4, help="rows with Atari's stacks, 56 KB each while plain")
     parser.add_argument("--rounds", type=int, default=200)
@@ -145,10 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found = compare(rows, make, how, options.rounds if name != "Atari" else options.rounds // 4)
                 ratios = ", ".join(f"{what} {x:.2f}x" for what, x in found.items())
                 print(f"  {name:<12} {rows:>9,} rows: {ratios}", flush=True)
-        if options.rows and Path("/proc/self/maps").exists():
-            found = cold_reads(int(options.rows), max(5, options.rounds // 20))
-            print("cold reads from the disk, times as fast as LazyMemmapStorage: ", end="")
-            print(", ".join(f"{kind} {x:.0f}x" for kind, x in found.items()))
 
 
 if __name__ == "__main__":
