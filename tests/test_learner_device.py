@@ -220,11 +220,6 @@ def test_reports_sizes_and_transforms_equal_those_without_device(device, ndim):
     assert_same(bare.cpu(), plain.sample(include_info=False))
 
 
-def test_a_batch_of_another_size_leaves_those_drawn_ahead(device):
-    rb, _ = both(SAMPLERS["proportional"], device, prefetch=2)
-    assert [len(rb.sample(size)) for size in (None, 5, None, 30, None, None)] == [12, 5, 12, 30, 12, 12]
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_updates_keep_their_order_whatever_they_name(device, ahead):
     rb, plain = both(SAMPLERS["proportional"], device, prefetch=ahead)
@@ -240,48 +235,6 @@ def test_updates_keep_their_order_whatever_they_name(device, ahead):
     for each in (rb, plain):  # and so do those of rows that are named
         each.update_priority(batch["index"][:2].cpu(), 90.0)
     assert torch.equal(priorities(rb), priorities(plain))
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round"])
-def test_what_changes_in_between_is_noticed(device, change, ahead):
-    rb = buffer(ProportionalSampler(STEPS), device=device, prefetch=ahead)
-    write(rb, STEPS, 0)
-    old = rb.sample()
-    if change == "sampler":
-        rb.set_sampler(UniformSampler())
-    elif change == "storage":
-        rb.set_storage(PackedStorage(STEPS))
-    elif change == "empty":
-        rb.empty()
-        with pytest.raises(RuntimeError, match="empty"):
-            rb.sample()
-    if change != "sampler":
-        write(rb, STEPS, 1000)
-    for _ in range(4):
-        batch = rb.sample()
-        assert ("priority_weight" in batch) == (change != "sampler")
-        assert (batch["action"] >= (0 if change == "sampler" else 10_000)).all()
-    if change in ("empty", "come round"):
-        old["td_error"] = torch.full((SIZE,), 7.0, device=device)
-        rb.update_tensordict_priority(old)
-        rb.synchronize()
-        assert (priorities(rb) == 1.0).all()
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_iteration_gives_every_row_once_an_epoch(device, ahead):
-    rb = ReplayBuffer(
-        storage=PackedStorage(30), sampler=MinibatchSampler(2), batch_size=7, device=device, prefetch=ahead
-    )
-    write(rb, 30, 0)
-    for _ in range(2):
-        rows = torch.cat([batch["action"].cpu() // 10 for batch in rb])
-        assert [sorted(rows[:30].tolist()), sorted(rows[30:].tolist())] == [[*range(30)]] * 2
-    next(iter(rb))
-    write(rb, 20, 30)
-    rows = torch.cat([batch["action"].cpu() // 10 for batch in rb])
-    assert sorted(rows.tolist()) == sorted([*range(20, 50)] * 2)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -64,12 +64,13 @@ def test_without_transforms_batches_are_those_of_a_buffer_without_prefetch(name,
         ReplayBuffer(storage=PackedStorage(9), prefetch=1)
 
 
-@pytest.mark.parametrize("way", ["short", "general"])
+@pytest.mark.parametrize("way", ["short", "general", "device"])
 @pytest.mark.parametrize("change", ["sampler", "storage", "empty", "come round", "load", "transform"])
 def test_no_batch_of_old_rows_is_served(who, way, change):
     def made(seed: int) -> Any:
-        sampler = ProportionalSampler(STEPS) if way == "short" else RandomSampler()
-        return buffer(sampler, seed=seed, prefetch=3, transform=doubled)
+        sampler = RandomSampler() if way == "general" else ProportionalSampler(STEPS)
+        device = "cpu" if way == "device" else None
+        return buffer(sampler, seed=seed, prefetch=3, transform=doubled, device=device)
 
     if way == "general" and change in ("come round", "transform"):
         pytest.skip("TorchRL's queue")
@@ -94,7 +95,7 @@ def test_no_batch_of_old_rows_is_served(who, way, change):
     for _ in range(5):
         batch = rb.sample()
         assert (batch["twice"] == batch["action"] * 2 + (change == "transform")).all()
-        assert ("priority_weight" in batch) == (way == "short" and change != "sampler")
+        assert ("priority_weight" in batch) == (way != "general" and change != "sampler")
         assert (batch["action"] >= (0 if change in ("sampler", "transform") else 10_000)).all()
     rb.shutdown(), other.shutdown()
 

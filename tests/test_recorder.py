@@ -26,7 +26,6 @@ from rlbuf_td import (
     TrajectoryIndex,
     make_transition,
 )
-from rlbuf_td.envs.lane_queues import LaneQueues
 from tests.environments import Walk
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -464,36 +463,11 @@ def test_values_outside_their_space_are_refused_and_nothing_is_stored():
 def test_a_lane_far_behind_gives_a_warning(monkeypatch):
     monkeypatch.setattr("rlbuf_td.envs.gymnasium_recorder._FAR_AHEAD", 16)
     env = SyncVectorEnv([partial(Walk, "box", 2), partial(Walk, "box", 60)])
-    recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, 1_000), env)
+    rb = ReplayBuffer.from_env(env, 1_000)
     with pytest.warns(RuntimeWarning, match="time steps behind another"):
-        run(recorder, env, 100)
-
-
-# -- the queues
-
-
-def test_queues_give_each_lane_its_rows_in_order_however_far_lanes_are_apart():
-    generator = np.random.default_rng(0)
-    queues = LaneQueues(TensorDict({"x": torch.zeros(4, 3), "n": torch.zeros(4, dtype=torch.int16)}, [4]))
-    waiting: list[list[int]] = [[] for _ in range(4)]
-    for count in range(450):
-        lag = (0.1, 0.9, 0.5)[count // 150]
-        lanes = generator.random(4) < np.array([1.0, lag, 0.7, 1 - lag])
-        queues.columns["n",][:] = count + np.arange(4)
-        queues.columns["x",][:] = count
-        queues.push(lanes)
-        for lane in lanes.nonzero()[0]:
-            waiting[lane].append(count)
-        if generator.random() < 0.5:
-            continue
-        taken = queues.take_step()
-        assert taken is all(waiting)
-        if taken:
-            expected = [queue.pop(0) for queue in waiting]
-            assert queues.step["x"][:, 2].tolist() == expected
-            assert queues.step["n"].tolist() == [n + lane for lane, n in enumerate(expected)]
-        assert queues.pending == sum(map(len, waiting))
-        assert queues.waiting.tolist() == [len(queue) for queue in waiting]
+        run(GymnasiumRecorder(rb, env), env, 100)
+    for rows, history in zip(rb.chronological().unbind(1), histories(env), strict=True):
+        assert_equal(rows, history[: len(rows)])
 
 
 # -- in company

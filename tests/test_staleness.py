@@ -181,18 +181,6 @@ def test_stale_errors_do_not_raise_the_priority_that_new_rows_enter_with():
     assert buffer.rb.health()["stale_updates"] == 12
 
 
-def test_a_refused_batch_counts_nothing():
-    buffer, batch = sampled_before_writes(CAPACITY)
-    batch["td_error"] = torch.full((12,), torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        buffer.rb.update_tensordict_priority(batch)
-    assert buffer.rb.health()["stale_updates"] == 0
-    batch["td_error"] = torch.zeros(12)
-    batch[SAMPLED_AT] = torch.zeros(12, 2, dtype=torch.long)
-    with pytest.raises(ValueError, match="'sampled_at' for 12 rows"):
-        buffer.rb.update_tensordict_priority(batch)
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 def test_only_prioritized_buffers_of_this_package_stamp_their_batches(cls):
     plain = cls(storage=PackedStorage(10), batch_size=4)
@@ -339,14 +327,3 @@ def test_a_ring_needs_no_memory_for_each_row_until_a_row_is_written_out_of_order
     assert buffer.rb.storage.clock.state_dict()["written"].shape == (CAPACITY,)
     buffer.rb.empty()
     assert buffer.rb.storage.clock.state_dict()["written"] is None
-
-
-def test_stamps_are_those_of_the_moment():
-    clock = WriteClock()
-    clock.advance(0, 3, torch.Size([4]))
-    stamp = clock.stamp(clock.now, 5, torch.device("cpu"))
-    assert stamp.tolist() == [3] * 5
-    assert clock.stands_at(stamp)
-    assert not clock.stands_at(stamp.clone())  # it may have been put together from other batches
-    clock.advance(3, 1, torch.Size([4]))
-    assert not clock.stands_at(stamp)

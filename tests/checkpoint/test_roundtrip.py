@@ -128,25 +128,6 @@ def test_transforms_and_the_batch_size_come_back(tmp_path):
     assert_same(again.sample(), rb.sample())
 
 
-@pytest.mark.parametrize("drawn", [0, 1, 5, 6])
-def test_a_rollout_goes_on_in_mid_epoch(drawn, tmp_path):
-    def rollout(seed):
-        return RolloutBuffer(6, 2, batch_size=5, epochs=2, generator=torch.Generator().manual_seed(seed))
-
-    rb = rollout(0)
-    rb.extend(rollout_steps(2, 6))
-    running = iter(rb)
-    for _ in range(drawn):
-        next(running)
-    rb.dumps(tmp_path)
-    again = rollout(1)
-    again.loads(tmp_path)
-    for run in (running, iter(rb)):  # the rest of this run, and a whole new one
-        for left, right in zip(list(again), list(run), strict=True):
-            assert_same(left, right)
-    assert again.summary() == rb.summary()
-
-
 def rollout_steps(*lead):
     done = torch.zeros(*lead, 1, dtype=torch.bool)
     done[..., -1, :] = True

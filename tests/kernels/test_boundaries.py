@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries, make_boundaries
-from tests.histories import History
+from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from tests.kernels.invariants import check_boundaries, flags
 
 Write = tuple[int, int]  # the first step, how many
@@ -56,33 +55,6 @@ def cases(draw: st.DrawFn, sizes: list[int]) -> tuple[int, int, list[Write], Row
     return steps, lanes, draw(writes(steps, steps)), rows
 
 
-def in_history(history: History, start: int, count: int, rows: Rows) -> None:
-    for step in range(start, start + count):
-        history.put(step, rows.end[step].tolist(), None if rows.name is None else rows.name[step].tolist())
-
-
-def assert_walk(history: History, boundaries: FlagBoundaries | BitBoundaries) -> None:
-    cells = history.written()
-    expected = [history.reach(*cell) for cell in cells]
-    rows = torch.tensor([step * history.lanes + lane for step, lane in cells])
-    assert list(zip(*(part.tolist() for part in boundaries.reach(rows)), strict=True)) == expected
-    back, ahead, ends = (part.tolist() for part in boundaries.reach(rows, within=2))
-    assert (back, ahead) == ([min(x[0], 2) for x in expected], [min(x[1], 2) for x in expected])
-    assert ends == [is_over and far <= 2 for _, far, is_over in expected]
-
-
-@settings(max_examples=120, deadline=None)
-@given(cases([1, 2, 3, 5, 9]))
-def test_the_specification_is_a_walk_through_what_was_written(case):
-    steps, lanes, operations, rows = case
-    spec, history = FlagBoundaries(steps, lanes), History(steps, lanes)
-    for start, count in operations:
-        rows.fill(start, count)
-        spec.write(start, count, rows.end, rows.name)
-        in_history(history, start, count, rows)
-        assert_walk(history, spec)
-
-
 @settings(max_examples=120, deadline=None)
 @given(cases([1, 2, 7, 63, 64, 65, 128, 4095, 4096, 4097]))
 def test_the_bitmap_equals_the_specification_after_every_write(case):
@@ -118,41 +90,3 @@ def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_leve
     back, ahead, _ = bits.reach(torch.tensor([0, 9, 10, steps - 1]))
     assert back.tolist() == [steps - 10, steps - 1, 0, steps - 11]
     assert ahead.tolist() == [9, 0, steps - 1, 10]
-
-
-def test_clearing_and_restoring(device):
-    rows = Rows(100, 2, True, 0.1, seed=1)
-    rows.fill(0, 100)
-    made = make_boundaries(100, 2, device)
-    assert isinstance(made, BitBoundaries) == (device.type == "cpu")
-    end, name = rows.end.to(device), rows.name.to(device) if rows.name is not None else None
-    made.write(0, 100, end, name)
-    cells = torch.arange(200, device=device)
-    before = made.reach(cells)
-    other = make_boundaries(100, 2, device)
-    other.write(0, 50, torch.zeros_like(end), None)
-    other.reach(cells[:10])
-    other.restore(made.tensors())
-    for ours, theirs in zip(other.reach(cells), before, strict=True):
-        assert torch.equal(ours, theirs)
-    made.clear()
-    assert int(made.head) == -1
-    assert not any(tensor.any() for name, tensor in made.tensors().items() if name != "head")
-    made.write(0, 3, torch.zeros_like(end), None)
-    assert made.reach(cells[:6])[1].tolist() == [2, 2, 1, 1, 0, 0]
-
-
-def test_the_checker_sees_what_is_broken():
-    bits = BitBoundaries(200, 1)
-    bits.write(0, 150, torch.zeros(200, 1, dtype=torch.bool), None)
-    check_boundaries(bits)
-    for part, value, words in (
-        (slice(5, 9), 1, "a step that is over is cut"),
-        (slice(0, 4), 0, "each lane has a cut"),
-        (4, -1, "level 1"),
-    ):
-        kept = {name: tensor.clone() for name, tensor in bits.tensors().items()}
-        bits.bits[0, part] = value
-        with pytest.raises(AssertionError, match=words):
-            check_boundaries(bits)
-        bits.restore(kept)

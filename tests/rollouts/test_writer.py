@@ -280,15 +280,3 @@ def test_estimates_have_the_dtype_of_values_or_of_the_network_in_rollouts_writte
         assert {rows[key].dtype for key in ("state_value", "advantage", "value_target")} == {values or network}
         torch.testing.assert_close(rows["advantage"].float(), expected, rtol=0.05, atol=0.1)
         assert rb.writer.value_rows == (data.numel() if values is None else 0)
-
-
-def test_a_writer_goes_on_from_files_in_the_middle_of_a_rollout(make_world, tmp_path):
-    world = make_world(2)
-    data = world.steps(6, values=False)
-    rb, again = rollouts(world, 6), rollouts(world, 6)
-    rb.extend(data[:, :4].clone())
-    again.storage.load_state_dict(rb.storage.state_dict())
-    rb.writer.dumps(tmp_path)
-    again.writer.loads(tmp_path)
-    again.extend(data[:, 4:].clone())
-    torch.testing.assert_close(stored(again)["advantage"], world.estimates(data)[0])

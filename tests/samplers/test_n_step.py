@@ -161,15 +161,6 @@ def test_bad_arguments_are_refused(args, kwargs, error, words):
         NStepSampler(UniformSampler(), *args, **kwargs)
 
 
-def test_a_bad_setting_leaves_the_old_one():
-    sampler = NStepSampler(UniformSampler(), 3, 0.9)
-    with pytest.raises(ValueError, match="n_steps"):
-        sampler.n_steps = -1
-    with pytest.raises(ValueError, match="gamma"):
-        sampler.gamma = 2
-    assert (sampler.n_steps, sampler.gamma) == (3, 0.9)
-
-
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize(
     ("spoil", "error", "words"),

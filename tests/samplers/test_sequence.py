@@ -230,13 +230,3 @@ def test_a_batch_of_other_than_whole_windows_is_refused(cls):
         ValueError, match=r"a multiple of burn_in \+ length = 1 \+ 4 = 5, got 12; for 32 sequences take 160"
     ):
         made.rb.sample(12)
-
-
-@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-@pytest.mark.parametrize("entry", [{}, {"next": {"done": torch.zeros(5)}}])
-def test_rows_that_do_not_say_where_trajectories_end_are_refused(entry, cls):
-    rb = cls(storage=PackedStorage(5), sampler=SequenceSampler(UniformSampler(), 2))
-    rb.extend(TensorDict({"x": torch.arange(5)} | entry, [5]))
-    with pytest.raises((KeyError, TypeError), match=r"no row says where|must be bool"):
-        rb.sample(4)
-    assert rb.storage["x"].tolist() == [0, 1, 2, 3, 4]

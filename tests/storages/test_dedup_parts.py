@@ -14,8 +14,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import NStepSampler, PackedStorage, ReplayBuffer, RolloutBuffer, SequenceSampler, UniformSampler, plan
-from rlbuf_td.checkpoint import CheckpointError, open_checkpoint
+from rlbuf_td import PackedStorage, ReplayBuffer, RolloutBuffer, plan
+from rlbuf_td.checkpoint import open_checkpoint
 from rlbuf_td.diagnostics.doctor import check as diagnose
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -117,21 +117,6 @@ def test_a_run_goes_on_from_a_dump_in_its_scratch_dir(kind, first, tmp_path: Pat
     assert_same(plain[:], expected)
 
 
-def test_damaged_entries_are_refused(tmp_path: Path) -> None:
-    original = filled(POOLED)
-    original.dumps(tmp_path)
-    for file in sorted((tmp_path / "data").iterdir()):
-        raw = bytearray(file.read_bytes())
-        if len(raw) > 100:
-            raw[len(raw) // 2] ^= 1
-            file.write_bytes(raw)
-    rb = filled(POOLED, steps=11)
-    before = copied(rb[:])
-    with pytest.raises(CheckpointError):
-        rb.loads(tmp_path)
-    assert_same(rb[:], before)
-
-
 def test_the_doctor_says_the_same() -> None:
     plain, shared = (diagnose(filled(kind)) for kind in (PackedStorage, POOLED))
     assert str(plain) == str(shared)
@@ -202,24 +187,6 @@ def _all_pixels(seed: int) -> torch.Tensor:
     return Lanes(1, seed).steps(8, 0.2)[:, 0]["next", "pixels"].flatten(1)
 
 
-def test_a_write_that_an_error_cuts_short_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rb = filled(POOLED)
-    rb.share()
-    before, rows = copied(rb[:]), rb.storage.rows
-    assert isinstance(rows, DedupRows)
-
-    def dies(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rb.storage, "count_written", dies)  # the rows are written, the counters are not
-    with pytest.raises(KeyboardInterrupt):
-        rb.extend(Lanes(1, 77).steps(9, 0.2)[:, 0])
-    monkeypatch.undo()
-    rb.sample()  # whoever takes the lock next undoes it
-    assert_same(rb[:], before)
-    check(rb)
-
-
 def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -268,19 +235,6 @@ def test_a_process_that_is_killed_has_written_nothing(point, ndim, steps, monkey
 
 
 # -- what is recorded
-
-
-def test_sequences_and_steps_are_those_of_a_plain_storage() -> None:
-    batches = []
-    for kind in (PackedStorage, POOLED):
-        sampler = SequenceSampler(NStepSampler(UniformSampler(), 3, 0.9), 4, burn_in=1)
-        rb = ReplayBuffer(storage=kind(40), sampler=sampler, batch_size=20)
-        data = Lanes(1, 4).steps(30, 0.2)[:, 0]
-        data["next", "reward"] = torch.arange(30.0)[:, None]
-        rb.extend(data)
-        torch.manual_seed(0)
-        batches.append(rb.sample())
-    assert_same(*batches)
 
 
 # -- rollouts

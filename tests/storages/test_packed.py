@@ -194,23 +194,6 @@ def test_an_emptied_storage_has_no_rows_but_keeps_its_schema() -> None:
             packed.get(index)
 
 
-def test_a_batch_can_be_changed_in_place_with_gradients() -> None:
-    packed, _ = filled(1, True, SCHEMAS["halfcheetah"])
-    batch = packed[torch.tensor([0, 3])]
-    reward, others = batch["next", "reward"].clone(), batch.exclude(("next", "reward")).clone()
-    scale = torch.tensor(3.0, requires_grad=True)
-    batch["next", "reward"].mul_(scale)
-    batch["observation"].requires_grad_()
-    loss = batch["next", "reward"].sum() + 2 * batch["observation"].sum()
-    loss.backward()
-    assert scale.grad is not None
-    torch.testing.assert_close(scale.grad, reward.sum())
-    assert (batch["observation"].grad == 2).all()
-    torch.testing.assert_close(batch["next", "reward"], 3 * reward)
-    assert_same(batch.exclude(("next", "reward")).detach(), others)
-    assert not packed["next", "reward"].requires_grad
-
-
 def test_flatten_contains_and_shape_are_those_of_lazy_tensor_storage() -> None:
     for ndim in (1, 2):
         packed, theirs = filled(ndim, False, SCHEMAS["vector"])

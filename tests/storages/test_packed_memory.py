@@ -183,21 +183,6 @@ def test_a_copy_has_the_same_rows_and_counters_in_memory_of_its_own(how, place, 
     again.set(range(3), transitions(NESTED, 3, (2,)))
 
 
-@over_schemas
-@pytest.mark.parametrize("target", ["new", "used"])
-def test_a_loaded_state_gives_the_same_rows(schema: Schema, target: str) -> None:
-    for steps in (3, 5):
-        storage = stored("RAM", Path(), ndim=2, steps=steps, schema=schema)
-        again = PackedStorage(10, ndim=2)
-        if target == "used":
-            again.set(range(4), transitions(schema, 4, (2,), seed=3))
-        again.load_state_dict(storage.state_dict())
-        assert_same(again[:], storage[:])
-        assert again.layout == storage.layout
-        assert (len(again), again._last_cursor_index) == (2 * steps, steps - 1)
-        assert again._is_full == (steps == 5)
-
-
 def test_a_state_is_a_copy_of_tensors_numbers_and_strings(tmp_path: Path) -> None:
     storage = stored("RAM", Path())
     before = copied(storage[:])

@@ -199,19 +199,6 @@ def test_data_of_any_form_is_stored(name: str, again: bool) -> None:
     assert_same(storage[torch.tensor([2, 3, 4])], data)
 
 
-def test_numbers_that_are_only_marked_conjugate_or_negative_are_stored_as_they_read() -> None:
-    wave = torch.complex(torch.arange(3.0), torch.ones(3)).conj()
-    data = TensorDict({"wave": wave, "imag": wave.imag}, [3])
-    assert wave.is_conj()
-    assert wave.imag.is_neg()
-    storage = PackedStorage(6)
-    storage.set(range(3), data)
-    storage.set(torch.tensor([5, 3, 4]), data)
-    for rows in (storage[:3], storage[torch.tensor([5, 3, 4])]):
-        assert rows["wave"].tolist() == [0 - 1j, 1 - 1j, 2 - 1j]
-        assert rows["imag"].tolist() == [-1.0, -1.0, -1.0]
-
-
 @pytest.mark.parametrize("cursor", [range(3), torch.tensor([2, 0, 1]), (torch.arange(3),)], ids=str)
 def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> None:
     x = torch.rand(3, 2, requires_grad=True)

@@ -231,20 +231,6 @@ def test_a_state_of_another_size_is_refused_and_changes_nothing():
         fresh.load_state_dict(index.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("rows", "error", "words"),
-    [
-        (torch.tensor([0.5]), TypeError, "named by integers"),
-        (torch.zeros(2, 3, dtype=torch.int64), ValueError, "must be flat, or of shape"),
-    ],
-)
-def test_rows_that_are_none_are_refused(rows, error, words):
-    rb = ReplayBuffer(storage=PackedStorage(4))
-    rb.extend(steps([0, 1, 0, 0]))
-    with pytest.raises(error, match=words):
-        TrajectoryIndex.of(rb.storage).steps_back(rows)
-
-
 def test_a_large_random_ring_by_numpy():
     """A million rows, ten thousand trajectories: every row at once, against a cumulative count."""
     rng = np.random.default_rng(0)
