@@ -35,9 +35,9 @@ def make_buffer(sampler: Any) -> Any:
     """Return a buffer as TorchRL's configurations describe it, every keyword of theirs included."""
     config = data.TensorDictReplayBufferConfig(
         _target_="rlbuf_td.ReplayBuffer",
-        storage={"_target_": "rlbuf_td.PackedStorage", "max_size": FRAMES},
+        storage=data.LazyTensorStorageConfig(_target_="rlbuf_td.PackedStorage", max_size=FRAMES),
         sampler=sampler,
-        writer={"_target_": "rlbuf_td.RingWriter"},
+        writer=data.RoundRobinWriterConfig(_target_="rlbuf_td.RingWriter"),
         batch_size=20,
     )
     return hydra.utils.instantiate(config)
