@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler, Storage
 
 from rlbuf_td.checkpoint.manifest import CheckpointError
+from rlbuf_td.storages.state import end_trajectories
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 
@@ -166,9 +167,7 @@ def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
             index.load_state_dict(each["state"])
         except ValueError:  # of a storage of another size or device
             index.load_state_dict({})
-    for each in storage._attached_entities:
-        if hasattr(each, "mark_load"):
-            each.mark_load()
+    end_trajectories(storage)
     if rb.episode_stats is not None:
         rb.episode_stats.forget_open()
 

@@ -372,13 +372,19 @@ class PackedStorage(LazyTensorStorage):
         return state.copied(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the content by what :meth:`state_dict` returned.
+        """Replace the content by what :meth:`state_dict` returned. Open trajectories with ids end.
 
         Raises:
             SchemaError: the saved rows differ in keys, dtypes or shapes; nothing has changed.
             ValueError: capacity or lanes do not fit, or another kind of storage has saved them; nothing has changed.
         """
         state.load(self, state_dict)
+        state.end_trajectories(self)
+
+    def loads(self, path: str | Path) -> None:
+        """Replace the content by what :meth:`dumps` saved. Open trajectories with ids end."""
+        super().loads(path)
+        state.end_trajectories(self)
 
     snapshot = state.snapshot
     restore_counters = state.restore_counters

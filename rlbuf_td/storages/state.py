@@ -99,6 +99,13 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     storage.restore_counters(state)
 
 
+def end_trajectories(storage: Any) -> None:
+    """End the open trajectories that have ids: after a load, new collectors and recorders give the same ids again."""
+    for each in storage._attached_entities:
+        if hasattr(each, "mark_load"):
+            each.mark_load()
+
+
 def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
     """Return layout, lanes and deduplication of the rows that :func:`load` would load, None for none."""
     if "layout" not in state:

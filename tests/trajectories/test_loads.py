@@ -34,14 +34,21 @@ def make(kind: Any, wrapper: str, capacity: int = 100) -> ReplayBuffer:
 
 @pytest.mark.parametrize("wrapper", ["n-step", "hindsight"])
 @pytest.mark.parametrize("kind", [PackedStorage, LazyTensorStorage])
-@pytest.mark.parametrize("how", ["dump", "rows", "smaller", "state"])
+@pytest.mark.parametrize("how", ["dump", "rows", "smaller", "state", "storage dump", "storage state"])
 def test_no_trajectory_goes_on_after_a_load(how, kind, wrapper, tmp_path: Path):
-    if kind is not PackedStorage and how == "smaller":
-        pytest.skip("TorchRL's storages keep their capacity")
+    if kind is not PackedStorage and how in ("smaller", "storage dump", "storage state"):
+        pytest.skip("TorchRL's storages keep their capacity, and tell nothing of their loads")
     saved, rb = make(kind, wrapper), make(kind, wrapper, 50 if how == "smaller" else 100)
     saved.extend(rows(0, done=False))
     if how == "state":
         rb.load_state_dict(saved.state_dict())
+    elif how == "storage state":
+        rb.storage.load_state_dict(saved.storage.state_dict())
+        rb.writer.load_state_dict(saved.writer.state_dict())
+    elif how == "storage dump":
+        saved.storage.dumps(tmp_path)
+        rb.storage.loads(tmp_path)
+        rb.writer.load_state_dict(saved.writer.state_dict())
     else:
         saved.dumps(tmp_path)
         rb.loads(tmp_path, rows_only=how == "rows")
