@@ -8,7 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, SequenceSampler, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from tests.capture.rows import SAMPLERS
 
 CAPACITY, BATCH = 100, 16
 
@@ -18,15 +19,6 @@ def rows(count: int) -> TensorDict:
     after = {"observation": torch.rand(count, 3), "reward": torch.rand(count, 1), **flags}
     image = torch.randint(256, (count, 2, 84, 84), dtype=torch.uint8)
     return TensorDict({"observation": torch.rand(count, 3), "image": image, "next": after}, [count])
-
-
-SAMPLERS = {
-    "uniform": UniformSampler,
-    "unique": lambda: UniformSampler(unique=True),
-    "proportional": lambda: ProportionalSampler(CAPACITY),
-    "rank": lambda: RankSampler(CAPACITY),
-    "sequences": lambda: SequenceSampler(UniformSampler(), 4),
-}
 
 
 @pytest.fixture(params=["plain", "shared memory", "observations once", "a file"])

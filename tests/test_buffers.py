@@ -404,14 +404,23 @@ def test_a_new_buffer_over_rows_that_are_there_goes_on_behind_the_newest(written
     assert rb.chronological()["observation"][-3:, 0].tolist() == [written - 1.0, 900.0, 901.0]
 
 
-def test_a_subclass_with_its_own_sample_is_asked():
+def test_a_subclass_with_its_own_sample_or_draw_is_asked():
     class First(UniformSampler):
         def sample(self, storage, batch_size):
             return torch.zeros(batch_size, dtype=torch.int64), {}
 
-    rb = ReplayBuffer(storage=PackedStorage(60), sampler=First(), batch_size=8)
-    rb.extend(transitions(20))
-    assert rb.sample()["index"].tolist() == [0] * 8
+    class Descending(ProportionalSampler):
+        def draw(self, storage, batch_size):
+            flat, report = super().draw(storage, batch_size)
+            return flat.sort(descending=True).values, report
+
+    for sampler in (First(), Descending(60)):
+        rb = ReplayBuffer(storage=PackedStorage(60), sampler=sampler, batch_size=8)
+        rb.extend(transitions(20))
+        for _ in range(3):
+            batch = rb.sample()
+            assert (batch["index"].diff() <= 0).all()
+            assert torch.equal(batch["observation"][:, 0].long(), batch["index"])
 
 
 def test_consumed_items_are_left_to_torchrls_sampler():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
-import pickle
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -31,6 +29,7 @@ from rlbuf_td import (
     UniformSampler,
 )
 from tests.catalogue import SCHEMAS, assert_same, transitions
+from tests.restoring import HOW, restored
 
 STEPS, SIZE = 40, 12
 
@@ -175,25 +174,11 @@ def test_every_kind_of_transition_arrives_whole(device, schema):
     assert_same(made(device=device).sample().cpu(), made().sample())
 
 
-class Telling(UniformSampler):
-    def draw(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        flat, _ = super().draw(storage, batch_size)
-        report = {"wave": torch.complex(flat.double(), -flat.double()), ("next", "even"): flat[:, None] % 2 == 0}
-        return flat, report
-
-
 def both(sampler: Any, device: torch.device, ndim: int = 1, **kwargs: Any) -> tuple[ReplayBuffer, ReplayBuffer]:
     made = buffer(sampler(), ndim, device=device, **kwargs), buffer(sampler(), ndim)
     for each in made:
         write(each, STEPS, 0)
     return made
-
-
-def test_a_sampler_may_report_any_tensors_with_one_entry_a_row(device):
-    rb, plain = both(Telling, device)
-    for size in (SIZE, 7):
-        rb._batch_size = plain._batch_size = size
-        assert_same(rb.sample().cpu(), plain.sample())
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
@@ -309,9 +294,9 @@ def test_no_lock_of_the_buffer_is_held_while_a_copy_is_waited_for(monkeypatch):
 # -- state
 
 
-@pytest.mark.parametrize("way", ["dump", "state_dict", "pickle"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("name", "ndim", "ahead"), [("proportional", 1, 2), ("windows", 2, 2), ("windows", 2, 0)])
-def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, way, tmp_path):
+def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndim, ahead, how, tmp_path):
     def made(seed: int = 3) -> Any:
         return buffer(SAMPLERS[name](), ndim, seed, device=device, prefetch=ahead)
 
@@ -322,13 +307,7 @@ def test_a_saved_buffer_and_a_loaded_one_draw_the_same_batches(device, name, ndi
     again = made(8)
     write(again, 9, 500)
     run(again, 0, 3)  # in use: what it has drawn ahead is dropped
-    if way == "dump":
-        rb.dumps(tmp_path)
-        again.loads(tmp_path)
-    elif way == "state_dict":
-        again.load_state_dict(rb.state_dict())
-    else:
-        again = copy.deepcopy(pickle.loads(pickle.dumps(rb)))
+    again = restored(rb, again, how, tmp_path)
     assert not again._prefetcher.has_batches
     assert not rb._prefetcher.has_batches
     assert torch.equal(priorities(again), priorities(rb))
@@ -402,8 +381,6 @@ def test_parts_that_need_torchrls_own_way_are_refused():
         ReplayBuffer(storage=LazyTensorStorage(9), device="cpu")
     with pytest.raises(TypeError, match="collate_fn"):
         ReplayBuffer(storage=PackedStorage(9), collate_fn=lambda rows: rows, device="cpu")
-    with pytest.raises(ValueError, match="batch-size must be specified"):
-        ReplayBuffer(storage=PackedStorage(9), device="cpu", prefetch=1)
     rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=ProportionalSampler(STEPS), device="cpu")
     with pytest.raises(RuntimeError, match="batch_size not specified"):
         rb.sample()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from functools import partial
 from typing import Any
@@ -15,6 +13,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from rlbuf_td import MinibatchSampler, PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer, UniformSampler
 from rlbuf_td.buffers import prefetch
 from tests.catalogue import assert_same
+from tests.restoring import HOW, restored
 from tests.test_learner_device import SAMPLERS, SIZE, STEPS, Reference, buffer, data, learn, run, write
 
 
@@ -100,8 +99,8 @@ def test_no_batch_of_old_rows_is_served(who, way, change):
     rb.shutdown(), other.shutdown()
 
 
-@pytest.mark.parametrize("way", ["dump", "state_dict", "pickle"])
-def test_batches_drawn_ahead_are_saved(who, way, tmp_path):
+@pytest.mark.parametrize("how", HOW)
+def test_batches_drawn_ahead_are_saved(who, how, tmp_path):
     def made(seed: int) -> Any:
         return buffer(ProportionalSampler(STEPS), seed=seed, prefetch=3, transform=partial(doubled, seen=set()))
 
@@ -112,13 +111,7 @@ def test_batches_drawn_ahead_are_saved(who, way, tmp_path):
     again = made(8)
     write(again, 9, 500)
     run(again, 0, 3)
-    if way == "dump":
-        rb.dumps(tmp_path)
-        again.loads(tmp_path)
-    elif way == "state_dict":
-        again.load_state_dict(rb.state_dict())
-    else:
-        again = copy.deepcopy(pickle.loads(pickle.dumps(rb)))
+    again = restored(rb, again, how, tmp_path)
     for mine, other, expected in zip(*(run(each, 7, 14) for each in (again, rb, never_saved)), strict=True):
         assert_same(mine.exclude("sampled_at"), expected.exclude("sampled_at"))
         assert_same(other, expected)

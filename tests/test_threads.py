@@ -17,14 +17,9 @@ import torch
 from tensordict import TensorDict
 
 import rlbuf_td.kernels
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
-from tests.processes.soak import check_priorities
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from tests.processes.soak import SAMPLERS, check_priorities
 
-SAMPLERS: dict[str, Callable[..., Any]] = {
-    "proportional": ProportionalSampler,
-    "rank": RankSampler,
-    "uniform": lambda capacity: UniformSampler(),
-}
 CAPACITY = 500
 SECONDS = 0.8
 

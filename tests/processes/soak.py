@@ -1,18 +1,14 @@
 """Several processes write checksummed rows into one prioritized buffer while a learner samples and updates it.
 
-    python tests/processes/soak.py --seconds 60 --workers 4
-    python tests/processes/soak.py --seconds 60 --workers 4 --kill-every 0.5
-
 Every row says which worker wrote it, as which of its rows, and a checksum of all its bytes. The learner checks every
 row that it samples, and reads the whole buffer each time that half of it has been replaced: each worker's rows must be
-there once, in order, without a gap, up to the last one that it was told was written. With ``--kill-every``, workers are
+there once, in order, without a gap, up to the last one that it was told was written. With ``kill_every``, workers are
 killed (SIGKILL) at random moments and others take their place: of a killed one, the write that it was in may be there
 or not, but only as a whole.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing as mp
 import os
@@ -26,10 +22,14 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from tests.kernels.invariants import check_order, check_tree
 
-SAMPLERS = {"proportional": ProportionalSampler, "rank": RankSampler}
+SAMPLERS: dict[str, Any] = {
+    "proportional": ProportionalSampler,
+    "rank": RankSampler,
+    "uniform": lambda capacity: UniformSampler(),
+}
 _FACTORS = torch.tensor([(2 * j + 3) * 0x9E3779B97F4A7C15 % 2**63 for j in range(12)])
 
 
@@ -195,20 +195,3 @@ def check_priorities(rb: ReplayBuffer) -> None:
     elif isinstance(sampler, RankSampler):
         check_order(sampler.order)
     assert sampler is None or bool((sampler.priority(torch.arange(len(rb))) >= 0).all())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--method", default="fork", choices=("fork", "spawn", "forkserver"))
-    parser.add_argument("--sampler", default="proportional", choices=SAMPLERS)
-    parser.add_argument("--kill-every", type=float, default=0.0, help="seconds between kills, on average; 0: none")
-    report, rb = run(capacity=400_000, **vars(parser.parse_args()))
-    print({name: value for name, value in vars(report).items() if name != "last"})
-    print(rb)
-    return 0 if report.is_clean else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

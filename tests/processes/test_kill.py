@@ -13,20 +13,15 @@ import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.kernels.invariants import check_tree
-from tests.processes.soak import check_priorities
+from tests.processes.soak import SAMPLERS, check_priorities
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CAPACITY = 24
-SAMPLERS: dict[str, Any] = {
-    "proportional": ProportionalSampler,
-    "rank": RankSampler,
-    "uniform": lambda capacity: UniformSampler(),
-}
 
 
 def rows(first: int, count: int, lanes: int = 0) -> TensorDict:

@@ -29,13 +29,9 @@ from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.processes import soak
+from tests.processes.test_kill import rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-def rows(first: int, count: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    return TensorDict({"x": number, "next": {"done": (number % 4 == 3)[:, None]}}, [count])
 
 
 def elsewhere(work: Callable[..., object], *args: object, method: str = "fork") -> None:

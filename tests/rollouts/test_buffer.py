@@ -11,7 +11,7 @@ from rlbuf_td import MinibatchSampler, PackedStorage, SchemaError
 from rlbuf_td.buffers.rollout import RolloutBuffer
 from rlbuf_td.writers import RolloutWriter
 from tests.catalogue import assert_same
-from tests.rollouts.restoring import HOW, restored
+from tests.restoring import HOW, restored
 
 
 def filled(world, steps=8, data=None, **kwargs):

@@ -11,7 +11,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
-from tests.rollouts.restoring import HOW, restored
+from tests.restoring import HOW, restored
 
 
 def buffer(rows: int, sampler: MinibatchSampler, batch_size: int, kind=ReplayBuffer, storage=PackedStorage):

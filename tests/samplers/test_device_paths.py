@@ -42,22 +42,6 @@ def test_rows_with_bad_errors_keep_their_priority_and_health_counts_them(path, g
     assert rb.sampler.law.table.refused == 3
 
 
-class Descending(ProportionalSampler):
-    """Changes what the direct way would not ask."""
-
-    def draw(self, storage, batch_size):
-        flat, info = super().draw(storage, batch_size)
-        order = flat.argsort(descending=True)
-        return flat[order], {key: entry[order] for key, entry in info.items()}
-
-
-def test_a_subclass_that_changes_the_draw_is_asked(path, gpu):
-    rb = buffer(Descending(20), gpu)
-    batch = rb.sample()
-    assert (batch["index"].diff() <= 0).all()
-    assert torch.equal(batch["x"], batch["index"])
-
-
 @both
 def test_new_rows_enter_with_the_highest_magnitude_of_all_updates(path, gpu, cls):
     rb = buffer(cls(20), gpu)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -25,6 +23,7 @@ from rlbuf_td import (
     TrajectoryIndex,
     UniformSampler,
 )
+from tests.restoring import HOW, restored
 from tests.worlds import World, reward_fn
 
 WRAPPERS = {
@@ -159,7 +158,7 @@ def test_epochs_of_wrapped_rows(cls, inner):
     assert sorted(flat.tolist()) == list(range(40))
 
 
-@pytest.mark.parametrize("how", ["state_dict", "dumps", "deepcopy", "pickle"])
+@pytest.mark.parametrize("how", HOW)
 @both
 @pytest.mark.parametrize("kind", [ProportionalSampler, RankSampler])
 def test_settings_and_priorities_come_back(kind, cls, how, tmp_path):
@@ -173,16 +172,8 @@ def test_settings_and_priorities_come_back(kind, cls, how, tmp_path):
     n_step.n_steps, n_step.gamma = 5, 0.75
     n_step.sampler.her_ratio, n_step.sampler.only_finished = 0.9, True
     n_step.sampler.sampler.update_priority(torch.arange(40), torch.rand(40) + 0.5, storage=made.rb.storage)
-    if how == "state_dict":
-        rb = build().rb
-        rb.load_state_dict(made.rb.state_dict())
-    elif how == "dumps":
-        rb = build().rb
-        made.rb.dumps(tmp_path / "saved")
-        rb.loads(tmp_path / "saved")
-        assert not list((tmp_path / "saved").glob("sampler/**/*.pt"))
-    else:
-        rb = copy.deepcopy(made.rb) if how == "deepcopy" else pickle.loads(pickle.dumps(made.rb))
+    rb = restored(made.rb, build().rb, how, tmp_path)
+    assert not list(tmp_path.rglob("*.pt"))
     sampler = rb.sampler
     assert sampler is not made.rb.sampler
     assert type(sampler) is type(made.rb.sampler)
@@ -208,11 +199,7 @@ def test_cuts_that_rows_do_not_show_come_back_with_a_checkpoint(how, tmp_path):
     rb.extend(TensorDict({"next": {"reward": torch.rand(30, 1), "done": done}}, [30]))
     rb.sample()
     rb.writer.write_at(20, rb.storage[20].clone())
-    if how == "state_dict":
-        other.load_state_dict(rb.state_dict())
-    else:
-        rb.dumps(tmp_path / "saved")
-        other.loads(tmp_path / "saved")
+    restored(rb, other, how, tmp_path)
     for each in buffers:
         assert TrajectoryIndex.of(each.storage).length(torch.arange(30)).tolist() == [20] * 20 + [1] + [9] * 9
 
