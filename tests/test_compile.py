@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, functional
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
@@ -37,27 +37,6 @@ def compiled_once() -> Iterator[None]:
 
 def whole(function: Callable[..., Any], backend: str = "eager") -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, backend=backend)
-
-
-def steps(device: torch.device, n: int = 30) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(n)
-    value, next_value, reward = (torch.randn(2, n, 1, generator=generator).to(device) for _ in range(3))
-    done = (torch.rand(2, n, 1, generator=generator) < 0.1).to(device)
-    return value, next_value, reward, done, done & (reward > 0)
-
-
-ESTIMATES: dict[str, Callable[..., Any]] = {
-    "gae": lambda v, n, r, d, t: functional.generalized_advantage_estimate(0.9, 0.8, v, n, r, d, t),
-    "td lambda": lambda v, n, r, d, t: functional.td_lambda_return_estimate(0.9, 0.8, n, r, d, t),
-    "td 1": lambda v, n, r, d, t: functional.td1_return_estimate(0.9, n, r, d, t),
-    "v-trace": lambda v, n, r, d, t: functional.vtrace_advantage_estimate(0.9, r / 9, n / 9, v, n, r, d, t),
-}
-
-
-@pytest.mark.parametrize("name", ESTIMATES)
-def test_estimates_compile_into_one_graph(name, device):
-    given = steps(device)
-    torch.testing.assert_close(whole(ESTIMATES[name])(*given), ESTIMATES[name](*given), rtol=1e-4, atol=1e-4)
 
 
 def number(value: float, device: torch.device) -> Tensor:

@@ -14,14 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rlbuf_td.kernels.rank_order import LARGEST, make_order, order_bytes
+from rlbuf_td.kernels.rank_order import LARGEST, order_bytes
 from rlbuf_td.kernels.rank_order.chunked import ChunkedOrder
 from rlbuf_td.kernels.rank_order.chunks import CHUNKS, GROUPS
 from rlbuf_td.kernels.rank_order.law import rank_law
 from rlbuf_td.kernels.rank_order.reference import SortedOrder
-from rlbuf_td.kernels.sum_tree import REFUSED
 from tests.kernels.invariants import check_order
-from tests.waiting import waiting_is_an_error
 
 
 def empty(capacity: int) -> torch.Tensor:
@@ -178,19 +176,6 @@ def test_monotone_insertions_leave_full_chunks_behind(kind: str) -> None:
     assert chunks_in_use(order) <= capacity / (120 if kind == "new_rows" else 80)  # half full ones would hold 64
 
 
-@pytest.mark.parametrize(
-    ("index", "td_error"),
-    [([0, 1], [1.0, float("nan")]), ([0, 1], [float("-inf"), 1.0]), ([0, 4], [1.0, 1.0]), ([-2, 1], [1.0, 1.0])],
-    ids=["nan", "infinite", "row_too_high", "row_too_low"],
-)
-def test_a_bad_batch_is_refused_and_changes_nothing(index: list[int], td_error: list[float]) -> None:
-    order = ChunkedOrder(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
-    for dtype in (torch.float32, torch.float64):
-        assert order.update_(torch.tensor(index), torch.tensor(td_error, dtype=dtype), rows=4) == REFUSED
-    assert order.magnitude.tolist() == pytest.approx([0.1, 0.2, -1.0, 0.3, -1.0])
-    assert order.ranks_of(torch.arange(5)).tolist() == [3, 2, 0, 1, 0]
-
-
 def test_the_reference_skips_bad_errors_and_counts_them() -> None:
     order = SortedOrder(torch.tensor([0.1, 0.2, -1.0, 0.3, -1.0]))
     index = torch.tensor([0, 1, 4, -1, 3, 2])
@@ -259,15 +244,3 @@ def test_a_stale_order_is_sorted_again_after_the_updates_it_was_allowed() -> Non
     order.update_(first, torch.tensor([9.0]), 4)
     order.fill_(3, 1, 9.0)
     assert order.ranks_of(every).tolist() == [1, 3, 4, 2]  # a new row is known at once
-
-
-def test_the_order_runs_on_the_device_without_waiting_for_it(device: torch.device) -> None:
-    index, td_error = torch.randint(-1, 5_000, (4_000,)), torch.randn(4_000)
-    uniform, found = torch.rand(256, dtype=torch.float64), list[Any]()
-    for order, where in ((make_order(empty(5_000).to(device)), device), (SortedOrder(empty(5_000)), index.device)):
-        law, *arguments = rank_law(0.7, where), index.to(where), td_error.to(where), uniform.clone().to(where)
-        with waiting_is_an_error(where):
-            order.update_(arguments[0], arguments[1], 5_000)
-            found.append(order.draw(law, arguments[2], stratified=True, beta=0.5, norm="buffer"))
-    assert torch.equal(found[0][0].cpu(), found[1][0])
-    torch.testing.assert_close(found[0][1].cpu(), found[1][1], rtol=1e-5, atol=0.0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlbuf_td.kernels import sum_tree
-from rlbuf_td.kernels.sum_tree import LARGEST, REFUSED, SMALLEST, SumTree, reference
+from rlbuf_td.kernels.sum_tree import LARGEST, SMALLEST, SumTree, reference
 from tests.kernels.invariants import check_tree
 from tests.statistics import assert_follows, power
 
@@ -98,24 +98,6 @@ def test_filling_a_range_equals_updating_every_row_of_it(capacity, data):
     sum_tree.update_(updated, index, torch.full((count,), 3.0), capacity, 0.7, 1e-6)
     for name, tensor in filled.tensors().items():
         assert torch.equal(tensor, updated.tensors()[name]), name
-
-
-def test_a_batch_with_a_bad_row_or_error_is_refused_whole():
-    tree = SumTree.empty(10)
-    sum_tree.update_(tree, torch.arange(10), torch.ones(10), 10, 0.6, 1e-6)
-    before = {name: tensor.clone() for name, tensor in tree.tensors().items()}
-    for row, error in ((2, torch.nan), (2, torch.inf), (2, -torch.inf), (10, 5.0), (-2, 5.0)):
-        assert sum_tree.update_(tree, torch.tensor([1, row]), torch.tensor([5.0, error]), 10, 0.6, 1e-6) == REFUSED
-    for name, tensor in tree.tensors().items():
-        assert torch.equal(tensor, before[name])
-
-
-def test_the_torch_path_keeps_the_old_priority_where_an_error_is_bad():
-    tree = SumTree.empty(4)
-    reference_update(tree, torch.arange(4), torch.ones(4), 4, 1.0, 0.0)
-    for index, td_error in (([0, 1, -1, 2], [5.0, torch.nan, 9.0, torch.inf]), ([-1, -1], [9.0, 9.0])):
-        reference_update(tree, torch.tensor(index), torch.tensor(td_error), 4, 1.0, 0.0)
-        assert tree.magnitude[:4].tolist() == [5.0, 1.0, 1.0, 1.0]
 
 
 def test_sums_do_not_drift_over_a_hundred_thousand_random_updates():

@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,21 +150,6 @@ def test_workers_that_are_killed_at_random_moments_leave_no_torn_lost_or_repeate
     assert len(rb) == min(rb.write_count, 20_000)
 
 
-def test_the_soak_would_notice():
-    good = soak.make_rows(0, 0, 20)
-    torn = good.clone()
-    torn["next", "payload"][3, 11] += 1
-    for bad, counts in (
-        (torn, (1, 0, 0)),
-        (torch.cat([good[:5], good[6:]]), (0, 1, 0)),
-        (torch.cat([good[:5], good[4:]]), (0, 0, 1)),
-        (good, (0, 0, 0)),
-    ):
-        report = soak.Report()
-        report.take_in(bad)
-        assert (report.torn, report.lost, report.duplicated) == counts
-
-
 def test_parts_of_a_shared_buffer_cannot_be_replaced():
     rb = make()
     rb.share()
@@ -258,27 +242,6 @@ def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
     with lock:
         pass
     assert note.told[2:] == ["entered", "failed", "recover", "entered", "left"]
-
-
-def test_the_lock_lets_one_in_at_a_time():
-    lock, count = ProcessLock(Note()), SharedNumbers("q", [0]).share_memory_()
-
-    def raise_it() -> None:
-        for _ in range(2000):
-            with lock:
-                count[0] += 1  # reads, adds and writes
-
-    def in_threads() -> None:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda _: raise_it(), range(2)))
-
-    processes = [mp.get_context("fork").Process(target=in_threads) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(180)
-        assert process.exitcode == 0
-    assert count[0] == 3 * 2 * 2000
 
 
 def test_a_process_forked_while_a_thread_holds_the_lock_is_not_blocked_for_good():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from rlbuf_td.storages.layout import CACHE_LINE, RowLayout
-from tests.catalogue import SCHEMAS, Schema, assert_same, transitions
+from tests.catalogue import SCHEMAS, Schema, transitions
 
 over_schemas = pytest.mark.parametrize("schema", SCHEMAS.values(), ids=str)
 
@@ -59,29 +57,6 @@ def test_rows_like_those_of_halfcheetah_take_at_most_15_percent_more_than_their_
     assert layout.row_bytes <= 1.15 * 167
 
 
-@over_schemas
-@pytest.mark.parametrize("lanes", [(), (2,)], ids=["one lane", "two lanes"])
-def test_what_is_collected_and_copied_is_unpacked_again(schema: Schema, lanes: tuple[int, ...]) -> None:
-    data = transitions(schema, 3, lanes)
-    layout = RowLayout(data, lead_dims=1 + len(lanes))
-    rows = torch.zeros(3, *lanes, layout.row_bytes, dtype=torch.uint8)
-    for column, leaf in zip(layout.columns(rows), layout.collect(data, rows.shape[:-1]), strict=True):
-        column.copy_(leaf)
-    assert_same(layout.unpack(rows), data)
-    assert_same(layout.unpack(rows.view(layout.carrier)), data)
-
-
-@over_schemas
-def test_a_saved_layout_is_read_back_equal_after_json_too(schema: Schema) -> None:
-    layout = layout_of(schema)
-    for state in (layout.state(), json.loads(json.dumps(layout.state()))):
-        again = RowLayout.from_state(state)
-        assert again == layout
-        assert hash(again) == hash(layout)
-        assert (again.leaves, again.row_bytes, again.groups) == (layout.leaves, layout.row_bytes, layout.groups)
-        assert again.state() == state
-
-
 def test_the_order_of_the_keys_makes_no_difference() -> None:
     data = transitions(SCHEMAS["nested"], 1)
     reverse = TensorDict({}, [1])
@@ -96,23 +71,6 @@ def test_each_schema_has_a_layout_of_its_own() -> None:
     layouts = [layout_of(schema) for schema in SCHEMAS.values()]
     for j, left in enumerate(layouts):
         assert [left == right for right in layouts] == [j == k for k in range(len(layouts))]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"x": torch.zeros(2, 3), "y": torch.zeros(2)},
-        {"x": torch.zeros(2, 3, dtype=torch.int32)},
-        {"x": torch.zeros(2, 1, 3)},
-        {"z": torch.zeros(2, 3)},
-        {"x": torch.zeros(2, 3), "n": {}},
-    ],
-    ids=["a key more", "another dtype", "another shape", "another name", "a node more"],
-)
-def test_layouts_differ_where_keys_dtypes_shapes_or_nodes_do(other: dict[str, object]) -> None:
-    layout = RowLayout(TensorDict({"x": torch.zeros(2, 3)}, [2]), 1)
-    assert layout != RowLayout(TensorDict(other, [2]), 1)
-    assert layout != "a layout"
 
 
 def test_an_unknown_dtype_in_a_saved_layout_is_refused() -> None:
