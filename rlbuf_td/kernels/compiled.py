@@ -85,26 +85,47 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
+@intrinsic
+def load(typing_context: Any, address: Any, kind: Any) -> Any:
+    """Return the number of a NumPy type at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))
+        return context.unpack_value(builder, kind.dtype, place)
+
+    return kind.dtype(types.int64, kind), generate
+
+
+@intrinsic
+def store(typing_context: Any, address: Any, value: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))
+        context.pack_value(builder, kind.dtype, arguments[1], place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, kind.dtype, kind), generate
+
+
 @inlined
 def same_bytes(first, second, count):
     at = np.int64(0)
     while at + 64 <= count:
         difference = np.int64(0)
         for word in range(8):
-            difference |= load_int64(first + at + 8 * word) ^ load_int64(second + at + 8 * word)
+            difference |= load(first + at + 8 * word, np.int64) ^ load(second + at + 8 * word, np.int64)
         if difference != 0:
             return False
         at += 64
     while at + 8 <= count:
-        if load_int64(first + at) != load_int64(second + at):
+        if load(first + at, np.int64) != load(second + at, np.int64):
             return False
         at += 8
     while at + 4 <= count:
-        if load_int32(first + at) != load_int32(second + at):
+        if load(first + at, np.int32) != load(second + at, np.int32):
             return False
         at += 4
     while at < count:
-        if load_uint8(first + at) != load_uint8(second + at):
+        if load(first + at, np.uint8) != load(second + at, np.uint8):
             return False
         at += 1
     return True
@@ -115,38 +136,6 @@ def prefetch_row(address, width):
     for line in range(0, width, 64):
         prefetch(address + line)
     prefetch(address + width - 1)
-
-
-def _loader(kind: types.Type) -> Any:
-    def load(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = ir.PointerType(context.get_data_type(kind))
-            return context.unpack_value(builder, kind, builder.inttoptr(arguments[0], pointer))
-
-        return kind(types.int64), generate
-
-    return intrinsic(load)
-
-
-def _storer(kind: types.Type) -> Any:
-    def store(typing_context: Any, address: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = ir.PointerType(context.get_data_type(kind))
-            context.pack_value(builder, kind, arguments[1], builder.inttoptr(arguments[0], pointer))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, kind), generate
-
-    return intrinsic(store)
-
-
-load_uint8, store_uint8 = _loader(types.uint8), _storer(types.uint8)
-load_bool, store_bool = _loader(types.boolean), _storer(types.boolean)
-load_int32, store_int32 = _loader(types.int32), _storer(types.int32)
-load_int64, store_int64 = _loader(types.int64), _storer(types.int64)
-load_uint64 = _loader(types.uint64)
-load_float32, store_float32 = _loader(types.float32), _storer(types.float32)
-load_float64, store_float64 = _loader(types.float64), _storer(types.float64)
 
 
 @kernel
@@ -179,10 +168,10 @@ def acceptable(index, td_error, rows):
 def copy_few(target, source, nbytes):
     """Copy bytes from one address to another, few of them without a call."""
     if nbytes == 4:
-        store_int32(target, load_int32(source))
+        store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:
-        store_uint8(target, load_uint8(source))
+        store(target, load(source, np.uint8), np.uint8)
     elif nbytes == 8:
-        store_int64(target, load_int64(source))
+        store(target, load(source, np.int64), np.int64)
     else:
         copy_bytes(target, source, nbytes)

@@ -11,21 +11,7 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.batch.ring import BATCH, RING
-from rlbuf_td.kernels.compiled import (
-    copy_bytes,
-    copy_few,
-    inlined,
-    kernel,
-    load_float64,
-    load_int32,
-    load_int64,
-    load_uint8,
-    pointer,
-    prefetch_row,
-    store_int32,
-    store_int64,
-    store_uint8,
-)
+from rlbuf_td.kernels.compiled import copy_bytes, copy_few, inlined, kernel, load, pointer, prefetch_row, store
 from rlbuf_td.kernels.episodes.cpu import write as write_boundaries
 from rlbuf_td.kernels.rank_order.chunks import Chunks
 from rlbuf_td.kernels.rank_order.cpu import draw as draw_by_rank
@@ -60,10 +46,10 @@ def gather(rows, row_bytes, index, leaves, targets):
             source, width, target = rows + leaves[leaf, 0], leaves[leaf, 1], targets[leaf]
             if width == 1:
                 for i in range(max(begin, 0), end):
-                    store_uint8(target + i, load_uint8(source + index[i] * row_bytes))
+                    store(target + i, load(source + index[i] * row_bytes, np.uint8), np.uint8)
             elif width == 4:
                 for i in range(max(begin, 0), end):
-                    store_int32(target + i * 4, load_int32(source + index[i] * row_bytes))
+                    store(target + i * 4, load(source + index[i] * row_bytes, np.int32), np.int32)
             else:
                 for i in range(max(begin, 0), end):
                     copy_bytes(target + i * width, source + index[i] * row_bytes, width)
@@ -97,7 +83,7 @@ def gather_batch(batch, index, targets):
 def sample_uniform(address, targets):
     """Gather the rows at the flat positions in the scratch memory, and write their index."""
     batch = batch_at(address)
-    index, out = carray(pointer(batch.flat), batch.count, np.int64), load_int64(targets + 8 * batch.leaves)
+    index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     gather_batch(batch, index, targets)
     if batch.lanes:
         _coordinates(index, batch.lanes, out)
@@ -134,7 +120,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 @inlined
 def _drawn(batch, targets):
     """Return where the flat rows and their importance weights go, and the uniform numbers."""
-    index, importance = load_int64(targets + 8 * batch.leaves), load_int64(targets + 8 * batch.leaves + 8)
+    index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
     return (
         carray(pointer(batch.flat if batch.lanes else index), batch.count, np.int64),
         carray(pointer(importance), batch.count, np.float32),
@@ -147,11 +133,11 @@ def _gather_drawn(batch, targets, index, written, now):
     for i in range(len(index)):
         if index[i] >= written:
             return False
-    stamp = carray(pointer(load_int64(targets + 8 * batch.leaves + 16)), batch.count, np.int64)
+    stamp = carray(pointer(load(targets + 8 * batch.leaves + 16, np.int64)), batch.count, np.int64)
     stamp[:] = now
     gather_batch(batch, index, targets)
     if batch.lanes:
-        _coordinates(index, batch.lanes, load_int64(targets + 8 * batch.leaves))
+        _coordinates(index, batch.lanes, load(targets + 8 * batch.leaves, np.int64))
     return True
 
 
@@ -209,7 +195,7 @@ def write_ring(address, count, lanes_first, index):
     nothing changed, where a write takes more than this.
     """
     ring = carray(pointer(address), 1, RING)[0]
-    cursor, revision = load_int64(ring.cursor), load_int64(ring.revision)
+    cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
     kept = min(count, ring.steps)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
@@ -218,19 +204,19 @@ def write_ring(address, count, lanes_first, index):
         return -1
     _scatter(ring, start, kept, count, lanes_first)
     lanes = max(ring.lanes, 1)
-    store_int64(ring.clock, load_int64(ring.clock) + kept)
-    store_int64(ring.clock_last, last)
-    store_int64(ring.length, max(load_int64(ring.length), min(start + kept, ring.steps) * lanes))
-    store_int64(ring.last_cursor, last)
-    store_int64(ring.revision, revision + 1)
-    store_int64(ring.cursor, (cursor + count) % ring.steps)
-    store_int64(ring.write_count, load_int64(ring.write_count) + count)
-    if ring.boundaries and load_int64(ring.seen) == revision:
+    store(ring.clock, load(ring.clock, np.int64) + kept, np.int64)
+    store(ring.clock_last, last, np.int64)
+    store(ring.length, max(load(ring.length, np.int64), min(start + kept, ring.steps) * lanes), np.int64)
+    store(ring.last_cursor, last, np.int64)
+    store(ring.revision, revision + 1, np.int64)
+    store(ring.cursor, (cursor + count) % ring.steps, np.int64)
+    store(ring.write_count, load(ring.write_count, np.int64) + count, np.int64)
+    if ring.boundaries and load(ring.seen, np.int64) == revision:
         numbers = carray(pointer(ring.boundaries), 14, np.int64)
         write_boundaries(numbers, start, head)
         if head < kept:
             write_boundaries(numbers, _ZERO, kept - head)
-        store_int64(ring.seen, revision + 1)
+        store(ring.seen, revision + 1, np.int64)
     if index:
         _write_index(ring, cursor, count, index)
     return cursor
@@ -242,7 +228,7 @@ def write_ring_proportional(address, count, lanes_first, index):
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
-        tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load_float64(ring.weighed_alpha)
+        tree, alpha = carray(pointer(ring.priorities), TREE, np.int64), load(ring.weighed_alpha, np.float64)
         start, head, rest = _runs(ring, cursor, count)
         fill(tree, start, head, _entry(ring), alpha, ring.eps)
         if rest:
@@ -276,20 +262,20 @@ def _runs(ring, cursor, count):
 
 @inlined
 def _entry(ring):
-    largest = load_float64(ring.largest)
+    largest = load(ring.largest, np.float64)
     return 1.0 if largest < 0.0 else largest
 
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
     """Whether the write goes on where the last one ended, its leaves lie elsewhere, and the weights are up to date."""
-    steps, last, lanes = ring.steps, load_int64(ring.clock_last), max(ring.lanes, 1)
+    steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
-    usual = in_order and 0 <= cursor < steps and load_int64(ring.clock_by_row) == 0
+    usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
     if ring.alpha:
-        usual &= load_float64(ring.alpha) == load_float64(ring.weighed_alpha)
-    if ring.boundaries and load_int64(ring.seen) != revision:
-        usual &= kept * lanes < load_int64(ring.length)  # else they may be begun anew
+        usual &= load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
+    if ring.boundaries and load(ring.seen, np.int64) != revision:
+        usual &= kept * lanes < load(ring.length, np.int64)  # else they may be begun anew
     sources, end = carray(pointer(ring.sources), ring.leaves, np.int64), ring.rows + steps * lanes * ring.row_bytes
     for leaf in range(ring.leaves):
         usual &= sources[leaf] < ring.rows or sources[leaf] >= end

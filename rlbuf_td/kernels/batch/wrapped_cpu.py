@@ -12,20 +12,7 @@ import numpy as np
 from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch
-from rlbuf_td.kernels.compiled import (
-    copy_few,
-    inlined,
-    kernel,
-    load_float64,
-    load_int64,
-    pointer,
-    prefetch,
-    prefetch_row,
-    store_bool,
-    store_float32,
-    store_float64,
-    store_int64,
-)
+from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, prefetch, prefetch_row, store
 from rlbuf_td.kernels.episodes.batches_cpu import choose, sum_rewards, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
@@ -35,7 +22,11 @@ ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves of an n-step transition
 
 @inlined
 def _row(index, lanes, i):
-    return load_int64(index + 16 * i) * lanes + load_int64(index + 16 * i + 8) if lanes else load_int64(index + 8 * i)
+    return (
+        load(index + 16 * i, np.int64) * lanes + load(index + 16 * i + 8, np.int64)
+        if lanes
+        else load(index + 8 * i, np.int64)
+    )
 
 
 @kernel
@@ -44,7 +35,7 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
     The extents have a third column, the kinds of the leaves, and a fourth: the width of their numbers.
     """
-    batch, index = batch_at(address), load_int64(drawn)
+    batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
     leaves = carray(pointer(batch.extents), (last, 4), np.int64)
     targets = carray(pointer(slot), last + 1, np.int64)
@@ -56,14 +47,14 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
         if begun < count:
             cell = _row(index, lanes, begun)
             k, ends[begun] = walk(bitmap, cell, n)
-            store_int64(targets[last] + 8 * begun, k)
+            store(targets[last] + 8 * begun, k, np.int64)
             for _ in range(k):
                 prefetch_row(rows + cell * row_bytes, row_bytes)
                 cell = cell + across if cell + across < cells else cell + across - cells
         i = begun - _AHEAD
         if i < 0:
             continue
-        cell, k = _row(index, lanes, i), load_int64(targets[last] + 8 * i)
+        cell, k = _row(index, lanes, i), load(targets[last] + 8 * i, np.int64)
         for leaf in range(last):
             offset, width, kind, size = leaves[leaf, 0], leaves[leaf, 1], leaves[leaf, 2], leaves[leaf, 3]
             target = targets[leaf] + i * width
@@ -73,9 +64,9 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
             for part in range(0, width, size):
                 total = sum_rewards(rows + offset + part, row_bytes, cell, across, cells, k, gamma, size == 8)
                 if size == 8:
-                    store_float64(target + part, total)
+                    store(target + part, total, np.float64)
                 else:
-                    store_float32(target + part, np.float32(total))
+                    store(target + part, np.float32(total), np.float32)
 
 
 @kernel
@@ -84,16 +75,16 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, li
 
     ``outcome`` and ``goals`` are the positions of leaves: of the outcome, and of the one or two goals.
     """
-    batch, index = batch_at(address), load_int64(drawn)
+    batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
     cells, chosen = np.empty(count, np.int64), np.empty(count, np.int64)
-    offset, width = load_int64(batch.extents + 16 * outcome), load_int64(batch.extents + 16 * outcome + 8)
+    offset, width = load(batch.extents + 16 * outcome, np.int64), load(batch.extents + 16 * outcome + 8, np.int64)
     for i in range(count):
         cells[i] = _row(index, batch.lanes, i)
         expect(bitmap, cells[i])
     for i in range(count):
-        chosen[i] = choose(bitmap, thresholds, only_finished, live, cells[i], load_float64(batch.uniform + 8 * i))
-        store_bool(targets[batch.leaves] + i, chosen[i] >= 0)
+        chosen[i] = choose(bitmap, thresholds, only_finished, live, cells[i], load(batch.uniform + 8 * i, np.float64))
+        store(targets[batch.leaves] + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)
     gather_batch(batch, cells, slot)
@@ -112,7 +103,7 @@ def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, report
     trajectory ends too soon. ``reports`` are the bytes per row of what is reported; ``flags`` are positions
     of the leaves ``is_init``, truncated and done, -1 where there is none.
     """
-    batch, index = batch_at(address), load_int64(drawn)
+    batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves
     entry, mask = 16 if lanes else 8, last + 1 + reports.shape[0]
     targets = carray(pointer(slot), mask + 3, np.int64)
@@ -132,22 +123,22 @@ def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, report
             step = (t - shift - burn_in + min(max(j, first), past)) % bitmap[4]
             at = i * window + j
             cells[at] = step * across + lane
-            store_bool(targets[mask] + at, first <= j <= past)
-            store_bool(targets[mask + 1] + at, j < burn_in)
+            store(targets[mask] + at, first <= j <= past, np.bool_)
+            store(targets[mask + 1] + at, j < burn_in, np.bool_)
             copy_few(targets[mask + 2] + at * entry, index + i * entry, entry)
             if lanes:
-                store_int64(targets[last] + 16 * at, step)
-                store_int64(targets[last] + 16 * at + 8, lane)
+                store(targets[last] + 16 * at, step, np.int64)
+                store(targets[last] + 16 * at + 8, lane, np.int64)
             else:
-                store_int64(targets[last] + 8 * at, cells[at])
+                store(targets[last] + 8 * at, cells[at], np.int64)
             for report in range(reports.shape[0]):
-                width, source = reports[report], load_int64(drawn + 8 + 8 * report)
+                width, source = reports[report], load(drawn + 8 + 8 * report, np.int64)
                 copy_few(targets[last + 1 + report] + at * width, source + i * width, width)
     gather_batch(batch, cells, slot)
     for flag in range(3):
         if flags[flag] >= 0:
-            target, width = targets[flags[flag]], load_int64(batch.extents + 16 * flags[flag] + 8)
+            target, width = targets[flags[flag]], load(batch.extents + 16 * flags[flag] + 8, np.int64)
             for i in range(count):
                 for place in (0, bounds[i, 0]) if flag == 0 else (bounds[i, 1], bounds[i, 1]):
                     for feature in range(width):
-                        store_bool(target + (i * window + place) * width + feature, True)
+                        store(target + (i * window + place) * width + feature, True, np.bool_)

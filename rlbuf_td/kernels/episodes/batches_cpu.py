@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import (
-    inlined,
-    kernel,
-    load_float32,
-    load_float64,
-    load_int64,
-    prefetch,
-    store_float32,
-    store_float64,
-    store_int64,
-)
+from rlbuf_td.kernels.compiled import inlined, kernel, load, prefetch, store
 from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
 # -- hindsight
@@ -57,7 +47,7 @@ def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, 
 
 @inlined
 def _reward_at(address, double):
-    return load_float64(address) if double else np.float64(load_float32(address))
+    return load(address, np.float64) if double else np.float64(load(address, np.float32))
 
 
 @inlined
@@ -89,18 +79,18 @@ def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamm
     lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
     for i in range(count):
         if i + _SOON < count:
-            cell = load_int64(rows + 8 * (i + _SOON))
+            cell = load(rows + 8 * (i + _SOON), np.int64)
             expect(bitmap, cell)
             for _ in range(n):
                 prefetch(reward + cell * row_bytes)
                 cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
-        cell = load_int64(rows + 8 * i)
+        cell = load(rows + 8 * i, np.int64)
         k, end = walk(bitmap, cell, n)
-        store_int64(taken + 8 * i, k)
-        store_int64(last + 8 * i, end)
+        store(taken + 8 * i, k, np.int64)
+        store(last + 8 * i, end, np.int64)
         for feature in range(features):
             found = sum_rewards(reward + feature * width, row_bytes, cell, lanes, cells, k, gamma, double)
             if double:
-                store_float64(total + (i * features + feature) * 8, found)
+                store(total + (i * features + feature) * 8, found, np.float64)
             else:
-                store_float32(total + (i * features + feature) * 4, np.float32(found))
+                store(total + (i * features + feature) * 4, np.float32(found), np.float32)

@@ -18,17 +18,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from rlbuf_td.kernels.compiled import (
-    inlined,
-    kernel,
-    load_bool,
-    load_int64,
-    load_uint64,
-    pointer,
-    prefetch,
-    same_bytes,
-    store_int64,
-)
+from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, same_bytes, store
 
 _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
 
@@ -49,12 +39,12 @@ _trailing_zeros, _leading_zeros = _counter("cttz"), _counter("ctlz")  # of a wor
 @inlined
 def _start(bitmap, level):
     """Return the first word of a level; behind the last level lie the bits of what is over."""
-    return np.uint64(load_int64(bitmap[2] + 8 * level))
+    return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 
 @inlined
 def _word(bitmap, lane, position):
-    return load_uint64(bitmap[0] + 8 * (lane * bitmap[1] + np.int64(position)))
+    return load(bitmap[0] + 8 * (lane * bitmap[1] + np.int64(position)), np.uint64)
 
 
 @inlined
@@ -221,7 +211,7 @@ def write(numbers, start, count):
     bits = carray(pointer(numbers[0]), (lanes, numbers[1]), np.uint64)
     starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)
     before = start - 1 if start > 0 else steps - 1
-    follows, last, over = load_int64(numbers[6]) == before, np.uint64(before), np.uint64(starts[-1])
+    follows, last, over = load(numbers[6], np.int64) == before, np.uint64(before), np.uint64(starts[-1])
     for lane in range(lanes):
         ended = (bits[lane, over + (last >> _SIX)] >> (last & _63)) & _ONE != 0
         if follows and not ended and _is_renamed(numbers, lane, before, start):
@@ -229,9 +219,9 @@ def write(numbers, start, count):
             _put(bits, lane, over, last, True)
         _put_cut(bits, lane, starts, before, ended or not follows)
         for t in range(start, stop):
-            ended = load_bool(numbers[7] + t * numbers[8] + lane * numbers[9])
+            ended = load(numbers[7] + t * numbers[8] + lane * numbers[9], np.bool_)
             if not ended and t + 1 < stop:
                 ended = _is_renamed(numbers, lane, t, t + 1)
             _put(bits, lane, over, np.uint64(t), ended)
             _put_cut(bits, lane, starts, t, ended or t + 1 == stop)
-    store_int64(numbers[6], stop - 1)
+    store(numbers[6], stop - 1, np.int64)

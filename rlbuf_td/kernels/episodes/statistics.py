@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import compiled, load_float32, load_float64, load_int64, load_uint8
+from rlbuf_td.kernels.compiled import compiled, load
 
 SUM, MEAN, LAST = 0, 1, 2
 FREE = np.iinfo(np.int64).min  # the key of a slot that no episode uses
@@ -37,7 +37,7 @@ def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, c
     for m in range(reduction.shape[0]):
         records[at, 2 + m] = sums[slot, m] / lengths[slot] if reduction[m] == MEAN else sums[slot, m]
     for r in range(ends.shape[1]):
-        ends[at, r] = load_uint8(reasons[r] + row)
+        ends[at, r] = load(reasons[r] + row, np.uint8)
     keys[slot] = FREE
     counters[EPISODES] += 1
 
@@ -71,7 +71,7 @@ def count_steps(
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
-        key = load_int64(inputs[0] + 8 * row) if inputs[0] else np.int64(-2 - lane)  # never a trajectory number
+        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # never a trajectory number
         if key == PADDING:
             continue
         slot = _slot(keys, key, lane_slot[lane])
@@ -87,8 +87,8 @@ def count_steps(
         counters[STEPS] += 1
         for m in range(metrics):
             at = inputs[2 + m]
-            x = load_float64(at + 8 * row) if is_double[m] else np.float64(load_float32(at + 4 * row))
+            x = load(at + 8 * row, np.float64) if is_double[m] else np.float64(load(at + 4 * row, np.float32))
             sums[slot, m] = x if reduction[m] == LAST else sums[slot, m] + x
-        if load_uint8(inputs[1] + row):
+        if load(inputs[1] + row, np.uint8):
             _finish(slot, row, inputs[2 + metrics :], reduction, keys, lengths, sums, records, ends, counters)
     return steps * lanes

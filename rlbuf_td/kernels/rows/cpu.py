@@ -10,18 +10,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rlbuf_td.kernels.compiled import (
-    copy_few,
-    inlined,
-    kernel,
-    load_bool,
-    load_float32,
-    load_float64,
-    load_int32,
-    load_int64,
-    load_uint8,
-    pointer,
-)
+from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer
 
 _PAGE, _WILL_NEED = 4096, 3
 _SAMPLED = 16
@@ -34,10 +23,10 @@ _SAMPLED = 16
 def put_values(target, target_stride, values, values_stride, width, count, mask):
     for i in range(count):
         at = values + i * values_stride * width
-        if load_bool(mask + i) and np.isnan(load_float64(at) if width == 8 else load_float32(at)):
+        if load(mask + i, np.bool_) and np.isnan(load(at, np.float64) if width == 8 else load(at, np.float32)):
             return i
     for i in range(count):
-        if load_bool(mask + i):
+        if load(mask + i, np.bool_):
             copy_few(target + i * target_stride * width, values + i * values_stride * width, width)
     return -1
 
@@ -97,10 +86,10 @@ def is_absent(base, stride, cells, count):
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):
-        page = (base + load_int64(cells + 8 * i) * stride) // _PAGE * _PAGE
+        page = (base + load(cells + 8 * i, np.int64) * stride) // _PAGE * _PAGE
         found[0] = 1
         _mincore(page, np.int64(_PAGE), np.int64(found.ctypes.data))
-        if load_uint8(np.int64(found.ctypes.data)) & 1 == 0:
+        if load(np.int64(found.ctypes.data), np.uint8) & 1 == 0:
             return True
     return False
 
@@ -119,7 +108,7 @@ def _ask(first, last, until):
 def ask_for_rows(base, stride, live, cells, count):
     until, first, last = np.int64(0), np.int64(0), np.int64(0)
     for i in range(count):
-        cell = load_int64(cells + 8 * i)
+        cell = load(cells + 8 * i, np.int64)
         if cell < 0 or cell >= live:
             continue
         at = base + cell * stride
@@ -135,9 +124,9 @@ def ask_for_entries(base, width, ids, names, row_bytes, live, cells, count):
     """Ask for the entries that rows name; ``ids`` is where the first row's names begin."""
     until = np.int64(0)
     for i in range(count):
-        cell, before = load_int64(cells + 8 * i), np.int64(-1)
+        cell, before = load(cells + 8 * i, np.int64), np.int64(-1)
         for j in range(names if 0 <= cell < live else 0):
-            name = np.int64(load_int32(ids + cell * row_bytes + 4 * j))
+            name = np.int64(load(ids + cell * row_bytes + 4 * j, np.int32))
             if name == before or name == 0:
                 continue
             at = base + (name - 1) * width

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuf_td.kernels.compiled import (
-    copy_bytes,
-    copy_few,
-    inlined,
-    kernel,
-    load_int32,
-    load_int64,
-    prefetch,
-    same_bytes,
-    store_int32,
-    store_int64,
-)
+from rlbuf_td.kernels.compiled import copy_bytes, copy_few, inlined, kernel, load, prefetch, same_bytes, store
 
 _ROWS, _ENTRIES = 20, 8  # rows, and entries of so many rows, that begin to come before they are needed
 _MOST_LINES = 4  # of an entry that are asked for: what follows comes by itself
@@ -45,7 +34,7 @@ def _expect_entries(groups, row):
         width = min(groups[g, BYTES], 64 * _MOST_LINES)
         last = np.int32(0)
         for j in range(groups[g, PIECES] * groups[g, SIDES]):
-            name = load_int32(row + groups[g, IDS] + 4 * j)
+            name = load(row + groups[g, IDS] + 4 * j, np.int32)
             if name != last:
                 at = _entry(groups, g, name)
                 for line in range(0, width, 64):
@@ -74,8 +63,8 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
     """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``places`` are ``[leaves, 2]``, address and bytes per row."""
     for begun in range(count + _ROWS):
         if begun < count:
-            i = load_int64(order + 8 * begun) if order else np.int64(begun)
-            cell = load_int64(cells + 8 * i)
+            i = load(order + 8 * begun, np.int64) if order else np.int64(begun)
+            cell = load(cells + 8 * i, np.int64)
             if cell < 0 or cell >= live:
                 return False
             row = own + cell * own_bytes
@@ -83,13 +72,13 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
             prefetch(row + own_bytes - 1)
         near = begun - _ROWS + _ENTRIES
         if 0 <= near < count:
-            i = load_int64(order + 8 * near) if order else np.int64(near)
-            _expect_entries(groups, own + load_int64(cells + 8 * i) * own_bytes)
+            i = load(order + 8 * near, np.int64) if order else np.int64(near)
+            _expect_entries(groups, own + load(cells + 8 * i, np.int64) * own_bytes)
         now = begun - _ROWS
         if now < 0:
             continue
-        i = load_int64(order + 8 * now) if order else np.int64(now)
-        row = own + load_int64(cells + 8 * i) * own_bytes
+        i = load(order + 8 * now, np.int64) if order else np.int64(now)
+        row = own + load(cells + 8 * i, np.int64) * own_bytes
         for r in range(len(runs)):
             width = runs[r, 2]
             copy_few(places[runs[r, 1], 0] + i * width, row + runs[r, 0], width)
@@ -97,7 +86,7 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
             pieces = groups[g, PIECES]
             for j in range(pieces * groups[g, SIDES]):
                 # A row that is being written meanwhile may name nothing: what is read is torn then, but is memory.
-                name = max(load_int32(row + groups[g, IDS] + 4 * j), np.int32(1))
+                name = max(load(row + groups[g, IDS] + 4 * j, np.int32), np.int32(1))
                 side = np.int64(j >= pieces)
                 _copy_piece(groups, parts, g, name, j - side * pieces, side, places, i)
     return True
@@ -109,28 +98,28 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
 @inlined
 def _take(groups, g):
     counters = groups[g, COUNTERS]
-    free = load_int64(counters)
+    free = load(counters, np.int64)
     if free > 0:
-        store_int64(counters, free - 1)
-        return load_int32(groups[g, STACK] + 4 * (free - 1))
-    used = load_int64(counters + 8) + 1
-    store_int64(counters + 8, used)
+        store(counters, free - 1, np.int64)
+        return load(groups[g, STACK] + 4 * (free - 1), np.int32)
+    used = load(counters + 8, np.int64) + 1
+    store(counters + 8, used, np.int64)
     return np.int32(used)
 
 
 @inlined
 def _give(groups, g, name):
     counters = groups[g, COUNTERS]
-    free = load_int64(counters)
-    store_int32(groups[g, STACK] + 4 * free, name)
-    store_int64(counters, free + 1)
+    free = load(counters, np.int64)
+    store(groups[g, STACK] + 4 * free, name, np.int32)
+    store(counters, free + 1, np.int64)
 
 
 @inlined
 def _holds(groups, g, row, name):
     found = False
     for j in range(groups[g, PIECES] * groups[g, SIDES]):
-        found |= load_int32(row + groups[g, IDS] + 4 * j) == name
+        found |= load(row + groups[g, IDS] + 4 * j, np.int32) == name
     return found
 
 
@@ -153,12 +142,12 @@ def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
     """Let a row hold nothing any more; give back, or note behind ``kept`` others, what no other row holds."""
     row = own + cell * own_bytes + groups[g, IDS]
     for j in range(groups[g, PIECES] * groups[g, SIDES]):
-        name = load_int32(row + 4 * j)
+        name = load(row + 4 * j, np.int32)
         if name == 0:
             continue
         repeated = False
         for before in range(j):
-            repeated |= load_int32(row + 4 * before) == name
+            repeated |= load(row + 4 * before, np.int32) == name
         if repeated or _is_held(groups, g, own, own_bytes, total, lanes, cell, name):
             continue
         if len(freed):
@@ -167,7 +156,7 @@ def _release(groups, g, own, own_bytes, total, lanes, cell, freed, kept):
         else:
             _give(groups, g, name)
     for j in range(groups[g, PIECES] * groups[g, SIDES]):
-        store_int32(row + 4 * j, np.int32(0))
+        store(row + 4 * j, np.int32(0), np.int32)
     return kept
 
 
@@ -222,7 +211,7 @@ def _fresh(groups, parts, sources, g, side, t, lane, ids):
     for piece in range(groups[g, PIECES]):
         if piece == 0 or not _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
             name = _new_entry(groups, parts, sources, g, piece, side, t, lane)
-        store_int32(ids + 4 * piece, name)
+        store(ids + 4 * piece, name, np.int32)
 
 
 @inlined
@@ -232,20 +221,20 @@ def _fill_root(groups, parts, sources, g, own, own_bytes, cell, before, t, lane)
     ids = own + cell * own_bytes + groups[g, IDS]
     others = own + before * own_bytes + groups[g, IDS] + 4 * (pieces if sides == 2 else 1)
     common = pieces if sides == 2 else pieces - 1
-    is_shared = load_int32(others) != 0
+    is_shared = load(others, np.int32) != 0
     if is_shared:
         for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
-            name = load_int32(others + 4 * piece)
+            name = load(others + 4 * piece, np.int32)
             if is_shared and not _is_entry(groups, parts, sources, g, name, piece, np.int64(0), t, lane):
                 is_shared = False
     if not is_shared:
         _fresh(groups, parts, sources, g, np.int64(0), t, lane, ids)
         return
     for piece in range(common):
-        store_int32(ids + 4 * piece, load_int32(others + 4 * piece))
+        store(ids + 4 * piece, load(others + 4 * piece, np.int32), np.int32)
     if common < pieces:
         name = _new_entry(groups, parts, sources, g, common, np.int64(0), t, lane)
-        store_int32(ids + 4 * common, name)
+        store(ids + 4 * common, name, np.int32)
 
 
 @inlined
@@ -255,21 +244,21 @@ def _fill_next(groups, parts, sources, g, own, own_bytes, cell, after, t, lane):
     ids = own + cell * own_bytes + groups[g, IDS]
     newest = pieces - 1
     for piece in range(newest - 1, -1, -1):
-        name = load_int32(ids + 4 * (piece + 1))
+        name = load(ids + 4 * (piece + 1), np.int32)
         if not _is_entry(groups, parts, sources, g, name, piece, side, t, lane):
             _fresh(groups, parts, sources, g, side, t, lane, ids + 4 * pieces)
             return
     for piece in range(newest):
-        store_int32(ids + 4 * (pieces + piece), load_int32(ids + 4 * (piece + 1)))
-    name = load_int32(own + after * own_bytes + groups[g, IDS] + 4 * newest)
+        store(ids + 4 * (pieces + piece), load(ids + 4 * (piece + 1), np.int32), np.int32)
+    name = load(own + after * own_bytes + groups[g, IDS] + 4 * newest, np.int32)
     if name == 0 or not _is_entry(groups, parts, sources, g, name, newest, side, t, lane):
         name = _new_entry(groups, parts, sources, g, newest, side, t, lane)
-    store_int32(ids + 4 * (pieces + newest), name)
+    store(ids + 4 * (pieces + newest), name, np.int32)
 
 
 @inlined
 def _cell(total, cells, start, i):
-    return load_int64(cells + 8 * i) if cells else _wrapped(start + i, total)
+    return load(cells + 8 * i, np.int64) if cells else _wrapped(start + i, total)
 
 
 @inlined
@@ -279,7 +268,7 @@ def _expect_old(groups, g, own, own_bytes, total, cells, start, count, i):
         prefetch(own + _cell(total, cells, start, i + _ROWS) * own_bytes + groups[g, IDS])
     if i + _ENTRIES < count:
         row = own + _cell(total, cells, start, i + _ENTRIES) * own_bytes + groups[g, IDS]
-        name = load_int32(row + 4 * (groups[g, PIECES] - 1))
+        name = load(row + 4 * (groups[g, PIECES] - 1), np.int32)
         if name != 0:
             at = _entry(groups, g, name)
             prefetch(at)
@@ -291,43 +280,43 @@ def _write_pairs(group, parts, sources, own, own_bytes, total, lanes, cells, sta
     """:func:`write` for entries of one piece, which only the rows before and after may hold: twice as fast."""
     width, base, stack, counters = group[BYTES], group[BASE] - group[BYTES], group[STACK], group[COUNTERS]
     first, last, names = group[FIRST], group[LAST], own + group[IDS]
-    free, used, kept, deferred = load_int64(counters), load_int64(counters + 8), 0, len(freed) > 0
+    free, used, kept, deferred = load(counters, np.int64), load(counters + 8, np.int64), 0, len(freed) > 0
     t, lane = np.int64(0), np.int64(0)
     for i in range(count):
         if i + _ENTRIES < count:  # what it holds now will be free, and taken again
-            name = np.int64(load_int32(names + _cell(total, cells, start, i + _ENTRIES) * own_bytes))
+            name = np.int64(load(names + _cell(total, cells, start, i + _ENTRIES) * own_bytes, np.int32))
             prefetch(base + name * width)
             prefetch(base + name * width + min(width, 64))
         cell = _cell(total, cells, start, i)
         row = names + cell * own_bytes
         before = names + _wrapped(cell - lanes, total) * own_bytes
         after = names + _wrapped(cell + lanes, total) * own_bytes
-        shared, newer = load_int32(before + 4), load_int32(after)
-        for name, other in ((load_int32(row), shared), (load_int32(row + 4), newer)):
+        shared, newer = load(before + 4, np.int32), load(after, np.int32)
+        for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
             if name != 0 and name != other:
                 if deferred:
                     freed[kept] = name
                     kept += 1
                 else:
-                    store_int32(stack + 4 * free, name)
+                    store(stack + 4 * free, name, np.int32)
                     free += 1
         for side, name in enumerate((shared, newer)):
             if name == 0 or not _agrees(parts, sources, first, last, base + name * width, 0, side, t, lane):
                 if free > 0:
                     free -= 1
-                    name = load_int32(stack + 4 * free)
+                    name = load(stack + 4 * free, np.int32)
                 else:
                     used += 1
                     name = np.int32(used)
                 _put(parts, sources, first, last, base + name * width, 0, side, t, lane)
-            store_int32(row + 4 * side, name)
+            store(row + 4 * side, name, np.int32)
         lane += 1
         if lane == given_lanes:
             t, lane = t + 1, np.int64(0)
     for j in range(kept):
-        store_int32(stack + 4 * (free + j), freed[j])
-    store_int64(counters, free + kept)
-    store_int64(counters + 8, used)
+        store(stack + 4 * (free + j), freed[j], np.int32)
+    store(counters, free + kept, np.int64)
+    store(counters + 8, used, np.int64)
 
 
 @kernel
