@@ -91,7 +91,7 @@ class Table:
                 parts += [[p.into, p.inner, p.outer, p.pitch, p.root, p.next] for p in group.parts]
                 base, stack, counters = (x[g].data_ptr() for x in (self.entries, self.stacks, self.counters))
                 where = [base, stack, counters, first, len(parts), group.reach]
-                groups.append([group.ids, group.pieces, group.sides, group.nbytes, *where])
+                groups.append([group.ids, group.pieces, group.sides, group.names, group.nbytes, *where])
             self._arrays.extend((np.array(groups, np.int64), np.array(parts, np.int64)))
         return self._arrays
 
