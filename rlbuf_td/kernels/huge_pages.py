@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 
@@ -23,7 +24,7 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None and memory.device.type == "cpu" and memory.nbytes >= 2 * _HUGE:
-        _advise_range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, advice)
+        advise(memory.data_ptr(), memory.data_ptr() + memory.nbytes, advice)
 
 
 def take_pages(memory: torch.Tensor) -> None:
@@ -37,12 +38,16 @@ def take_pages(memory: torch.Tensor) -> None:
     first, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     edges = [first, *range((first // _HUGE + 1) * _HUGE, end, _AT_ONCE), end]
     with ThreadPoolExecutor(_TAKERS) as pool:
-        list(pool.map(_advise_range, edges, edges[1:], [_POPULATE_WRITE] * (len(edges) - 1)))
+        list(pool.map(advise, edges, edges[1:], [_POPULATE_WRITE] * (len(edges) - 1)))
 
 
-def _advise_range(first: int, end: int, advice: int) -> None:
+def advise(first: int, end: int, advice: int) -> None:
     """Tell the system about the pages that begin in a range of addresses."""
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     if end > start:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

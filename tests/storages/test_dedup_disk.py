@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from rlbuf_td import HindsightSampler, PackedStorage, ReplayBuffer, UniformSampler
 from rlbuf_td.kernels.dispatch import loops
+from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.read_ahead import IS_KNOWN
 from rlbuf_td.storages.allocate import find_rows
 from tests.catalogue import assert_same
@@ -82,13 +83,12 @@ def test_rows_that_are_not_in_memory_are_asked_for(how, tmp_path: Path, monkeypa
         storage.set(range(start, start + 100), data)
     expected = storage.gather(torch.arange(100))
     asked: list[Any] = []
-    ask = loops("rows.cpu").ask_for_rows
 
     def noted(*arguments: int) -> None:
         asked.append(arguments)
-        ask(*arguments)
+        advise(*arguments)
 
-    monkeypatch.setattr(loops("rows.cpu"), "ask_for_rows", noted)
+    monkeypatch.setattr("rlbuf_td.kernels.rows.read_ahead.advise", noted)
     storage.gather(torch.arange(100))
     assert not asked
     del storage

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer
+from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer
 
-_PAGE, _WILL_NEED = 4096, 3
-_SAMPLED = 16
+_PAGE = 4096
+_SAMPLED = 16  # rows of a batch that are looked at
 
 
 # -- copies: a column is an address and a stride in bytes
@@ -64,20 +59,7 @@ def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: in
 # -- pages of mapped files
 
 
-def _of_libc(name: str) -> Any:
-    def call(typing_context: Any, first: Any, second: Any, third: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            word = ir.IntType(64)
-            kind = ir.FunctionType(word, [word, word, word])
-            function = cgutils.get_or_insert_function(builder.module, kind, name)
-            return builder.call(function, arguments)
-
-        return types.int64(types.int64, types.int64, types.int64), generate
-
-    return intrinsic(call)
-
-
-_madvise, _mincore = _of_libc("madvise"), _of_libc("mincore")
+_mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
 
 
 @kernel
@@ -92,45 +74,3 @@ def is_absent(base, stride, cells, count):
         if load(np.int64(found.ctypes.data), np.uint8) & 1 == 0:
             return True
     return False
-
-
-@inlined
-def _ask(first, last, until):
-    """Ask for the pages from ``first`` to ``last``, but those before ``until``; return where the next ones begin."""
-    first = max(first // _PAGE * _PAGE, until)
-    last = -(-last // _PAGE) * _PAGE
-    if last > first:
-        _madvise(first, last - first, np.int64(_WILL_NEED))
-    return max(last, until)
-
-
-@kernel
-def ask_for_rows(base, stride, live, cells, count):
-    until, first, last = np.int64(0), np.int64(0), np.int64(0)
-    for i in range(count):
-        cell = load(cells + 8 * i, np.int64)
-        if cell < 0 or cell >= live:
-            continue
-        at = base + cell * stride
-        if at // _PAGE > -(-last // _PAGE):  # what lies together is asked for at once
-            until = _ask(first, last, until)
-            first = at
-        last = at + stride
-    _ask(first, last, until)
-
-
-@kernel
-def ask_for_entries(base, width, ids, names, row_bytes, live, cells, count):
-    """Ask for the entries that rows name; ``ids`` is where the first row's names begin."""
-    until = np.int64(0)
-    for i in range(count):
-        cell, before = load(cells + 8 * i, np.int64), np.int64(-1)
-        for j in range(names if 0 <= cell < live else 0):
-            name = np.int64(load(ids + cell * row_bytes + 4 * j, np.int32))
-            if name == before or name == 0:
-                continue
-            at = base + (name - 1) * width
-            if j == 0 or at < until - _PAGE or at + width > until:
-                last = at + width * (2 if width < _PAGE else 1)  # the next one mostly lies behind it
-                until = _ask(at, last, np.int64(0))
-            before = name

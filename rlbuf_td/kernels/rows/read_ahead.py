@@ -11,9 +11,12 @@ from __future__ import annotations
 import mmap
 import sys
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import loops
+from rlbuf_td.kernels.huge_pages import advise
 from rlbuf_td.kernels.rows.pool import Table
 
 IS_KNOWN = sys.platform == "linux" and mmap.PAGESIZE == 4096
@@ -29,14 +32,27 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
     if not loops("rows.cpu").is_absent(base, stride, cells.data_ptr(), len(cells)):
         return None
     cells, order = cells.sort()
-    loops("rows.cpu").ask_for_rows(base, stride, len(rows), cells.data_ptr(), len(cells))
+    _ask(base + stride * _inside(cells, len(rows)), stride)
     return order
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Ask for all that rows name, in their order, ``[B]`` int64."""
-    rows = table.rows
-    base, stride = rows.data_ptr(), rows.stride(0)
-    for group, entries in zip(table.groups, table.entries, strict=True):
-        where = base + group.ids, group.names, stride, len(rows), cells.data_ptr(), len(cells)
-        loops("rows.cpu").ask_for_entries(entries.data_ptr(), group.nbytes, *where)
+    """Ask for all that rows name, ``[B]`` int64."""
+    known = torch.from_numpy(_inside(cells, len(table.rows)))
+    for g, entries in enumerate(table.entries):
+        names = np.unique(table.ids(g)[known]).astype(np.int64)
+        _ask(entries.data_ptr() + entries.shape[1] * (names[names > 0] - 1), entries.shape[1])
+
+
+def _inside(cells: Tensor, live: int) -> np.ndarray:
+    return cells[(cells >= 0) & (cells < live)].numpy()
+
+
+def _ask(first: np.ndarray, width: int) -> None:
+    """Ask for the pages of ``width`` bytes from each address on, in ascending order; those that touch together."""
+    if not len(first):
+        return
+    first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE
+    gaps = np.flatnonzero(first[1:] > last[:-1])
+    for begin, end in zip(first[[0, *(gaps + 1)]].tolist(), last[[*gaps, -1]].tolist(), strict=True):
+        advise(begin, end, mmap.MADV_WILLNEED)
