@@ -71,9 +71,10 @@ def _descend(bitmap, lane, level, position, first):
 
 
 @kernel
-def _next_above(bitmap, lane, position):
-    """Return the first cut in word ``position`` or a later one, by the summaries; -1 if there is none."""
-    for level in range(1, bitmap[3]):
+def _next(bitmap, lane, t):
+    """Return the first cut at step ``t`` or later, -1 if there is none."""
+    position = np.uint64(t)
+    for level in range(bitmap[3]):
         at = _start(bitmap, level) + (position >> _SIX)
         if at >= _start(bitmap, level + 1):
             return np.int64(-1)
@@ -86,9 +87,12 @@ def _next_above(bitmap, lane, position):
 
 
 @kernel
-def _previous_above(bitmap, lane, position):
-    """Return the last cut in word ``position`` or an earlier one, by the summaries; -1 if there is none."""
-    for level in range(1, bitmap[3]):
+def _previous(bitmap, lane, t):
+    """Return the last cut at step ``t`` or earlier, -1 if there is none."""
+    if t < 0:
+        return np.int64(-1)
+    position = np.uint64(t)
+    for level in range(bitmap[3]):
         word = _word(bitmap, lane, _start(bitmap, level) + (position >> _SIX)) & (_ALL >> (_63 - (position & _63)))
         if word != 0:
             position = ((position >> _SIX) << _SIX) + (_63 - _leading_zeros(word))
@@ -101,14 +105,10 @@ def _previous_above(bitmap, lane, position):
 
 
 @kernel
-def _ahead_beyond(bitmap, lane, t):
-    """Return :func:`steps_ahead` where no cut is among the 64 steps from ``t`` on."""
-    last = _next_above(bitmap, lane, (np.uint64(t) >> _SIX) + _ONE)
-    if last >= 0:
-        return last - t
-    first = _word(bitmap, lane, np.uint64(0))
-    last = np.int64(_trailing_zeros(first)) if first != 0 else _next_above(bitmap, lane, _ONE)
-    return last + bitmap[4] - t
+def _next_around(bitmap, lane, t):
+    """Return the first cut at step ``t`` or later, around the end of the ring, where steps are counted on."""
+    following = _next(bitmap, lane, t)
+    return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 
 
 @inlined
@@ -118,20 +118,7 @@ def steps_ahead(bitmap, lane, t):
     window = _word(bitmap, lane, position) >> bit  # of 64 steps: the answer is there more often than in a word
     if position + _ONE < _start(bitmap, 1):
         window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
-    return np.int64(_trailing_zeros(window)) if window != 0 else _ahead_beyond(bitmap, lane, t)
-
-
-@kernel
-def _previous(bitmap, lane, t):
-    """Return the last cut at ``t`` or earlier, -1 if there is none."""
-    if t < 0:
-        return np.int64(-1)
-    position = np.uint64(t)
-    word = _word(bitmap, lane, position >> _SIX) & (_ALL >> (_63 - (position & _63)))
-    position >>= _SIX
-    if word != 0:
-        return np.int64((position << _SIX) + (_63 - _leading_zeros(word)))
-    return np.int64(-1) if position == 0 else _previous_above(bitmap, lane, position - _ONE)
+    return np.int64(_trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
 
 
 @kernel
