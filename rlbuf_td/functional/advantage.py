@@ -63,12 +63,12 @@ def generalized_advantage_estimate(
     sizes = _plain_sizes(state_value, next_state_value, reward, done, terminated, time_dim)
     in_range = type(gamma) is float and type(lmbda) is float and 0.0 <= gamma <= 1.0 and 0.0 <= lmbda <= 1.0
     if sizes is not None and in_range:
-        out = scan.gae_contiguous(gamma, lmbda, state_value, next_state_value, reward, done, terminated, *sizes)
+        out = scan.gae_contiguous(gamma, lmbda, (state_value, next_state_value, reward, done, terminated), *sizes)
         if out is not None:
             return out
     values = {"state_value": state_value, "next_state_value": next_state_value}
     layout, columns = TimeLayout.of("generalized_advantage_estimate", time_dim, values, reward, done, terminated)
-    advantage, target = scan.gae(layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda), *columns)
+    advantage, target = scan.gae(layout.coefficient("gamma", gamma), layout.coefficient("lmbda", lmbda), columns)
     return layout.restore(advantage), layout.restore(target)
 
 

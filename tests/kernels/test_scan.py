@@ -68,9 +68,9 @@ def test_three_forms_of_the_scan_agree(shape, dtype):
 )
 def test_gae_equals_the_plain_loop(lanes, steps, features, p, gamma, lmbda, seed):
     tensors = random_inputs((lanes, steps, features), torch.float64, p, seed)
-    delta, decay = scan.gae_terms(gamma, lmbda, *tensors)
+    delta, decay = scan.gae_terms(gamma, lmbda, tensors)
     expected = reverse_scan_loop(delta, decay)
-    advantage, target = scan.gae(gamma, lmbda, *tensors)
+    advantage, target = scan.gae(gamma, lmbda, tensors)
     torch.testing.assert_close(advantage, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(target, expected + tensors[0], rtol=1e-12, atol=1e-12)
 

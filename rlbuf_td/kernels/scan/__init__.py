@@ -12,11 +12,16 @@ they are. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loops
 
+#: State value, next state value, reward, done and terminated.
+Columns: TypeAlias = Sequence[Tensor]
 _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
 
 
@@ -39,16 +44,9 @@ def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
     return x.clone() if x is a else x
 
 
-def gae_terms(
-    gamma: float | Tensor,
-    lmbda: float | Tensor,
-    state_value: Tensor,
-    next_state_value: Tensor,
-    reward: Tensor,
-    done: Tensor,
-    terminated: Tensor,
-) -> tuple[Tensor, Tensor]:
+def gae_terms(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     """Return GAE's TD errors ``delta[t]`` and its coefficients ``gamma * lmbda * (1 - done[t])``."""
+    state_value, next_state_value, reward, done, terminated = columns
     delta = reward + gamma * next_state_value.masked_fill(terminated, 0) - state_value
     return delta, spread(gamma * lmbda, delta).masked_fill(done, 0)
 
@@ -60,37 +58,19 @@ def spread(x: float | Tensor, like: Tensor) -> Tensor:
     return x.expand_as(like)
 
 
-def gae(
-    gamma: float | Tensor,
-    lmbda: float | Tensor,
-    state_value: Tensor,
-    next_state_value: Tensor,
-    reward: Tensor,
-    done: Tensor,
-    terminated: Tensor,
-) -> tuple[Tensor, Tensor]:
+def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     """Advantage and value target of ``[L, T, F]`` tensors that share one floating dtype; flags are bool."""
-    tensors = (state_value, next_state_value, reward, done, terminated)
-    if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*tensors):
-        out = gae_contiguous(gamma, lmbda, *(x.contiguous() for x in tensors), *state_value.shape)
+    if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*columns):
+        out = gae_contiguous(gamma, lmbda, tuple(x.contiguous() for x in columns), *columns[0].shape)
         if out is not None:
             return out
-    delta, decay = gae_terms(gamma, lmbda, *tensors)
+    delta, decay = gae_terms(gamma, lmbda, columns)
     advantage = reverse_scan(delta, decay)
-    return advantage, advantage + state_value
+    return advantage, advantage + columns[0]
 
 
 def gae_contiguous(
-    gamma: float,
-    lmbda: float,
-    state_value: Tensor,
-    next_state_value: Tensor,
-    reward: Tensor,
-    done: Tensor,
-    terminated: Tensor,
-    lanes: int,
-    steps: int,
-    features: int,
+    gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
     """:func:`gae` by numba on contiguous tensors of ``L * T * F`` elements, float32 or float64, unchecked.
 
@@ -98,10 +78,10 @@ def gae_contiguous(
     """
     if _is_compiling():
         return None
-    advantage, target = _empty_like(state_value), _empty_like(state_value)
-    tensors = state_value, next_state_value, reward, done, terminated, advantage, target
-    addresses = map(Tensor.data_ptr, tensors)
-    loops("scan.cpu").gae(state_value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
+    value = columns[0]
+    advantage, target = _empty_like(value), _empty_like(value)
+    addresses = map(Tensor.data_ptr, (*columns, advantage, target))
+    loops("scan.cpu").gae(value.dtype is torch.float64, gamma, gamma * lmbda, *addresses, lanes, steps, features)
     return advantage, target
 
 
