@@ -21,25 +21,10 @@ class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
     Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. Which values are stored does
-    not matter: equal, monotone and adversarial ones cost the same.
-
-    Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without; copied.
-
-    Attributes:
-        lock: to be held around the loops, which let go of the GIL.
-        chunks: the state, as NumPy arrays; see :mod:`rlbuf_td.kernels.rank_order.chunks`.
-        addresses: where it is; another array whenever it moves.
+    not matter: equal, monotone and adversarial ones cost the same. ``addresses`` is another array whenever it moves.
 
     Cost: a draw is O(B log N), an update O(B (128 + log N)) and, once in N / 3 changes at most, O(N).
     15 to 27 bytes per row, about 22 after random updates.
-
-    Example:
-        >>> order = ChunkedOrder(torch.full((5,), -1.0))
-        >>> order.update_(torch.tensor([0, 1, 3]), torch.tensor([0.5, -2.0, 0.5]), rows=5)
-        2.0
-        >>> order.ranks_of(torch.arange(5))
-        tensor([2, 1, 0, 3, 0])
     """
 
     refused = 0
@@ -53,7 +38,7 @@ class ChunkedOrder:
         self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
         self.addresses = addresses(self.chunks)
         self._magnitude = tensors["bits"].view(torch.float32)
-        self.lock = Lock()
+        self.lock = Lock()  # held around the loops, which let go of the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:
         self._magnitude.copy_(magnitude)

@@ -17,7 +17,7 @@ order without a group has no rows, and the rest of its memory means nothing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 import torch
@@ -36,20 +36,7 @@ FULL = 1 << 30
 ROWS, GROUPS, CHUNKS = range(3)
 
 
-class Chunks(NamedTuple):
-    """The arrays of one order."""
-
-    head: np.ndarray
-    bits: np.ndarray
-    keys: np.ndarray
-    first: np.ndarray
-    child: np.ndarray
-    before: np.ndarray
-    size: np.ndarray
-    top_first: np.ndarray
-    top_group: np.ndarray
-    top_count: np.ndarray
-    top_before: np.ndarray
+Chunks = namedtuple("Chunks", "head bits keys first child before size top_first top_group top_count top_before")
 
 
 def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

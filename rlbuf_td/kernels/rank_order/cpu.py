@@ -7,7 +7,6 @@ Batches go down in lockstep (levels outside, entries inside, no branches), so th
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numba import carray
@@ -20,12 +19,12 @@ from rlbuf_td.kernels.rank_order.law import HEAD
 BLOCK = 256
 #: How many chunks ahead of the one in use are fetched.
 AHEAD = 4
-_TOP_BIT = 0x7FFFFFFF
+TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
 
 
 @inlined
-def chunks_at(order: np.ndarray) -> Chunks:
+def chunks_at(order):
     rows, chunks, groups, top = order[0], order[1], order[2], order[3]
     return Chunks(
         carray(pointer(order[4]), 3, np.int64),
@@ -43,13 +42,13 @@ def chunks_at(order: np.ndarray) -> Chunks:
 
 
 @bare
-def key_of(bits: int, row: int) -> Any:
+def key_of(bits, row):
     """Sort key of a row: the larger the magnitude the smaller, ties by row. Positive float bits sort as floats do."""
-    return ((_TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
+    return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
 @bare
-def _search_top(bounds: np.ndarray, groups: int, wanted: np.ndarray, pos: np.ndarray) -> None:
+def _search_top(bounds, groups, wanted, pos):
     """Write the position of the last group whose bound is not above each wanted value."""
     pos[:] = 0
     step = 1
@@ -64,9 +63,7 @@ def _search_top(bounds: np.ndarray, groups: int, wanted: np.ndarray, pos: np.nda
 
 
 @bare
-def _search_groups(
-    bounds: np.ndarray, top_group: np.ndarray, wanted: np.ndarray, pos: np.ndarray, slot: np.ndarray
-) -> None:
+def _search_groups(bounds, top_group, wanted, pos, slot):
     """Write the last slot, in the groups at ``pos``, whose bound is not above each wanted value."""
     slot[:] = 0
     step = WIDTH // 2
@@ -79,26 +76,26 @@ def _search_groups(
 
 
 @bare
-def find_places(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> None:
+def find_places(st, keys, pos, slot):
     """Positions in the top and slots of the chunks that hold ``keys``, or would."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 
 
 @bare
-def chunk_at(st: Chunks, p: int, s: int) -> tuple[int, int]:
+def chunk_at(st, p, s):
     g = np.uint64(st.top_group[p])
     return st.child[g, s], st.before[g, s + 1] - st.before[g, s]
 
 
 @bare
-def key_address(st: Chunks, c: int, at: int) -> int:
+def key_address(st, c, at):
     """Address of ``keys[c, at]``."""
     return address_of(st.keys) + 8 * (c * np.int64(WIDTH) + at)
 
 
 @bare
-def fetch_chunk(st: Chunks, p: int, s: int) -> None:
+def fetch_chunk(st, p, s):
     """Start loading a chunk that is needed soon: its cache lines then arrive together.
 
     Of its 16 lines the last quarter is seldom in use; loading it costs more than it saves.
@@ -109,7 +106,7 @@ def fetch_chunk(st: Chunks, p: int, s: int) -> None:
 
 
 @bare
-def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
+def count_below(keys, c, n, key):
     """How many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
     # Unsigned indices spare numba's test for negative ones, which would keep LLVM from vectorising.
     count = 0
@@ -119,7 +116,7 @@ def count_below(keys: np.ndarray, c: int, n: int, key: int) -> int:
 
 
 @compiled
-def ranks_of(order: np.ndarray, rows: np.ndarray, ranks: np.ndarray) -> bool:
+def ranks_of(order, rows, ranks):
     """Write the rank of each row (1 the largest, 0 for none) into ``ranks``; False if a row is out of range."""
     st = chunks_at(order)
     ranks[:] = 0
@@ -148,7 +145,7 @@ def ranks_of(order: np.ndarray, rows: np.ndarray, ranks: np.ndarray) -> bool:
 
 
 @bare
-def _mass_of_all(rows: int, law: np.ndarray, alpha: float, shift: float) -> float:
+def _mass_of_all(rows, law, alpha, shift):
     if rows <= HEAD:
         return law[rows - 1]
     x = rows + 0.5
@@ -160,7 +157,7 @@ def _mass_of_all(rows: int, law: np.ndarray, alpha: float, shift: float) -> floa
 
 
 @bare
-def _rank_of_mass(mass: float, rows: int, law: np.ndarray, alpha: float, shift: float) -> Any:
+def _rank_of_mass(mass, rows, law, alpha, shift):
     if mass >= law[HEAD - 1]:
         y = mass - shift
         bend = 1.0 - alpha
@@ -177,7 +174,7 @@ def _rank_of_mass(mass: float, rows: int, law: np.ndarray, alpha: float, shift: 
 
 
 @bare
-def _find_rows(st: Chunks, rest: np.ndarray, pos: np.ndarray, rows: np.ndarray) -> None:
+def _find_rows(st, rest, pos, rows):
     """Write the rows that have ``rest`` others before them; ``rest`` and ``pos`` are overwritten."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
@@ -193,18 +190,7 @@ def _find_rows(st: Chunks, rest: np.ndarray, pos: np.ndarray, rows: np.ndarray) 
 
 
 @compiled
-def draw(
-    order: np.ndarray,
-    law: np.ndarray,
-    alpha: float,
-    shift: float,
-    uniform: np.ndarray,
-    step: int,
-    beta: float,
-    mode: int,
-    index: np.ndarray,
-    weight: np.ndarray,
-) -> bool:
+def draw(order, law, alpha, shift, uniform, step, beta, mode, index, weight):
     """Draw rows and their importance weights; return whether there are rows to draw from. ``uniform`` is overwritten.
 
     ``step``: see :func:`rlbuf_td.kernels.strata.step_of`; ``mode``: see :data:`rlbuf_td.kernels.strata.NORMS`.

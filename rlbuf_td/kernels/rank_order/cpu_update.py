@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from rlbuf_td.kernels.compiled import acceptable, bare, compiled, move_bytes
-from rlbuf_td.kernels.rank_order.chunks import ABSENT, CHUNKS, FULL, GROUPS, NO_KEY, ROOM, ROWS, WIDTH, Chunks
+from rlbuf_td.kernels.rank_order.chunks import ABSENT, CHUNKS, FULL, GROUPS, NO_KEY, ROOM, ROWS, WIDTH
 from rlbuf_td.kernels.rank_order.cpu import (
     AHEAD,
     BLOCK,
+    TOP_BIT,
     chunk_at,
     chunks_at,
     count_below,
@@ -23,12 +24,11 @@ from rlbuf_td.kernels.rank_order.cpu import (
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
 _HALF = WIDTH // 2
-_TOP_BIT = 0x7FFFFFFF
 _ONE = np.int64(1)  # for a literal, numba would compile a function again
 
 
 @compiled
-def update(order: np.ndarray, index: np.ndarray, td_error: np.ndarray, rows: int) -> float:
+def update(order, index, td_error, rows):
     """Give rows the magnitudes of float32 errors; return the largest, or ``REFUSED``.
 
     Skips -1; of equal rows the last one counts.
@@ -48,19 +48,19 @@ def update(order: np.ndarray, index: np.ndarray, td_error: np.ndarray, rows: int
             if row >= 0:
                 largest = max(largest, np.float64(abs(td_error[i])))
                 if st.bits[row] < 0:
-                    st.bits[row] = bits[i] & _TOP_BIT
+                    st.bits[row] = bits[i] & TOP_BIT
                     keys[n] = key_of(st.bits[row], row)
                     n += 1
         done = _insert(st, keys[:n], pos[:n], slot[:n])
         while done < n:
-            _arrange_afresh(st)
+            _arrange_afresh(order, st)
             done += _insert(st, keys[done:n], pos[done:n], slot[done:n])
     _count(st)
     return largest
 
 
 @compiled
-def fill(order: np.ndarray, index: np.ndarray, bits: int) -> None:
+def fill(order, index, bits):
     """Give rows ``index``, which follow one another, one magnitude."""
     st = _started(order)
     keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
@@ -71,7 +71,7 @@ def fill(order: np.ndarray, index: np.ndarray, bits: int) -> None:
     keys[0], end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
     while keys[0] < end:
         if st.head[CHUNKS] == len(st.keys):
-            _arrange_afresh(st)
+            _arrange_afresh(order, st)
         find_places(st, keys[:1], pos[:1], slot[:1])
         g, s = st.top_group[pos[0]], slot[0]
         bound = st.first[g, s + 1] if s + 1 < st.size[g] else st.top_first[pos[0] + 1]
@@ -80,13 +80,9 @@ def fill(order: np.ndarray, index: np.ndarray, bits: int) -> None:
 
 
 @compiled
-def arrange(order: np.ndarray, keys: np.ndarray) -> None:
+def arrange(order, keys):
     """Make the order hold ascending keys, and only them."""
-    _arrange(chunks_at(order), keys)
-
-
-@compiled
-def _arrange(st: Chunks, keys: np.ndarray) -> None:
+    st = chunks_at(order)
     st.first[:] = NO_KEY
     st.before[:] = FULL
     st.top_first[:] = NO_KEY
@@ -113,15 +109,15 @@ def _arrange(st: Chunks, keys: np.ndarray) -> None:
 
 
 @compiled
-def _started(order: np.ndarray) -> Chunks:
+def _started(order):
     st = chunks_at(order)
     if st.head[GROUPS] == 0:
-        _arrange(st, np.empty(0, np.int64))
+        arrange(order, np.empty(0, np.int64))
     return st
 
 
 @compiled
-def _arrange_afresh(st: Chunks) -> None:
+def _arrange_afresh(order, st):
     """Make room for more chunks. Keys are taken from the chunks: those of some rows may not be in the order now."""
     keys = np.empty(st.top_count[: st.head[GROUPS]].sum(), np.int64)
     n = 0
@@ -131,11 +127,11 @@ def _arrange_afresh(st: Chunks) -> None:
             for t in range(count):
                 keys[n + t] = st.keys[c, t]
             n += count
-    _arrange(st, keys)
+    arrange(order, keys)
 
 
 @bare
-def _count(st: Chunks) -> None:
+def _count(st):
     total = 0
     for p in range(st.head[GROUPS]):
         st.top_before[p] = total
@@ -144,7 +140,7 @@ def _count(st: Chunks) -> None:
 
 
 @bare
-def _add_count(st: Chunks, p: int, s: int, delta: int) -> None:
+def _add_count(st, p, s, delta):
     """Count ``delta`` more keys in a slot."""
     g, d = np.uint64(st.top_group[p]), np.int32(delta)
     for t in range(np.uint64(s + 1), np.uint64(st.size[g] + 1)):
@@ -153,7 +149,7 @@ def _add_count(st: Chunks, p: int, s: int, delta: int) -> None:
 
 
 @bare
-def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> None:
+def _delete(st, index, keys, pos, slot):
     n = 0
     for i in range(len(index)):
         row = index[i]
@@ -172,7 +168,7 @@ def _delete(st: Chunks, index: np.ndarray, keys: np.ndarray, pos: np.ndarray, sl
 
 
 @bare
-def _insert(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> int:
+def _insert(st, keys, pos, slot):
     """Insert keys until no chunk is left; return how many."""
     find_places(st, keys, pos, slot)
     have_moved = False
@@ -190,7 +186,7 @@ def _insert(st: Chunks, keys: np.ndarray, pos: np.ndarray, slot: np.ndarray) -> 
 
 
 @bare
-def _insert_run(st: Chunks, p: int, s: int, key: int, count: int) -> int:
+def _insert_run(st, p, s, key, count):
     """Insert ``key, key + 1, ...`` into their chunk, as many as it has room for; return how many.
 
     If there is no room, make some and return 0: places found before no longer hold.
@@ -212,7 +208,7 @@ def _insert_run(st: Chunks, p: int, s: int, key: int, count: int) -> int:
 
 
 @bare
-def _split_chunk(st: Chunks, p: int, s: int, key: int, count: int) -> None:
+def _split_chunk(st, p, s, key, count):
     """Move the upper keys of a full chunk to a new one after it, to make room for ``count`` keys from ``key`` on."""
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
@@ -235,7 +231,7 @@ def _split_chunk(st: Chunks, p: int, s: int, key: int, count: int) -> None:
 
 
 @bare
-def _split_group(st: Chunks, p: int) -> None:
+def _split_group(st, p):
     """Move the upper half of a full group to a new one after it."""
     g, h = st.top_group[p], st.head[GROUPS]
     st.head[GROUPS] += 1
