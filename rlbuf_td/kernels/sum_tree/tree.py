@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -31,9 +32,7 @@ class SumTree:
     sums: Tensor  # the levels one after the other, each padded to whole groups, the blocks first and the root last
     before: Tensor  # the same for the sums of the members before each member of a group
     minima: Tensor  # the same for minima, infinite where nothing is positive
-    _addresses: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)
     _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
-    _starts_on_device: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
@@ -79,13 +78,11 @@ class SumTree:
             found = self.__dict__["_device_state"] = PriorityState(names, self.weight.device)
         return found
 
-    @property
+    @cached_property
     def starts_on_device(self) -> Tensor:
-        """The starts of the levels as ``[levels + 1]`` int64, made at first use."""
-        if self._starts_on_device is None:
-            with outside_inference_mode():
-                self._starts_on_device = torch.tensor(self.starts, device=self.weight.device)
-        return self._starts_on_device
+        """The starts of the levels as ``[levels + 1]`` int64."""
+        with outside_inference_mode():
+            return torch.tensor(self.starts, device=self.weight.device)
 
     @property
     def refused(self) -> Tensor | int:
@@ -94,19 +91,17 @@ class SumTree:
 
     def share_memory_(self) -> None:
         self.__dict__.update({name: tensor.clone().share_memory_() for name, tensor in self.tensors().items()})
-        self._addresses = None
+        self.__dict__.pop("addresses", None)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.NAMES}
 
-    @property
+    @cached_property
     def addresses(self) -> np.ndarray:
         """The number of levels, rows and nodes, and where the starts and the state are; made once per memory."""
-        if self._addresses is None:
-            arrays = self.starts_on_device, *self.tensors().values()
-            sizes = len(arrays[0]), len(self.weight), len(self.sums)
-            self._addresses = np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
-        return self._addresses
+        arrays = self.starts_on_device, *self.tensors().values()
+        sizes = len(arrays[0]), len(self.weight), len(self.sums)
+        return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.tensors()  # without the addresses, which are wrong in a copy
