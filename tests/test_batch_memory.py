@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RolloutBuffer
 from tests.capture.rows import SAMPLERS
 
 CAPACITY, BATCH = 100, 16
@@ -63,6 +63,18 @@ def test_each_leaf_of_a_batch_drawn_ahead_has_its_own_memory(options):
     for _ in range(5):
         assert_own_memory(rb.sample())
     rb.shutdown()
+
+
+@pytest.mark.parametrize("scale", [None, "minibatch"])
+@pytest.mark.parametrize("share_next", [False, True])
+def test_each_leaf_of_a_minibatch_has_its_own_memory(share_next, scale):
+    storage = PackedStorage(60, share_next=share_next)
+    rollout = RolloutBuffer(60, batch_size=BATCH, storage=storage, epochs=2, normalize_advantage=scale)
+    data = rows(60).set("state_value", torch.zeros(60, 1))
+    data["next", "terminated"] = data["next", "done"] = torch.ones(60, 1, dtype=torch.bool)
+    rollout.extend(data)
+    for batch in rollout:
+        assert_own_memory(batch)
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "unique"])

@@ -21,7 +21,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
@@ -135,6 +135,17 @@ class UniformPlan(Plan):
         return True
 
 
+class MinibatchPlan(Plan):
+    """Draws the next rows of an epoch; the last batch of an epoch may be shorter, and takes the general path."""
+
+    def draw(self, written: int, slot: int) -> bool:
+        if len(self.sampler.order(self.storage)) - self.sampler.position < self.size:
+            return False
+        self.flat.copy_(self.sampler.draw(self.storage, self.size)[0])
+        self.kernels.sample_uniform(self.gather.address, slot)
+        return True
+
+
 class PrioritizedPlan(Plan, ABC):
     """Takes TD errors back; a subclass knows where priorities are kept."""
 
@@ -232,6 +243,7 @@ def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
 
 
 PLANS: dict[type, type[Plan]] = {
+    MinibatchSampler: MinibatchPlan,
     UniformSampler: UniformPlan,
     ProportionalSampler: ProportionalPlan,
     RankSampler: RankPlan,

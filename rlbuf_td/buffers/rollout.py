@@ -14,15 +14,10 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
-from rlbuf_td.storages.indexing import coordinates
-from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-# Batches are gathered in blocks of about this size: small enough to stay in a cache, many enough to share the work.
-_BLOCK_BYTES = 1 << 20
 
 _STATISTICS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std", "explained_variance"
 
@@ -173,51 +168,26 @@ class RolloutBuffer(ReplayBuffer):
 
         Raises RuntimeError if the rollout is not complete, or there is no batch size.
         """
-        parts, sampler = self._initialize(), self._sampler
+        self._initialize()
+        sampler = self._sampler
         self._require_estimates()
         if not isinstance(sampler, MinibatchSampler):
             yield from super().__iter__()
             return
         more = sampler.begin_pass()
-        plain_rows = bool(parts.draws) and not self._copies_batches and not self._storage.layout.root.batch_size
         try:
-            has_batches = self._prefetcher is not None and self._prefetcher.has_batches
-            if not (more or has_batches):
-                return
-            if plain_rows and self._batch_size and not has_batches:  # blocks leave nothing to fetch ahead
-                yield from self._in_blocks(self._batch_size)
-            else:
+            if more or (self._prefetcher is not None and self._prefetcher.has_batches):
                 yield from super().__iter__()
         finally:
             sampler.end_pass()
 
-    def _in_blocks(self, size: int) -> Iterator[TensorDictBase]:
-        """Iterate as ``sample`` would, gathering several batches at a time."""
-        sampler, storage = self._sampler, self._storage
-        order, expected = None, (-1, -1)
-        batches: Iterator[TensorDictBase] = iter(())
-        while not sampler.ran_out:
-            with self._replay_lock, self._write_lock:
-                ahead, now = sampler.order(storage), (sampler.position, storage._mutation_revision)
-                batch = next(batches, None) if ahead is order and now == expected else None
-                if batch is None:  # the end of the block, or somebody drew or wrote meanwhile
-                    self._require_estimates()
-                    order, batches = ahead, self._gather_block(ahead[now[0] :], size)
-                    batch, by_batch = next(batches), self.normalize_advantage == "minibatch"
-                    plain = not (len(self._parts.transforms) or self._pin_memory or by_batch)
-                self._note_draw(*sampler.draw(storage, size))
-                expected = now[0] + size, storage._mutation_revision
-            yield batch if plain else self._finish(batch, {"index": batch.get("index")})[0]
+    @property
+    def _is_plain(self) -> bool:
+        return self.normalize_advantage != "minibatch" and super()._is_plain
 
-    def _gather_block(self, flat: torch.Tensor, size: int) -> Iterator[TensorDictBase]:
-        """Return the first batches of the rows ``flat``, as many as fit into a block."""
-        flat = flat[: max(1, _BLOCK_BYTES // (size * self._storage.row_bytes)) * size]
-        index = coordinates(flat, self._storage)
-        stacked = torch.stack(index, -1) if isinstance(index, tuple) else index
-        batches = self._storage.written_rows().batches_at_cells(flat, size)
-        for batch, rows in zip(batches, stacked.split(size), strict=True):
-            set_entries_(batch, {"index": rows})
-        return iter(batches)
+    def _sample_by(self, plan: Any) -> Sample | None:
+        self._require_estimates()
+        return super()._sample_by(plan)
 
     def _sample(self, batch_size: int) -> Sample:
         self._require_estimates()

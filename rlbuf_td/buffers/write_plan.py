@@ -19,13 +19,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.buffers.plan import PLANS, is_plain
+from rlbuf_td.buffers.plan import is_plain
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.kernels.batch import RING
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
-from rlbuf_td.samplers import RankSampler
+from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError
@@ -169,7 +169,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     attached = [each for each in storage._attached_entities if each is not buffer]
     listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # which take no note of writes
     if (
-        type(sampler) not in PLANS
+        type(sampler) not in (UniformSampler, ProportionalSampler, RankSampler)  # which need not be told of a write
         or getattr(sampler, "max_priority_within_buffer", False)
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
         or buffer.episode_stats is not None

@@ -83,7 +83,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads draw no further ahead than this.
         self._remaining_batches = 0 if self.ran_out else self.epochs * per_epoch - drawn
-        return order[start:stop], {}
+        return order[start:stop].clone(), {}
 
     def order(self, storage: Storage) -> Tensor:
         """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""

@@ -125,15 +125,6 @@ class RowLayout:
         """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace those of the same key."""
         return _build(self.root, columns, lead, device, more)
 
-    def split(self, columns: Sequence[torch.Tensor], size: int) -> list[TensorDict]:
-        """Return columns, ``[n, ...]`` each, as TensorDicts of ``size`` rows each, the last perhaps shorter."""
-        full, device = torch.Size([size]), columns[0].device
-        columns = [column.unsafe_split(size) for column in columns]
-        return [
-            _build(self.root, part, full if part[0].shape[0] == size else part[0].shape[:1], device)
-            for part in zip(*columns, strict=True)
-        ]
-
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
         """Return what ``data`` has in place of :attr:`leaves`, and whether it holds anything else."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)

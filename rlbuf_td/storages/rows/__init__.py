@@ -94,10 +94,6 @@ class Rows(ABC):
         """Return the rows at flat positions, int64 of any shape, not negative."""
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
-    def batches_at_cells(self, flat: torch.Tensor, size: int) -> list[TensorDict]:
-        """Return :meth:`at_cells` of each ``size`` of ``flat``; the batches share the memory of each leaf."""
-        return self.layout.split(self.leaves_at(flat), size)
-
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         """Return the time steps at ``index``, int64 of any shape."""
         steps = from_start(index, self.steps)
