@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import GymEnv
 
 from rlbuf_td.__main__ import main
@@ -32,7 +31,7 @@ def test_the_dqn_demo_learns_a_little_and_leaves_its_picture_and_policy(tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "mean return of the best policy over 10 new episodes" in done.stdout
+    assert "mean return of the final policy over 10 new episodes" in done.stdout
     assert "next:" in done.stdout
     assert (tmp_path / "run" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "run" / "policy.pt").stat().st_size > 10_000
@@ -60,7 +59,7 @@ def test_the_ppo_demo_runs_and_leaves_its_picture_and_policy(env, tmp_path, caps
     assert main(["demo", "--algo", "ppo", "--env", env, "--steps", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "policy.pt").stat().st_size > 0
     assert (tmp_path / "learning_curve.png").stat().st_size > 0
-    assert "mean return of the best policy over 10 new episodes" in capsys.readouterr().out
+    assert "mean return of the final policy over 10 new episodes" in capsys.readouterr().out
     assert learned[0]["advantage"].shape == (256, 1)
 
 
@@ -74,28 +73,18 @@ def test_the_ppo_agent_acts_within_the_bounds_of_continuous_actions():
 
 
 @pytest.mark.slow
-def test_the_ppo_demo_solves_cartpole(tmp_path):
-    run = ppo.train("CartPole-v1", None, 0, torch.device("cpu"), tmp_path)
-    assert run.final >= 475
+def test_the_demos_solve_cartpole(tmp_path):
+    by_dqn = dqn.train("CartPole-v1", "proportional", dqn.STEPS, 4, torch.device("cpu"), tmp_path)
+    by_ppo = ppo.train("CartPole-v1", None, 0, torch.device("cpu"), tmp_path)
+    assert by_dqn.recent >= 475
+    assert by_ppo.recent >= 475
 
 
-class Always(torch.nn.Module):
-    def __init__(self, action: int) -> None:
-        super().__init__()
-        self.register_buffer("action", torch.tensor(action))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.action.expand(observation.shape[:-1])
-
-
-def test_the_last_of_the_best_policies_is_kept_and_tested_on_new_episodes(tmp_path, monkeypatch):
-    scores = iter([1.0, 3.0, 3.0, 2.0, 5.0])  # of four evaluations and the test
-    monkeypatch.setattr(Run, "evaluate", lambda run, policy, seed: next(scores))
-    run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 500.0)
-    policies = [TensorDictModule(Always(action), ["observation"], ["action"]) for action in (0, 1, 0, 1)]
-    for policy in policies:
-        run.is_solved_by(policy)
-    run.finish(policies[-1], "title")
-    assert [score for _, score in run.evaluations] == [1.0, 3.0, 3.0, 2.0]
-    assert int(policies[-1].module.action) == 0  # the third one's
-    assert run.final == 5.0
+def test_a_run_is_solved_once_the_last_20_episodes_reach_the_threshold(tmp_path):
+    run = Run(lambda: GymEnv("CartPole-v1"), tmp_path, 0, 100, 10.0)
+    parts: list[tuple[list[float], bool]] = [([20.0] * 19, False), ([1.0], True), ([1.0] * 10, False)]
+    for returns, is_solved in [*parts, ([20.0] * 20, True)]:
+        steps = {"done": torch.ones(len(returns), 1).bool(), "episode_reward": torch.tensor(returns)[:, None]}
+        run.count(TensorDict({"next": steps}, [len(returns)]))
+        assert run.is_solved is is_solved
+    assert run.recent == 20.0

@@ -59,7 +59,7 @@ def test_the_demos_learn_from_a_nested_dict(algo, buffer, steps, tmp_path, monke
     monkeypatch.setattr(ReplayBuffer, "sample", lambda rb: noted(sample(rb)))
     monkeypatch.setattr(RolloutBuffer, "__iter__", lambda rb: map(noted, iterate(rb)))
     assert main(["demo", "--algo", algo, "--env", NAME, "--steps", steps, "--out", str(tmp_path)]) == 0
-    assert "mean return of the best policy" in capsys.readouterr().out
+    assert "mean return of the final policy" in capsys.readouterr().out
     assert batches
     for key, dtype in PARTS.items():
         assert batches[-1][key].dtype == dtype, key

@@ -74,7 +74,7 @@ def train_dqn(side: str, clock: Clock, steps: int) -> torch.nn.Module:
     """Train the demo's DQN on CartPole: batches of 64, an update for every second step."""
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
-    policy, explore = dqn.make_policy(env, steps, CPU)
+    policy, explore = dqn.make_policy(env, CPU)
     learner = dqn.Learner(policy, env, steps)
     collector = collect(env, TensorDictSequential(policy, explore), dqn.FRAMES, steps)
     learn_by_replay(clock, replay(side, 64, prioritized=True), collector, learner.learn, dqn.UPDATES)

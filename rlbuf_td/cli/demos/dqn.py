@@ -18,15 +18,16 @@ from torchrl.collectors import Collector
 from torchrl.data.replay_buffers import Sampler
 from torchrl.envs import EnvBase, GymEnv, RewardSum, TransformedEnv
 from torchrl.modules import MLP, EGreedyModule, QValueModule
-from torchrl.objectives import DQNLoss, HardUpdate
+from torchrl.objectives import DQNLoss, SoftUpdate
 
-from rlbuf_td import ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
+from rlbuf_td import NStepSampler, ProportionalSampler, RankSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.report import Run, prepare, tell
 
 CAPACITY = 50_000
-STEPS = 50_000
-FRAMES, UPDATES, WARM_UP, CHECK_EVERY = 256, 128, 1_024, 2_560
+STEPS, EXPLORE = 60_000, 8_000
+FRAMES, UPDATES, WARM_UP = 256, 128, 1_024
+GAMMA, N_STEPS = 0.99, 3
 LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # no loss asks for them
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
@@ -35,14 +36,14 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def make_policy(env: EnvBase, steps: int, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
+def make_policy(env: EnvBase, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
     """Return a greedy policy, and the module that makes it explore less and less."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
         raise UsageError("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
     network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[256, 256], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
-    explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.04, annealing_num_steps=steps // 6, device=device)
+    explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.01, annealing_num_steps=EXPLORE, device=device)
     return TensorDictSequential(value, QValueModule(spec=spec)), explore
 
 
@@ -50,10 +51,12 @@ class Learner:
     """TorchRL's double DQN: a loss, its target network and its optimizer."""
 
     def __init__(self, policy: TensorDictSequential, env: EnvBase, steps: int) -> None:
-        self.loss_module = DQNLoss(policy, action_space=env.action_spec, double_dqn=True, delay_value=True)
-        self.loss_module.make_value_estimator(gamma=0.99)
-        self.target_update = HardUpdate(self.loss_module, value_network_update_interval=UPDATES)
-        self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=2.3e-3)
+        self.loss_module = DQNLoss(
+            policy, action_space=env.action_spec, double_dqn=True, delay_value=True, loss_function="smooth_l1"
+        )
+        self.loss_module.make_value_estimator(gamma=GAMMA)
+        self.target_update = SoftUpdate(self.loss_module, tau=0.005)
+        self.optimizer = torch.optim.Adam(self.loss_module.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
 
     def learn(self, batch: TensorDictBase) -> None:
@@ -71,7 +74,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
     torch.manual_seed(seed)
     env = TransformedEnv(GymEnv(env_name), RewardSum())
     env.set_seed(seed)
-    policy, explore = make_policy(env, steps, device)
+    policy, explore = make_policy(env, device)
     learner, acting = Learner(policy, env, steps), TensorDictSequential(policy, explore)
     collector = Collector(
         env,
@@ -81,7 +84,8 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
         policy_device=device,
         auto_register_policy_transforms=False,
     )
-    buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=SAMPLERS[sampler](), batch_size=64)
+    n_step = NStepSampler(SAMPLERS[sampler](), n_steps=N_STEPS, gamma=GAMMA)
+    buffer = ReplayBuffer.from_env(env, CAPACITY, device=device, sampler=n_step, batch_size=128)
 
     threshold = gymnasium.spec(env_name).reward_threshold or float("inf")
     run = Run(partial(GymEnv, env_name), out, seed, steps, threshold)
@@ -98,7 +102,7 @@ def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.devi
                 with run.in_buffer():
                     buffer.update_tensordict_priority(batch)
             learner.schedule.step()
-        if run.steps % CHECK_EVERY < FRAMES and run.steps > steps // 4 and run.is_solved_by(policy):
+        if run.is_solved:
             break
     collector.shutdown()
     run.finish(policy, f"DQN on {env_name}, {sampler} replay")

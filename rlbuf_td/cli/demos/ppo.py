@@ -33,11 +33,11 @@ class Settings:
     rollout_steps: int = 128
     gamma: float = 0.99
     reward_scale: float = 1.0
-    solved: float = float("inf")  # stop at this evaluation
+    solved: float = float("inf")  # stop when the mean return of 20 training episodes reaches it
 
 
 SETTINGS = {
-    "CartPole-v1": Settings(solved=500.0),
+    "CartPole-v1": Settings(solved=475.0),
     "Pendulum-v1": Settings(steps=160_000, rollout_steps=256, gamma=0.9, reward_scale=0.1),
 }
 
@@ -120,14 +120,14 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
     )
 
     run = Run(partial(make_env, env_name), out, seed, steps, settings.solved)
-    for number, data in enumerate(collector, start=1):
+    for data in collector:
         with run.in_buffer():
             rollout.extend(data)
         for batch in run.batches(rollout):
             learner.learn(batch)
         learner.schedule.step()
         run.count(data, **{"explained variance": f"{rollout.explained_variance:.2f}"})
-        if number % 10 == 0 and run.steps > steps // 4 and run.is_solved_by(actor):
+        if run.is_solved:
             break
     collector.shutdown()
     run.finish(actor, f"PPO on {env_name}")

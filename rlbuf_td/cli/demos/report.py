@@ -22,6 +22,7 @@ from tqdm import tqdm
 from rlbuf_td.cli import UsageError, refuse_missing_device
 
 T = TypeVar("T")
+WINDOW = 20  # episodes
 
 
 class Clock:
@@ -60,23 +61,22 @@ class Clock:
 
 
 class Run(Clock):
-    """A training run: its progress bar, its scores, and the best policy so far.
+    """A training run: its progress bar, its episodes, and the policy at its end.
 
     Args:
         make_env: makes an environment to evaluate in.
         out: folder of the policy and the picture.
-        seed: of the evaluations.
+        seed: of the evaluation.
         steps: environment steps at most, for the bar.
-        threshold: mean return from which on the environment counts as solved.
+        threshold: mean return of the last 20 training episodes from which on the environment counts as solved.
     """
 
     def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
         super().__init__()
         self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
         self.steps = 0
-        self.final = float("nan")  # mean return of the best policy, over episodes that did not choose it
+        self.final = float("nan")  # mean return of the policy at the end, over 10 new episodes without exploration
         self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
-        self.evaluations: list[tuple[int, float]] = []
         self._bar = tqdm(total=steps, unit=" steps")
 
     def count(self, data: TensorDictBase, **shown: str) -> None:
@@ -84,38 +84,39 @@ class Run(Clock):
         self.steps += data.numel()
         ended = data["next", "done"].squeeze(-1)
         self.episodes += [(self.steps, float(total)) for total in data["next", "episode_reward"][ended]]
-        last = [total for _, total in self.episodes[-20:]] or [float("nan")]
         self._bar.update(data.numel())
-        self._bar.set_postfix({"return": f"{sum(last) / len(last):.0f}", **shown, "in buffer": f"{self.share:.1%}"})
+        self._bar.set_postfix({"return": f"{self.recent:.0f}", **shown, "in buffer": f"{self.share:.1%}"})
+
+    @property
+    def recent(self) -> float:
+        """The mean return of the last 20 training episodes, exploration included."""
+        last = [total for _, total in self.episodes[-WINDOW:]]
+        return sum(last) / len(last) if last else float("nan")
+
+    @property
+    def is_solved(self) -> bool:
+        return len(self.episodes) >= WINDOW and self.recent >= self.threshold
 
     @torch.no_grad()
-    def evaluate(self, policy: TensorDictModuleBase, seed: int, episodes: int = 10) -> float:
+    def evaluate(self, policy: TensorDictModuleBase, episodes: int = 10) -> float:
         """Return the mean return of the policy over whole episodes without exploration."""
         env = self.make_env()
-        env.set_seed(seed)
+        env.set_seed(10_000 + self.seed)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             rollouts = [env.rollout(10_000, policy, auto_cast_to_device=True) for _ in range(episodes)]
         return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
 
-    def is_solved_by(self, policy: TensorDictModuleBase) -> bool:
-        """Evaluate the policy, save it if none was better, and return whether it has passed twice."""
-        mean = self.evaluate(policy, seed=1_000 + self.seed)
-        if mean >= max((score for _, score in self.evaluations), default=mean):
-            torch.save(policy.state_dict(), self.out / "policy.pt")
-        self.evaluations.append((self.steps, mean))
-        return mean >= self.threshold and self.evaluate(policy, seed=5_000 + self.seed) >= self.threshold
-
     def finish(self, policy: TensorDictModuleBase, title: str) -> None:
+        """Evaluate and save the policy as it is now, and draw the learning curve."""
         self._bar.close()
-        if not self.evaluations:
-            self.is_solved_by(policy)
-        policy.load_state_dict(torch.load(self.out / "policy.pt", weights_only=True))
-        self.final = self.evaluate(policy, seed=10_000 + self.seed)
-        save_learning_curve(self.out / "learning_curve.png", title, self.episodes, self.evaluations)
+        self.final = self.evaluate(policy)
+        torch.save(policy.state_dict(), self.out / "policy.pt")
+        save_learning_curve(self.out / "learning_curve.png", title, self.episodes, self.threshold)
 
 
 def tell(run: Run, following: str) -> None:
-    print(f"mean return of the best policy over 10 new episodes: {run.final:.1f}")
+    print(f"mean return of the last 20 training episodes: {run.recent:.1f}, after {run.steps:,} steps")
+    print(f"mean return of the final policy over 10 new episodes, without exploration: {run.final:.1f}")
     print(f"learning curve: {run.out / 'learning_curve.png'}, policy: {run.out / 'policy.pt'}")
     print(f"next: {following}")
 
@@ -140,7 +141,7 @@ def prepare(options: argparse.Namespace, name: str) -> Path:
     return out
 
 
-def running_mean(episodes: Sequence[tuple[int, float]], window: int = 20) -> list[tuple[int, float]]:
+def running_mean(episodes: Sequence[tuple[int, float]], window: int = WINDOW) -> list[tuple[int, float]]:
     """Return ``(step, mean of the last `window` values)`` for each ``(step, value)``.
 
     Example:
@@ -151,17 +152,17 @@ def running_mean(episodes: Sequence[tuple[int, float]], window: int = 20) -> lis
     return [(some[-1][0], sum(value for _, value in some) / len(some)) for some in recent]
 
 
-def save_learning_curve(
-    path: Path, title: str, episodes: Sequence[tuple[int, float]], evaluations: Sequence[tuple[int, float]]
-) -> None:
-    """Draw the return of every training episode, their running mean over 20, and the evaluations."""
+def save_learning_curve(path: Path, title: str, episodes: Sequence[tuple[int, float]], threshold: float) -> None:
+    """Draw the return of every training episode, their running mean over 20, and the threshold."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if episodes:
         axes.plot(*zip(*episodes, strict=True), ".", markersize=3, color="0.75", label="training episode")
-        axes.plot(*zip(*running_mean(episodes), strict=True), color="C0", linewidth=2, label="mean of the last 20")
-    axes.plot(*zip(*evaluations, strict=True), "s", markersize=6, color="C1", label="evaluation, no exploration")
+        mean = zip(*running_mean(episodes), strict=True)
+        axes.plot(*mean, color="C0", linewidth=2, label=f"mean of the last {WINDOW}")
+    if threshold < float("inf"):
+        axes.axhline(threshold, color="0.4", linestyle="--", linewidth=1, label="solved")
     axes.set(title=title, xlabel="environment steps", ylabel="return")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
