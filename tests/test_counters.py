@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+from tests.processes.test_kill import rows
 
 CAPACITY = 21
-
-
-def rows(first: int, count: int, lanes: int) -> TensorDict:
-    number = torch.arange(first, first + count)
-    number = number + 1000 * torch.arange(lanes)[:, None] if lanes else number
-    return TensorDict({"x": number, "next": {"done": (number % 5 == 4)[..., None]}}, number.shape)
 
 
 @pytest.mark.parametrize("shared", [False, True])

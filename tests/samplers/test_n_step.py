@@ -149,7 +149,6 @@ def test_torchrls_loss_bootstraps_from_the_right_observation_with_the_right_disc
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "words"),
     [
-        ((0, 0.9), {}, ValueError, "n_steps must be a whole number, at least 1, got 0"),
         ((1.5, 0.9), {}, ValueError, r"n_steps must be a whole number, at least 1, got 1\.5"),
         ((3, 1.1), {}, ValueError, r"gamma must be between 0 and 1, got 1\.1"),
         ((3, math.nan), {}, ValueError, "gamma must be between 0 and 1, got nan"),
