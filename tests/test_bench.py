@@ -51,7 +51,7 @@ def test_every_library_that_is_installed_is_timed():
 
 
 @pytest.mark.slow
-def test_whole_training_scripts_are_timed_and_sac_learns_the_same_weights_from_both_buffers(capsys, monkeypatch):
+def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["train", "--rounds", "1", "--steps", "1100"]) == 0
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
@@ -64,7 +64,7 @@ def timed(operation: str, rows: int, kind: str, **blocks: float):
     return Timing(operation, rows, kind, times, times)
 
 
-def test_the_picture_has_a_line_per_operation_at_the_largest_size_and_a_mark_per_library():
+def test_the_picture_has_a_line_per_operation_and_a_mark_per_library():
     timings = [
         timed("uniform", 100, "small", TorchRL=20.0),
         timed("uniform", 1_000, "small", TorchRL=70.0, SB3=5.0, cpprb=30.0, **{"TorchRL + our parts": 20.0}),
@@ -83,7 +83,7 @@ def test_the_picture_has_a_line_per_operation_at_the_largest_size_and_a_mark_per
         draw([], 256)
 
 
-def test_the_command_line_and_the_picture_name_the_operations_that_are_timed():
+def test_the_command_line_and_the_picture_name_the_timed_operations():
     assert tuple(compare.OPERATIONS) == OPERATIONS
     assert set(WORDS) == set(OPERATIONS)
 

@@ -156,7 +156,7 @@ def test_a_transform_on_the_way_in_changes_what_is_stored():
     assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
 
 
-def test_return_info_include_info_batch_size_and_iteration_do_as_in_torchrl():
+def test_sample_options_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
     assert set(rb.sample(return_info=True)[1]) == {"index", "priority_weight", "sampled_at"}
     assert "index" not in rb.sample(include_info=False).keys()

@@ -44,7 +44,7 @@ def number(value: float, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", ["buffer", "batch", None])
-def test_proportional_draws_and_updates_compile_once_while_the_buffer_fills(norm, device):
+def test_proportional_draws_compile_once_while_the_buffer_fills(norm, device):
     def step(tree: SumTree, uniform: Tensor, error: Tensor, rows: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         drawn = sum_tree.draw(tree, uniform, True, rows, beta, norm)
         assert drawn is not None
@@ -90,7 +90,7 @@ def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
         assert int(index.max()) < size
 
 
-def test_what_looks_along_trajectories_compiles_once_while_the_buffer_fills(device):
+def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills(device):
     law = Law((0.3, 0.4, 0.5, 0.8), False)
 
     def step(boundaries: FlagBoundaries, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
@@ -178,7 +178,7 @@ def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:
     return rb, seen
 
 
-def test_a_dqn_step_that_samples_is_one_graph_while_the_buffer_fills_and_wraps(device):
+def test_a_dqn_step_that_samples_is_one_graph_while_the_buffer_fills(device):
     rb, seen = learn(device, "eager")
     assert max(seen) < len(rb) == 400
     assert len(seen) > 300

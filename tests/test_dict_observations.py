@@ -109,7 +109,7 @@ class Goals(gymnasium.ObservationWrapper):
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_hindsight_relabels_goals_within_a_nested_dict_and_touches_nothing_else(lanes):
+def test_hindsight_relabels_only_the_goals_of_a_nested_dict(lanes):
     def make() -> EnvBase:
         return GymWrapper(Goals(Nested(gymnasium.make("CartPole-v1"))), categorical_action_encoding=True)
 

@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 @pytest.mark.slow
-def test_wheel_and_source_archive_hold_all_files_and_work_where_they_are_installed(tmp_path):
+def test_wheel_and_source_archive_hold_all_files_and_work(tmp_path):
     pytest.importorskip("hatchling")
     run("-m", "hatchling", "build", "-d", str(tmp_path), cwd=ROOT)
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
@@ -67,7 +67,7 @@ assert list(Path(sys.argv[1]).glob("rlbuf_td_*/*/*/*/*.nbc"))
 
 
 @pytest.mark.slow
-def test_samplers_and_demo_run_in_a_container_without_home_and_with_read_only_files(tmp_path):
+def test_samplers_and_demo_run_without_home_on_read_only_files(tmp_path):
     names = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
     environment = names | {"HOME": "/nonexistent", "TMPDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
 

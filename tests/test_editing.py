@@ -119,7 +119,7 @@ def test_a_dump_in_the_folder_of_the_rows_stays_what_it_was(storage: Any, how: s
 
 
 @over_storages
-def test_rows_whose_entries_were_set_take_the_td_errors_of_a_batch_from_before(storage: Any):
+def test_rows_whose_entries_were_set_take_td_errors_of_earlier_batches(storage: Any):
     rb = ReplayBuffer(storage=storage(20), sampler=ProportionalSampler(20), batch_size=4)
     rb.extend(transitions(12))
     batch = rb.sample()

@@ -141,7 +141,7 @@ def test_rows_without_a_priority_do_not_count_among_the_priorities():
 
 
 @pytest.mark.parametrize("make", [UniformSampler, RandomSampler, MinibatchSampler])
-def test_equally_probable_rows_have_a_top_mass_of_a_hundredth_and_no_priorities(make):
+def test_equally_probable_rows_have_a_top_mass_of_a_hundredth(make):
     rb = filled(make(), 200, 200)
     assert set(rb.health()) == {"rows", "fill", "top_mass", "stale_updates"}
     assert rb.health()["top_mass"] == pytest.approx(0.01)
@@ -188,7 +188,7 @@ def test_numbers_of_unknown_samplers_and_writers_are_left_out():
     assert not [name for name in best.health() if name.startswith("age")]
 
 
-def test_counts_begin_anew_with_another_storage_and_after_emptying_and_are_off_by_default():
+def test_replay_counts_restart_with_another_storage_and_after_emptying():
     plain = filled()
     plain.sample()
     assert plain.replay_count is None

@@ -60,7 +60,7 @@ def test_it_shows_keys_fill_and_settings_whatever_the_storage():
         assert "width:75.00%" in rb._repr_html_()
 
 
-def test_what_parts_say_of_themselves_is_text_and_the_only_colour_is_a_translucent_grey(tmp_path):
+def test_html_escapes_text_and_its_only_colour_is_translucent_grey(tmp_path):
     storage = PackedStorage(8, scratch_dir=tmp_path / "<script>")
     rb = ReplayBuffer(storage=storage)
     rb.extend(DATA)

@@ -52,7 +52,7 @@ public = pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, na
 
 
 @public
-def test_public_names_are_documented_with_an_example_that_runs_as_it_is_pasted(module, name):
+def test_public_names_are_documented_with_an_example_that_runs(module, name):
     thing = getattr(module, name)
     known = {"torch": torch, **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__}, name: thing}
     (example, *_) = doctest.DocTestFinder(recurse=False).find(thing, name, globs=known)
@@ -63,7 +63,7 @@ def test_public_names_are_documented_with_an_example_that_runs_as_it_is_pasted(m
 
 
 @public
-def test_the_docstring_of_a_function_names_each_argument_what_comes_back_and_what_it_costs(module, name):
+def test_docstrings_name_each_argument_the_result_and_the_cost(module, name):
     thing = getattr(module, name)
     if isinstance(thing, type):
         arguments = [] if issubclass(thing, Exception) else list(inspect.signature(thing).parameters)

@@ -342,7 +342,7 @@ def test_trajectories_are_not_read_anew_after_a_write(rb):
             index.reach(torch.arange(20))
 
 
-def test_trajectories_that_have_moved_to_shared_memory_are_kept_up_to_date_there(rb):
+def test_trajectories_in_shared_memory_are_kept_up_to_date(rb):
     index = TrajectoryIndex.of(rb.storage)
     for seed in range(3):
         index.reach(torch.arange(20))

@@ -121,7 +121,7 @@ def test_returns_that_equal_lengths_share_their_panel():
 
 
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
-def test_a_trajectory_is_shown_from_its_beginning_to_its_end_across_the_wrap(storage):
+def test_a_trajectory_is_shown_whole_across_the_wrap(storage):
     rb = buffer(UniformSampler(), storage, capacity=60)  # 20 time steps of 50: 40 to 49, then 30 to 39
     row = int((rb.storage["observation"][:, 1, 0] == 38).nonzero()) * LANES + 1  # lane 1 ends at 35 and 44
     figure = plot_trajectory(rb, row)

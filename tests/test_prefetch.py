@@ -32,7 +32,7 @@ def who(request, monkeypatch) -> str:
 
 
 @pytest.mark.parametrize(("name", "ndim"), [("uniform", 1), ("proportional", 2), ("windows", 1), ("n steps", 2)])
-def test_a_transformed_batch_is_drawn_so_many_batches_ahead_for_equal_seeds(who, name, ndim):
+def test_a_transformed_batch_is_drawn_ahead_alike_for_equal_seeds(who, name, ndim):
     seen: set[str] = set()
     rb = buffer(SAMPLERS[name](), ndim, prefetch=3, transform=partial(doubled, seen=seen))
     plain = Reference(buffer(SAMPLERS[name](), ndim, transform=doubled), 3)
@@ -119,7 +119,7 @@ def test_batches_drawn_ahead_are_saved(who, how, tmp_path):
         each.shutdown()
 
 
-def test_iteration_gives_every_row_once_an_epoch_and_no_row_of_an_older_rollout(who):
+def test_iteration_gives_every_row_of_the_newest_rollout_once_an_epoch(who):
     rollout = RolloutBuffer(7, 3, batch_size=5, epochs=2, prefetch=3, transform=doubled)
     rb = ReplayBuffer(storage=PackedStorage(21), sampler=MinibatchSampler(2), batch_size=5, prefetch=3)
     rb.append_transform(doubled)

@@ -80,7 +80,7 @@ def test_what_waits_is_refused_where_waiting_is_an_error(cuda, name):
     assert x.device == cuda
 
 
-def test_a_replay_repeats_what_was_captured_with_the_numbers_that_the_host_gave(cuda):
+def test_a_replay_repeats_what_was_captured_with_the_same_host_numbers(cuda):
     x, y, number = torch.arange(4.0, device=cuda), torch.zeros(4, device=cuda), 3
     _double[(1,)](x, y, 0)
     before, graph, generator = y.tolist(), torch.cuda.CUDAGraph(), torch.Generator(cuda)

@@ -78,7 +78,7 @@ def test_the_row_that_it_draws_is_the_row_that_is_stored():
         assert ".".join(leaf.key).removeprefix("next." if "." not in name else "").startswith(name)
 
 
-def test_its_commands_are_one_line_each_and_install_the_extra_that_they_need():
+def test_its_commands_are_one_line_each_and_install_their_extra():
     for name, extra, ends in (("demo", "demo", "rlbuf_td demo"), ("tests", "tests", "pytest -n 2 --dist worksteal")):
         (command,) = re.findall(rf"<!-- {name} -->\n```sh\n(.*?)\n```", README, re.DOTALL)
         assert "\n" not in command

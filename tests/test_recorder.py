@@ -317,7 +317,7 @@ def test_infos_of_every_step_need_no_default_and_a_missing_one_is_refused(make):
 
 
 @pytest.mark.parametrize("how", ["single", "vector", "list"])
-def test_infos_are_converted_to_the_dtype_of_their_default_if_that_keeps_them(how):
+def test_infos_are_converted_to_the_dtype_of_their_default_if_lossless(how):
     class Fetch(Walk):
         def step(self, action: Any) -> Any:
             *result, info = super().step(action)
@@ -338,7 +338,7 @@ def test_infos_are_converted_to_the_dtype_of_their_default_if_that_keeps_them(ho
         recorder.step(env.action_space.sample())
 
 
-def test_extras_are_stored_beside_the_action_and_reset_steps_leave_them_out():
+def test_extras_are_stored_with_each_step_but_those_that_reset():
     env = vector(AutoresetMode.NEXT_STEP)
     rb = ReplayBuffer.from_env(env, 3_000)
     recorder = GymnasiumRecorder(rb, env)
@@ -391,7 +391,7 @@ def test_rollouts_are_filled_one_after_the_other(mode):
 # -- what is refused
 
 
-def test_a_step_needs_a_reset_before_it_and_without_trajectory_numbers_no_reset_breaks_off_an_episode():
+def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
     env = Walk("box", 50)
     extras = {"next": {"reward": np.zeros(1)}}
     rb = ReplayBuffer.from_spaces(env.observation_space, env.action_space, 60, extras=extras)

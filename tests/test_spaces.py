@@ -192,7 +192,7 @@ def example(n: int = 4, **more: torch.Tensor) -> TensorDict:
 
 
 @pytest.mark.parametrize("where", ["memory", "file", "shared"])
-def test_the_first_write_may_add_keys_if_rows_are_not_shared_and_later_ones_may_not(where, tmp_path):
+def test_only_the_first_write_to_unshared_rows_may_add_keys(where, tmp_path):
     place = {"memory": {}, "file": {"scratch_dir": tmp_path / "rows"}, "shared": {"shared": True}}[where]
     rb = ReplayBuffer.from_schema(example()[0], 10, **place)
     for read in (lambda: rb.sample(2), lambda: rb.last(1)):
@@ -238,7 +238,7 @@ def test_reserved_rows_are_loaded_with_more_keys_but_not_with_fewer():
     assert other.storage.is_reserved
 
 
-def test_arrays_that_torch_cannot_share_are_copied_and_extras_go_to_the_root_or_under_next():
+def test_arrays_that_torch_cannot_share_are_copied():
     frozen = np.arange(3.0)
     frozen.flags.writeable = False
     extras = {"log_prob": -1.0, "next": {"info": {"x": (1, 2.0)}}}

@@ -81,7 +81,7 @@ def sampled_before_writes(count: int) -> tuple[Numbered, TensorDict]:
     ("seed", "lanes", "sampler"),
     [(0, 0, ProportionalSampler), (1, 3, ProportionalSampler), (2, 3, RankSampler), (3, 0, RankSampler)],
 )
-def test_only_rows_that_hold_what_was_sampled_are_updated_whatever_was_written(seed, lanes, sampler):
+def test_only_rows_that_hold_what_was_sampled_are_updated(seed, lanes, sampler):
     draw = torch.manual_seed(seed)  # of what is drawn, too: other seeds may find nothing stale
     buffer = Numbered(lanes, sampler)
     rb, batches = buffer.rb, []
@@ -226,7 +226,7 @@ def test_a_copy_knows_batches_of_its_original_and_counts_for_itself():
     assert buffer.rb.health()["stale_updates"] > 0 == original.health()["stale_updates"]
 
 
-def test_a_loaded_buffer_knows_the_batches_that_were_sampled_before_the_save():
+def test_a_loaded_buffer_knows_batches_sampled_before_the_save():
     buffer, batch = sampled_before_writes(7)
     saved, after = buffer.rb.state_dict(), Numbered()
     after.rb.load_state_dict(saved)
@@ -318,7 +318,7 @@ def test_differences_stay_right_where_the_clock_passes_a_limit(start, out_of_ord
     assert start != 2**63 - 40 or clock.now < 0
 
 
-def test_a_ring_needs_no_memory_for_each_row_until_a_row_is_written_out_of_order():
+def test_a_ring_takes_clock_memory_only_after_a_write_out_of_order():
     buffer = Numbered()
     for count in (20, 7, 31, 1):
         buffer.write(count)

@@ -224,7 +224,7 @@ def test_torchrls_own_parts_and_rollouts_are_counted_once():
         assert rb.episode_stats.summary() == by_hand.summary()
 
 
-def test_a_refused_write_counts_nothing_and_what_cannot_be_counted_is_not_written():
+def test_a_refused_write_counts_nothing():
     stats, data = EpisodeStats(), play(1, 20, 0)[0]
     rb = ReplayBuffer(storage=PackedStorage(100), stats=stats)
     rb.extend(data)
@@ -237,7 +237,7 @@ def test_a_refused_write_counts_nothing_and_what_cannot_be_counted_is_not_writte
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_collector_of_several_environments_gives_the_returns_that_the_environments_had(flat):
+def test_a_collector_gives_the_returns_that_its_environments_had(flat):
     def make_env() -> TransformedEnv:
         return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=12))
 
@@ -309,7 +309,7 @@ def test_copies_from_a_gpu_are_ready_after_an_event_of_its_stream(monkeypatch):
     assert torch.equal(copies[1], torch.ones(2, dtype=torch.float64))
 
 
-def test_steps_on_their_way_to_the_host_are_counted_in_order_once_they_arrive():
+def test_steps_on_their_way_to_the_host_are_counted_once_they_arrive():
     stats, data, arrived = EpisodeStats(), play(1, 20, 0), list[bool]()
     event = SimpleNamespace(query=lambda: bool(arrived), synchronize=lambda: arrived.append(True))
     stats.record(stats.read(data)._replace(ready=event))

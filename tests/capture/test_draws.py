@@ -13,7 +13,7 @@ from tests.capture.rows import SAMPLERS, buffer, counted, data, reward_fn
 from tests.statistics import assert_follows, power
 
 
-def test_every_call_draws_anew_and_by_the_law_while_the_buffer_fills_and_wraps(device, captures):
+def test_every_call_draws_by_the_law_while_the_buffer_fills_and_wraps(device, captures):
     rb, calls = buffer(UniformSampler(), device, rows=5), 20
     captured = rb.capture()
     for first, rows in ((0, 5), (5, 11), (16, 14)):
@@ -30,7 +30,7 @@ def test_every_call_draws_anew_and_by_the_law_while_the_buffer_fills_and_wraps(d
     assert not torch.equal(captured()["x"].clone(), captured()["x"])
 
 
-def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_changes(device):
+def test_a_unique_batch_larger_than_the_buffer_is_refused(device):
     rb = buffer(UniformSampler(unique=True), device, rows=7, batch_size=7)
     captured = rb.capture(warmup=1)
     assert sorted(captured()["x"].tolist()) == [*range(7)]
@@ -46,7 +46,7 @@ def test_a_unique_batch_of_more_rows_than_there_are_is_refused_and_nothing_chang
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_replays_draw_what_a_buffer_without_graphs_draws_and_change_no_other_draw(recorded, name):
+def test_replays_draw_what_a_buffer_without_graphs_draws(recorded, name):
     plain, rb = (buffer(SAMPLERS[name](), torch.device("cpu"), rows=16, batch_size=16) for _ in range(2))
     captured = rb.capture(warmup=1)
     captured()

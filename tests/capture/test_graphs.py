@@ -25,7 +25,7 @@ from tests.waiting import waiting_is_an_error
 
 
 @pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
-def test_graphs_are_recorded_again_only_if_what_they_cannot_read_has_changed(cls):
+def test_graphs_are_recorded_again_only_after_changes_they_cannot_read(cls):
     with graphs_by("triton"):
         rb, runs = buffer(cls(20), torch.device("cpu"), batch_size=8, count_replays=True), []
         captured = rb.capture(lambda batch: runs.append(batch), ring=3, warmup=2)

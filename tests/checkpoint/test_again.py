@@ -65,7 +65,7 @@ def test_only_what_has_changed_is_written(small_chunks, tmp_path):
     assert again.storage["x"][1234, 5] == 7.0
 
 
-def test_a_dump_that_waits_for_the_disk_waits_for_files_of_one_that_did_not(small_chunks, tmp_path, monkeypatch):
+def test_a_synced_dump_also_syncs_files_of_an_unsynced_one(small_chunks, tmp_path, monkeypatch):
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     rb = make()
@@ -117,7 +117,7 @@ def test_repeated_dumps_equal_full_ones_whatever_happens_in_between(small_chunks
         assert_same(repeated.sample(), full.sample())
 
 
-def test_a_damaged_file_of_the_previous_dump_is_not_relied_on_if_its_length_shows_it(tmp_path):
+def test_a_truncated_file_of_the_previous_dump_is_written_again(tmp_path):
     rb = make()
     extend(rb, ROWS, 3)
     rb.dumps(tmp_path)
@@ -127,7 +127,7 @@ def test_a_damaged_file_of_the_previous_dump_is_not_relied_on_if_its_length_show
     make().loads(tmp_path)
 
 
-def test_a_dump_in_the_scratch_dir_stays_what_it_was_while_the_ring_goes_on(tmp_path):
+def test_a_dump_in_the_scratch_dir_survives_later_writes(tmp_path):
     rb = make(tmp_path)
     extend(rb, 3_000, 0)
     extend(rb, 1_500, 1)  # wraps

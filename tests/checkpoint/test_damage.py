@@ -89,7 +89,7 @@ def test_what_a_killed_dump_left_is_removed_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["bin", "manifest"])
-def test_a_full_disk_is_named_and_leaves_the_previous_dump_and_nothing_else(when, tmp_path, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_only_the_previous_dump(when, tmp_path, monkeypatch):
     rb = dumped(tmp_path)
     before, files = rb.storage[:].clone(), sorted(tmp_path.rglob("*"))
     step(rb, 4)

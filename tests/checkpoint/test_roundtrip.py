@@ -170,7 +170,7 @@ def test_torchrls_own_parts_come_back_too(storage, sampler, tmp_path):
     assert_same(found.rows["observation"], rb.storage[:]["observation"])
 
 
-def test_a_used_storage_of_torchrls_refuses_other_content_and_stays_as_it_was(tmp_path):
+def test_a_used_torchrl_storage_refuses_a_dump_of_other_content(tmp_path):
     rb = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
     rb.extend(transitions(5))
     rb.dumps(tmp_path)

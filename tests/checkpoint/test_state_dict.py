@@ -26,7 +26,7 @@ def torchrls(sampler: Any = None) -> TensorDictReplayBuffer:
 @pytest.mark.parametrize(
     "kind", ["rank", "uniform", "sequence", "transform", "rows", "capacity", "prefetch", "TorchRL's"]
 )
-def test_a_state_that_does_not_fit_leaves_rows_priorities_and_counters_as_they_were(kind):
+def test_a_state_that_does_not_fit_changes_nothing(kind):
     foreign: Any
     if kind == "rows":
         foreign = make("proportional")

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, Recipe, int, Backend]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_replays_equal_brute_force_and_one_graph_serves_while_the_buffer_fills_and_wraps(case):
+def test_replays_of_one_graph_equal_brute_force_while_the_buffer_fills(case):
     kind, recipe, ndim, backend = CASES[case]
     with graphs_by(backend):
         world, sampler = make(kind, recipe, ndim, "filling", "ours")

@@ -52,7 +52,7 @@ def test_actions_are_looked_at_and_what_a_policy_stores_beside_them_is_not(rows:
     assert [(each.code, each.key) for each in check(rows)] == [("not-finite", ("action",))]
 
 
-def test_no_more_than_five_rows_are_named_the_gravest_finding_is_first_and_codes_can_be_ignored(rows):
+def test_a_report_names_five_rows_and_the_gravest_finding_first(rows):
     rows["next", "reward"][100:200] = float("nan")
     rows["next", "done"] = rows["next", "done"].roll(1, 0)
     shifted, finding = check(rows)

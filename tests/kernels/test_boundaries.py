@@ -76,7 +76,7 @@ def test_the_bitmap_equals_the_specification_after_every_write(case):
 
 
 @pytest.mark.parametrize("steps", [262_143, 262_144, 262_145])
-def test_a_trajectory_of_a_quarter_of_a_million_steps_is_found_across_three_levels_and_the_wrap(steps):
+def test_a_long_trajectory_is_found_across_three_levels_and_the_wrap(steps):
     bits = BitBoundaries(steps, 1)
     end = torch.zeros(steps, 1, dtype=torch.bool)
     bits.write(0, steps, end, None)

@@ -21,7 +21,7 @@ def segments(uniform: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("batch", [*range(1, 40), 64, 100, 255, 256, 1_000])
-def test_each_segment_is_drawn_from_once_at_the_place_that_the_uniform_number_says(batch):
+def test_each_segment_is_drawn_from_once_where_its_uniform_number_says(batch):
     uniform = torch.rand(batch, dtype=torch.float64)
     mass = masses(uniform, 3 * ONE, stratified=True)
     assert (segments(uniform).sort().values == torch.arange(batch)).all()
@@ -48,7 +48,7 @@ def test_every_place_of_a_batch_is_in_every_segment_equally_often(batch):
         assert_follows(drawn[:, place].bincount(minlength=batch), np.full(batch, 1 / batch))
 
 
-def test_where_the_segments_begin_does_not_depend_on_the_place_in_the_first_one():
+def test_the_offset_of_segments_is_independent_of_the_first_place():
     uniform = torch.rand(40_000, 2, dtype=torch.float64)
     first = torch.stack([segments(each)[0] for each in uniform])
     both = 8 * first + (uniform[:, 0] * 8).long()

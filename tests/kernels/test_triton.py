@@ -113,7 +113,7 @@ def test_trajectories_reach_as_far_as_the_reference_says(gpu, monkeypatch, steps
 
 
 @pytest.mark.parametrize("words", ["AssertionError", "unsupported architecture"])
-def test_a_kernel_that_is_wrong_is_replaced_by_the_reference_with_one_warning(gpu, monkeypatch, words):
+def test_a_wrong_kernel_is_replaced_by_the_reference_with_one_warning(gpu, monkeypatch, words):
     from rlbuf_td.kernels.sum_tree import cuda
 
     def draw(*given: Any, right: Any = cuda.draw) -> Any:

@@ -124,7 +124,7 @@ def test_a_write_that_was_not_finished_was_not_made(point, written, lanes):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_write_whose_rows_and_counters_are_complete_is_finished_by_others(sampler):
+def test_a_write_with_complete_rows_and_counters_is_finished_by_others(sampler):
     rb = make(sampler)
     if sampler != "uniform":
         rb.update_priority(torch.arange(CAPACITY), torch.arange(CAPACITY) + 1.0)
@@ -227,7 +227,7 @@ def test_a_load_that_was_not_finished_was_not_made(how, share_next, monkeypatch,
 
 
 @pytest.mark.parametrize("point", ["before it looks", "while it looks", "when it has looked", "when it leaves"])
-def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(point, monkeypatch):
+def test_a_process_killed_at_the_lock_undoes_no_work_of_others(point, monkeypatch):
     rb = make()
     rb.extend(rows(30, 6))
 
@@ -253,7 +253,7 @@ def test_who_dies_on_the_way_in_or_out_undoes_nothing_of_what_others_have_done(p
     check(rb, rows(end - CAPACITY, CAPACITY), end)
 
 
-def test_who_dies_in_a_repair_leaves_it_to_the_next_and_after_it_undoes_nothing():
+def test_a_process_killed_in_a_repair_leaves_it_to_the_next():
     rb = make()
     killed(lambda: rb.extend(rows(30, 6)), ReplayBuffer, "mark_range")
     killed(rb.sample, ReplayBuffer, "repair")

@@ -112,7 +112,7 @@ def test_updates_of_rows_that_another_process_has_replaced_are_left_out():
     assert rb.health()["stale_updates"] == 16
 
 
-def test_a_wrapped_sampler_and_its_trajectories_are_shared_without_reading_the_rows_again(monkeypatch):
+def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
     rb = ReplayBuffer(
         storage=PackedStorage(30), sampler=SequenceSampler(ProportionalSampler(30), length=2), batch_size=8
     )
@@ -142,7 +142,7 @@ def test_spawned_workers_that_begin_before_anything_is_written_by_others():
 
 
 @pytest.mark.parametrize("sampler", ["proportional", "rank"])
-def test_workers_that_are_killed_at_random_moments_leave_no_torn_lost_or_repeated_row(sampler):
+def test_workers_killed_at_random_leave_no_torn_lost_or_repeated_row(sampler):
     report, rb = soak.run(2.5, 3, sampler=sampler, capacity=20_000, kill_every=0.15, kills=4)
     assert report.is_clean
     assert report.kills >= 4
@@ -177,7 +177,7 @@ def test_shared_priorities_cannot_grow():
         rb.extend(data)
 
 
-def test_rows_on_a_device_cannot_be_shared_and_a_storage_of_torchrls_is_shared_as_torchrl_does(device):
+def test_rows_on_a_gpu_cannot_be_shared(device):
     theirs = ReplayBuffer(storage=LazyTensorStorage(10), sampler=UniformSampler(), batch_size=4, shared=True)
     theirs.extend(rows(0, 5))
     assert theirs.shared
@@ -244,7 +244,7 @@ def test_the_lock_tells_who_comes_in_that_somebody_has_left_work_undone():
     assert note.told[2:] == ["entered", "failed", "recover", "entered", "left"]
 
 
-def test_a_process_forked_while_a_thread_holds_the_lock_is_not_blocked_for_good():
+def test_a_fork_while_a_thread_holds_the_lock_does_not_deadlock():
     lock, entered, leave = ProcessLock(Note()), threading.Event(), threading.Event()
 
     def hold() -> None:

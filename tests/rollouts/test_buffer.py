@@ -116,7 +116,7 @@ def test_a_write_within_a_loop_is_noticed(make_world):
     assert {tuple(x) for x in rows.tolist()} == {tuple(x) for x in new["observation"].reshape(-1, 2).tolist()}
 
 
-def test_reading_before_the_rollout_is_complete_is_an_error_that_says_what_to_do(make_world):
+def test_reading_an_incomplete_rollout_is_an_error_that_says_what_to_do(make_world):
     world = make_world(3)
     rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
     message = r"the rollout is not complete: {} of 8 steps are written\. Write the rest first{}$"
@@ -194,7 +194,7 @@ def test_wrong_settings_are_refused():
         next(iter(rollout))
 
 
-def test_advantages_are_normalized_over_the_rollout_or_each_minibatch_and_targets_are_not(make_world):
+def test_advantages_are_normalized_by_rollout_or_minibatch(make_world):
     world = make_world(3)
     data = world.steps(8)
     advantage, target = world.estimates(data)

@@ -74,7 +74,7 @@ def test_estimates_are_those_of_the_true_next_values(make_world, buffer, storage
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_rows_that_break_off_are_asked_and_by_their_true_next_observation(make_world, way):
+def test_only_rows_that_break_off_are_evaluated_by_the_network(make_world, way):
     world = make_world(3)
     terminated, truncated = torch.zeros(2, 3, 6, dtype=torch.bool)
     truncated[0, 1] = truncated[0, 3] = True  # two truncations in one lane
@@ -161,7 +161,7 @@ def test_terminated_is_what_is_done_but_not_truncated_where_it_is_missing(make_w
         torch.testing.assert_close(stored(rb)["advantage"], world.estimates(data)[0])
 
 
-def test_until_the_last_step_estimates_are_nan_and_a_new_rollout_replaces_the_old(make_world):
+def test_estimates_are_nan_until_the_last_step_of_a_rollout(make_world):
     world = make_world(2)
     rb = rollouts(world, 4)
     assert not rb.writer.is_complete
@@ -261,9 +261,7 @@ def test_values_with_a_gradient_are_stored_without(make_world):
 @pytest.mark.parametrize("values", [None, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("network", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rewards", [torch.float64, torch.float32, torch.bfloat16])
-def test_estimates_have_the_dtype_of_values_or_of_the_network_in_rollouts_written_in_any_way(
-    make_world, rewards, network, values
-):
+def test_estimates_have_the_dtype_of_the_values_or_of_the_network(make_world, rewards, network, values):
     """Stored next values are used before the network is asked."""
     world = make_world(2)
     world.network.to(network)

@@ -226,7 +226,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize(("entries", "error", "words"), REFUSALS)
-def test_bad_rows_and_rewards_are_refused_at_the_first_draw_and_change_nothing(entries, error, words, cls):
+def test_bad_rows_and_rewards_are_refused_at_the_first_draw(entries, error, words, cls):
     torch.manual_seed(0)
     entries = dict(entries)
     reward = entries.pop("of", lambda batch: torch.zeros(len(batch)))

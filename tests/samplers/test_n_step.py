@@ -120,7 +120,7 @@ def test_a_sum_stops_where_the_new_goal_is_reached(flags):
 
 
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
-def test_torchrls_loss_bootstraps_from_the_right_observation_with_the_right_discount(cls):
+def test_torchrls_loss_bootstraps_with_the_right_discount(cls):
     n, gamma = 3, 0.9
     data = chain(30, done=[9, 19], terminated=[9], truncated=[19])
     data["observation"] = torch.randn(30, 4)

@@ -63,7 +63,7 @@ def test_independent_draws_follow_the_law(alpha, rows):
 
 
 @pytest.mark.parametrize("batch", [7, 64, 300])
-def test_in_a_stratified_batch_a_row_comes_as_often_as_the_law_says_and_never_far_from_it(batch):
+def test_stratified_draws_follow_the_law_in_every_batch(batch):
     rb = buffer(128, 100, alpha=0.6)
     td_error = torch.rand(100, generator=torch.Generator().manual_seed(1)) * 4
     rb.update_priority(torch.arange(100), td_error)
@@ -213,7 +213,7 @@ def test_a_row_or_lane_that_is_not_there_is_refused():
     assert (rb.sampler.priority(torch.arange(15)) == 1.0).all()
 
 
-def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps_and_is_restored():
+def test_priorities_grow_with_a_capacity_rounded_to_whole_time_steps():
     rb, other = (
         ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4) for _ in range(2)
     )
@@ -226,7 +226,7 @@ def test_room_grows_when_a_storage_rounds_its_capacity_up_to_whole_time_steps_an
 
 
 @both
-def test_emptying_forgets_every_priority_and_shrinking_leaves_only_new_rows(cls):
+def test_emptying_forgets_every_priority(cls):
     rb = buffer(10, 10, cls=cls)
     rb.update_priority(torch.arange(10), torch.full((10,), 50.0))
     rb.empty()

@@ -34,7 +34,7 @@ def world(
 
 @pytest.mark.usefixtures("boundaries")
 @pytest.mark.parametrize("kind", ["uniform", "proportional", "stratified", "rank", "stratified by rank"])
-def test_strict_windows_are_whole_and_their_anchors_follow_the_law_of_those_that_fit(kind):
+def test_strict_windows_are_whole_and_their_anchors_follow_the_law(kind):
     length, burn_in = 4, 2
     inner: Any = {
         "uniform": UniformSampler,
@@ -143,7 +143,7 @@ def errors_of(batch: TensorDictBase) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize(("rule", "eta"), [("max", 0.9), ("mix", 0.3)])
-def test_td_errors_of_real_rows_after_burn_in_become_the_priority_of_the_anchor(rule, eta, cls, boundary, lanes, inner):
+def test_td_errors_after_burn_in_become_the_priority_of_the_anchor(rule, eta, cls, boundary, lanes, inner):
     length, burn_in = 4, 2
     sampler = inner(40)
     made = world(
@@ -165,7 +165,7 @@ def test_td_errors_of_real_rows_after_burn_in_become_the_priority_of_the_anchor(
     torch.testing.assert_close(sampler.priority(torch.arange(40)), wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_anchors_that_have_been_overwritten_since_keep_the_priority_of_their_new_rows():
+def test_overwritten_anchors_keep_the_priority_of_their_new_rows():
     sampler = ProportionalSampler(40)
     made = world(SequenceSampler(sampler, 4, burn_in=2), often=(0.02, 0.0, 0.0))
     batch = made.rb.sample(6 * 50)

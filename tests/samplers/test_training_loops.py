@@ -104,7 +104,7 @@ def test_what_waits_is_refused():
 
 @pytest.mark.parametrize("given", [3, [1, 2], np.arange(2), torch.arange(2)], ids=["int", "list", "array", "tensor"])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_what_goes_to_a_gpu_is_waited_for_only_where_its_owner_may_change_it_too_early(monkeypatch, given, pinned):
+def test_only_memory_that_its_owner_may_change_is_copied_synchronously(monkeypatch, given, pinned):
     asked, gpu = [], torch.device("cuda", 0)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, *, non_blocking: asked.append((device, non_blocking)))
@@ -133,7 +133,7 @@ def test_what_was_made_in_inference_mode_is_written_to_outside_it(path: Any, nam
         assert rb.health()["replays_max"] > 0
 
 
-def test_rows_that_were_written_out_of_order_in_inference_mode_are_known_outside_it() -> None:
+def test_rows_written_out_of_order_in_inference_mode_are_known_outside() -> None:
     rb = ReplayBuffer(storage=PackedStorage(10), sampler=ProportionalSampler(10), batch_size=8)
     with torch.inference_mode():
         rb.extend(data(10))

@@ -36,7 +36,7 @@ def test_every_written_row_is_as_likely_as_every_other(unique, rows, batch):
 
 @pytest.mark.parametrize("path", ["numba", "torch"])
 @pytest.mark.parametrize("batch", [2, 3])
-def test_a_unique_batch_takes_every_ordered_selection_with_equal_probability(batch, path):
+def test_a_unique_batch_takes_every_ordered_selection_equally_often(batch, path):
     storage, sampler = filled(8 * batch + 1, 100), UniformSampler(unique=True)
     sampler._rng = torch.Generator().manual_seed(1)
     first_two: dict[tuple[int, int], int] = {}

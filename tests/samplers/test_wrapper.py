@@ -55,7 +55,7 @@ def test_settings_of_the_wrapped_sampler_are_those_of_the_wrapper(wrap):
     assert not hasattr(wrap(UniformSampler()), "alpha")
 
 
-def test_schedulers_reach_the_settings_of_every_level_and_a_bad_value_is_refused_at_once():
+def test_schedulers_reach_the_settings_of_every_wrapper():
     rb = world(WRAPPERS["all"](ProportionalSampler(40))).rb
     sequence = rb.sampler
     n_step, hindsight, inner = sequence.sampler, sequence.sampler.sampler, sequence.innermost
@@ -210,7 +210,7 @@ def test_wrappers_in_the_wrong_order_are_refused(outer, inner):
         WRAPPERS[outer](WRAPPERS[inner](UniformSampler()))
 
 
-def test_unknown_names_are_refused_and_known_ones_are_those_of_the_wrapped_sampler():
+def test_attributes_are_those_of_the_wrapped_sampler():
     sampler = WRAPPERS["all"](ProportionalSampler(40, weight_norm="batch"))
     assert repr(sampler).startswith("SequenceSampler(NStepSampler(HindsightSampler(ProportionalSampler(alpha=0.6")
     assert "her_ratio=0.8" in repr(sampler)

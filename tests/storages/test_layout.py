@@ -27,7 +27,7 @@ def offsets(layout: RowLayout) -> list[int]:
 
 
 @over_schemas
-def test_leaves_lie_aligned_in_descending_item_size_without_gap_or_overlap_by_one_view_per_dtype(schema: Schema):
+def test_leaves_lie_aligned_in_descending_item_size_without_gaps(schema: Schema):
     layout = layout_of(schema)
     end, sizes = 0, [leaf.dtype.itemsize for leaf in layout.leaves]
     assert sizes == sorted(sizes, reverse=True)
@@ -41,7 +41,7 @@ def test_leaves_lie_aligned_in_descending_item_size_without_gap_or_overlap_by_on
 
 
 @pytest.mark.parametrize("nbytes", range(1, 400))
-def test_a_row_is_padded_to_8_bytes_or_to_a_cache_line_where_that_costs_at_most_a_sixteenth(nbytes: int) -> None:
+def test_a_row_is_padded_to_8_bytes_or_cheaply_to_a_cache_line(nbytes: int) -> None:
     small, lines = (-(-nbytes // unit) * unit for unit in (8, CACHE_LINE))
     expected = lines if 16 * (lines - small) <= small else small
     assert bytes_layout(nbytes).row_bytes == expected
@@ -51,7 +51,7 @@ def test_a_row_of_16_byte_numbers_is_padded_to_16_bytes() -> None:
     assert layout_of(SCHEMAS["complex"]).row_bytes == 48
 
 
-def test_rows_like_those_of_halfcheetah_take_at_most_15_percent_more_than_their_leaves() -> None:
+def test_halfcheetah_rows_take_at_most_15_percent_more_than_their_leaves() -> None:
     layout = layout_of(SCHEMAS["halfcheetah"])
     assert layout.data_bytes == 167
     assert layout.row_bytes <= 1.15 * 167

@@ -110,7 +110,7 @@ def test_pages_are_locked_for_the_device_and_the_tensor_lies_in_them(driver: Dri
     assert tensor.sum() == 70_000
 
 
-def test_pages_are_unlocked_once_when_the_last_tensor_is_gone_and_before_they_are_given_back(driver: Driver) -> None:
+def test_pages_are_unlocked_once_before_they_are_given_back(driver: Driver) -> None:
     tensor = page_locked.page_locked(10_000, GPU)
     address, part = tensor.data_ptr(), tensor.view(100, 100)[50:].view(torch.int32)
     del tensor
@@ -127,7 +127,7 @@ def test_memory_that_torch_takes_for_another_devices_is_unlocked(driver, monkeyp
     assert [entry[0] for entry in driver.log] == ["register", "synchronize", "unregister"]
 
 
-def test_pages_that_are_given_up_while_a_graph_is_captured_are_unlocked_later(driver: Driver) -> None:
+def test_pages_given_up_during_a_capture_are_unlocked_later(driver: Driver) -> None:
     tensors = [page_locked.page_locked(100, GPU) for _ in range(3)]
     driver.captures = True
     del tensors[1:]
@@ -250,7 +250,7 @@ def test_all_of_the_ram_must_be_free_at_once(driver, monkeypatch, free, fits):
     assert (driver.log, storage.initialized, len(storage)) == ([], False, 0)
 
 
-def test_what_the_driver_does_not_lock_is_a_memory_error_that_says_what_to_do(driver, monkeypatch):
+def test_pages_that_the_driver_refuses_to_lock_are_a_memory_error(driver, monkeypatch):
     driver.refuses = 2
     storage = PackedStorage(1_000, device="cuda", offload=True)
     words = r"take 11.7 MiB, which cannot be had: .* of RAM .* page-locking fails, out of memory \(2\)\. .*ulimit -l"

@@ -171,7 +171,7 @@ BEYOND: list[tuple[int, Any]] = [
 
 @pytest.mark.parametrize(("ndim", "index"), BEYOND, ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["filling", "full"])
-def test_an_index_beyond_the_rows_written_or_of_no_position_is_an_index_error(ndim: int, index: Any, full: bool):
+def test_an_index_beyond_the_rows_written_is_an_index_error(ndim: int, index: Any, full: bool):
     for storage in filled(ndim, full, SCHEMAS["vector"]):
         with pytest.raises(IndexError, match=r"out of (range|bounds)|shape of the mask|indices"):
             storage.get(index)

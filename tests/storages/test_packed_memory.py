@@ -141,7 +141,7 @@ def _extend(rb: ReplayBuffer, seen: Any) -> None:
     seen.put(len(rb))
 
 
-def test_what_a_forked_process_writes_is_its_own_until_the_buffer_is_shared(tmp_path: Path) -> None:
+def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):
         rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=folder), sampler=ProportionalSampler(20), batch_size=4)

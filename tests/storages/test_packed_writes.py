@@ -216,7 +216,7 @@ def test_data_that_requires_grad_is_stored_without_its_history(cursor: Any) -> N
     assert not storage._storage.requires_grad
 
 
-def test_rows_first_written_in_inference_mode_can_be_written_and_changed_outside_it() -> None:
+def test_rows_first_written_in_inference_mode_can_be_changed_outside_it() -> None:
     storage = PackedStorage(5)
     with torch.inference_mode():
         storage.set(range(3), transitions(NESTED, 3))
@@ -232,7 +232,7 @@ def test_rows_first_written_in_inference_mode_can_be_written_and_changed_outside
     assert_same(storage[1:], torch.cat([data[1:], data[:1]]))
 
 
-def test_an_index_that_comes_with_the_data_is_not_stored_unless_the_first_write_set_it() -> None:
+def test_an_index_in_the_data_is_stored_only_if_the_first_write_set_it() -> None:
     data = transitions(NESTED, 3)
     marked = copied(data).set("index", torch.arange(3))
     storage = PackedStorage(5)

@@ -18,7 +18,7 @@ from tests.catalogue import SCHEMAS, transitions
 NESTED = SCHEMAS["nested"]
 
 
-def test_a_file_of_rows_is_replaced_if_that_is_asked_and_deleted_with_the_storage(tmp_path: Path) -> None:
+def test_a_file_of_rows_is_replaced_and_deleted_on_request(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     first = PackedStorage(5, scratch_dir=folder)
     first.set(range(5), transitions(NESTED, 5))

@@ -90,7 +90,7 @@ def test_a_write_costs_what_it_writes():
 @pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_writer_that_keeps_the_best_rows_leaves_gaps_that_nothing_reaches_across(seed, storage, cls):
+def test_nothing_reaches_across_gaps_of_a_writer_of_the_best_rows(seed, storage, cls):
     """Rows that the writer leaves out, or puts in the place of others, separate those around them."""
     rng, size = random.Random(seed), 6
     rb = cls(storage=storage(size), writer=TensorDictMaxValueWriter(rank_key="rank"))
@@ -182,7 +182,7 @@ def test_an_empty_storage_is_refused():
         ({("collector", "traj_ids"): (torch.int64, 2)}, TypeError, r"one integer a row, got int64 of shape \(2,\)"),
     ],
 )
-def test_columns_that_say_nothing_about_time_are_refused_when_asked_and_may_be_written(entries, error, words, early):
+def test_columns_that_say_nothing_about_time_are_refused_when_asked(entries, error, words, early):
     rb = ReplayBuffer(storage=PackedStorage(3))
     if early:
         TrajectoryIndex.of(rb.storage)

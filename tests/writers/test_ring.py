@@ -61,7 +61,7 @@ class RangeListener(Listener):
 
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_the_newest_rows_stay_and_everything_attached_is_told_exactly_the_rows_written(kind: str, ndim: int) -> None:
+def test_the_newest_rows_stay_and_listeners_hear_of_the_rows_written(kind: str, ndim: int) -> None:
     lanes = (3,) * (ndim - 1)
     cells = torch.Size(lanes).numel()
     storage = STORAGES[kind](5 * cells, ndim=ndim)
