@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from rlbuf_td import MemoryWarning, PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
 from rlbuf_td.storages import allocate as memory
 from rlbuf_td.storages import memory_budget as _room
-from rlbuf_td.storages.memory_budget import Room, require_room, show_bytes
+from rlbuf_td.storages.memory_budget import Purpose, Room, require_room, show_bytes
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {8 << 20} kB\nMemFree: {1 << 20} kB\nMemAvailable: {6 << 20} kB\nSwapTotal: {2 << 20} kB\n"
@@ -115,7 +115,8 @@ def test_where_there_is_no_cuda_device_its_size_is_unknown(monkeypatch: pytest.M
 
 def ask(monkeypatch: pytest.MonkeyPatch, nbytes: int, room: Room, **settings: Any) -> None:
     monkeypatch.setattr(_room, "room_for", lambda *_, **__: room)
-    require_room(nbytes, torch.device("cpu"), what="All that takes", remedy="Take less.", **settings)
+    purpose = Purpose("All that takes", "Take less.", settings.pop("quiet", False))
+    require_room(nbytes, torch.device("cpu"), purpose, **settings)
 
 
 SMALL = Room("RAM", 3 * GIB, 8 * GIB)

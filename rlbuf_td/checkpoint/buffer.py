@@ -47,7 +47,8 @@ def load_buffer(
         with progress_bar("load", load.rows.nbytes if load.rows else 0, progress) as report:
             if load.rows:
                 load.rows.verify(report)
-            with parts.emptied_of_prefetched(rb), explained(reader):
+            rb.synchronize()
+            with rb._emptied_of_prefetched(), explained(reader):
                 load.apply(report, connect)
         if default_generator:
             parts.restore_default_generators(load.saved["default_generator"])
@@ -205,12 +206,13 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
 
 def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -> PackedStorage:
     shape = [int(size) for size in saved["shape"]]
-    storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]))
+    is_deduplicated = "pooled" in saved["state"]  # rows are then stored as they were saved
+    storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
     rows = SavedRows(reader, saved, storage, None)
     if rows.lanes != tuple(shape[1:]):
         raise CheckpointError("the layout of the rows does not fit their size")
     with progress_bar("open", rows.nbytes, progress) as report:
-        rows.put(rows.allocated(report, keep_shared=True), report)
+        rows.put(rows.allocated(report), report)
     storage.restore_counters(saved["state"])
     return storage
 

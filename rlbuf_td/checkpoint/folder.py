@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from shutil import disk_usage
@@ -114,17 +114,12 @@ def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
     """Exclude other dumps from a folder, also those of other processes. The lock of a killed process is free."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path / _LOCK, timeout=_WAIT_S)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise CheckpointError(f"another dump into {path} has been going on for {_WAIT_S:.0f} seconds") from error
-    except OSError:
-        if not for_reading:
-            raise
-        yield  # a read-only folder: nobody dumps into it
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(path / _LOCK, timeout=_WAIT_S))
+        except Timeout as error:
+            raise CheckpointError(f"another dump into {path} has been going on for {_WAIT_S:.0f} seconds") from error
+        except OSError:
+            if not for_reading:  # else a read-only folder: nobody dumps into it
+                raise
         yield
-    finally:
-        lock.release()

@@ -82,10 +82,6 @@ class Stored:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def to_json(self) -> dict[str, Any]:
-        name = str(self.dtype).removeprefix("torch.")
-        return {"dtype": name, "shape": list(self.shape), "chunks": [list(chunk) for chunk in self.chunks]}
-
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
         """Return the tensor that an entry describes; refuse contradictions and files outside the dump."""
@@ -116,7 +112,10 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION, "about": self.about}
-        tensors = [stored.to_json() for stored in self.tensors]
+        tensors = [
+            {"dtype": str(each.dtype).removeprefix("torch."), "shape": [*each.shape], "chunks": [*each.chunks]}
+            for each in self.tensors
+        ]
         document |= {"generation": self.generation, "state": self.state, "tensors": tensors}
         text = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
         return text + _SUFFIX.format(checksum(text)).encode()

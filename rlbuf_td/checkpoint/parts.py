@@ -27,14 +27,6 @@ def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
         yield prefetched
 
 
-@contextmanager
-def emptied_of_prefetched(rb: Any) -> Iterator[None]:
-    """Drop the prefetched batches of a buffer, and hold all its locks."""
-    rb.synchronize()
-    with rb._emptied_of_prefetched():
-        yield
-
-
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
     """Return everything that the behaviour of a buffer depends on. The tensors are the live ones."""
     storage, generator = rb.storage, rb._rng

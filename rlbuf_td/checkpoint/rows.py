@@ -104,11 +104,8 @@ class SavedRows:
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 
-    def allocated(self, report: Report, *, keep_shared: bool = False) -> Rows | None:
-        """Return new rows that hold the saved ones, if the storage has none like them.
-
-        ``keep_shared`` deduplicates them as they were saved, whatever the storage was asked for.
-        """
+    def allocated(self, report: Report) -> Rows | None:
+        """Return new rows that hold the saved ones, if the storage has none like them."""
         if not self.is_fresh:
             return None
         storage = self.storage
@@ -116,8 +113,7 @@ class SavedRows:
             storage.release()
         if storage.scratch_dir is not None and self._replaces_file:  # of the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-        dedup = self.dedup if keep_shared else dedup_for(storage, self.layout, self.dedup)
-        rows = make_rows(storage, self.layout, self.lanes, None, dedup)
+        rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
         if storage.scratch_dir is None:
             take_pages(rows.first(self.fit.steps).matrix)
         try:
@@ -155,7 +151,7 @@ class SavedRows:
             for entries, stored in zip(rows.room_for(used), self.entries, strict=True):
                 self.reader.read_into(stored, 0, flat_bytes(entries), report)
             rows.matrix[: len(matrix)].copy_(matrix)
-            rows.take_in(used)
+            rows.rebuild(used)
         else:
             entries = [self.reader.read_stored(stored, report) for stored in self.entries]
             rows.copy_steps_(rows_of_state(self.layout, matrix, self.dedup, entries), self.fit.ranges)

@@ -22,7 +22,7 @@ from rlbuf_td.samplers.common import (
     whole,
 )
 from rlbuf_td.samplers.priorities import ALPHA, BETA, Law, Priorities, refuse_state
-from rlbuf_td.storages.memory_budget import require_room
+from rlbuf_td.storages.memory_budget import Purpose, require_room
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 WeightNorm = Literal["buffer", "batch"] | None
@@ -70,12 +70,9 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     ) -> None:
         capacity, alpha = whole(1)("max_capacity", max_capacity), exponent("alpha", alpha)
         self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
-        require_room(
-            self.nbytes_for(capacity),
-            torch.device("cpu"),
-            what=f"Priorities of {capacity:,} rows take",
-            remedy="Take a smaller max_capacity, or UniformSampler, which needs none.",
-        )
+        remedy = "Take a smaller max_capacity, or UniformSampler, which needs none."
+        purpose = Purpose(f"Priorities of {capacity:,} rows take", remedy)
+        require_room(self.nbytes_for(capacity), torch.device("cpu"), purpose)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
         self.law = law(self.settings)
         self.priorities = Priorities(self.law, capacity, device, within_buffer)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -19,22 +18,13 @@ from tensordict import TensorDictBase
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.storages.dedup.layout import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.memory_budget import require_room, room_for, show_bytes
+from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 from rlbuf_td.storages.pinned import page_locked, refuse_offload
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows, grows
 from rlbuf_td.storages.schema import SchemaError
 
 ROWS_FILE = "rows.bin"
-
-
-class Purpose(NamedTuple):
-    """What memory is for, in words for warnings and errors, as :func:`require_room` takes them."""
-
-    what: str = "The rows take"
-    remedy: str = ""
-    quiet: bool = False
-
 
 _ROWS = Purpose()
 
@@ -83,11 +73,6 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
     """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
-    if schema.batch_dims < storage.ndim - 1:
-        raise SchemaError(
-            f"a storage with ndim={storage.ndim} takes a schema of {storage.ndim - 1} or more batch dims (lanes), "
-            f"got batch size {tuple(schema.batch_size)}"
-        )
     storage._init(schema)
     storage.is_reserved = True
 
@@ -113,7 +98,8 @@ def make_rows(
     """Return new rows of the capacity and in the place of a storage, which it does not use before ``adopt``."""
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
-    nbytes = bytes_of(layout, shape, dedup)
+    sections = None if dedup is None else Sections.of(dedup, prod(shape))
+    nbytes = prod(shape) * layout.row_bytes if sections is None else sections.total
     what = f"{prod(shape):,} rows of {(dedup.stored if dedup else layout).row_bytes:,} bytes take"
     purpose = Purpose(what + (" with what they share" if dedup else ""), _remedy(storage, layout), storage.is_reserved)
     scratch_dir = storage.scratch_dir
@@ -122,31 +108,23 @@ def make_rows(
     with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
         if storage.shared_rows is not None and scratch_dir is None:
             memory = storage.shared_rows.memory(nbytes)
-        elif dedup is None:
-            places = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
-            memory = allocate_bytes(nbytes, place, purpose, **places)
-            if layout.row_bytes <= mmap.PAGESIZE:  # longer rows cost more at their first write than reads save soon
-                advise_huge_pages(memory)
-        elif grows(place):
-            sections = Sections.of(dedup, prod(shape))
-            memory = allocate_bytes(sections.fixed, place, purpose, scratch_dir=scratch_dir).zero_()
+        elif grows(place) and sections is not None:
+            memory = allocate_bytes(sections.fixed, place, purpose).zero_()
         else:
-            sections = Sections.of(dedup, prod(shape))
-            likely = sections.likely(dedup, prod(shape))
-            memory = allocate_sparse(nbytes, likely, sections.fixed, purpose, scratch_dir=scratch_dir)
+            where = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
+            sparse = None if sections is None else (sections.likely, sections.fixed)
+            memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
+            # Longer rows cost more at their first write than reads save soon.
+            if dedup is None and layout.row_bytes <= mmap.PAGESIZE:
+                advise_huge_pages(memory)
         if storage.auto_cleanup and scratch_dir is not None:
             weakref.finalize(storage, _delete_file, scratch_dir / ROWS_FILE, os.getpid())
         return rows_in(storage, memory, layout, shape, dedup)
 
 
-def bytes_of(layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> int:
-    return shape.numel() * layout.row_bytes if dedup is None else Sections.of(dedup, shape.numel()).total
-
-
 def rows_in(
     storage: Any, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
 ) -> Rows:
-    """Return the rows that lie in memory of :func:`bytes_of` bytes."""
     rows: Rows
     if dedup is None:
         rows = PlainRows(layout, memory.view(*shape, layout.row_bytes))
@@ -159,12 +137,10 @@ def rows_in(
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Return the rows that another process has made, in the file in ``scratch_dir`` or in shared memory."""
-    nbytes = bytes_of(layout, shape, dedup)
-    if storage.scratch_dir is not None:
-        memory = map_bytes(storage.scratch_dir, nbytes)
-    else:
-        memory = storage.shared_rows.memory(nbytes)
+    """Return the rows in the file in ``scratch_dir`` or in shared memory, where another process may have made them."""
+    nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
+    in_file = storage.scratch_dir is not None
+    memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.memory(nbytes)
     return rows_in(storage, memory, layout, shape, dedup)
 
 
@@ -195,58 +171,42 @@ def allocate_bytes(
     scratch_dir: Path | None = None,
     shared: bool = False,
     offload: bool = False,
+    sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Return ``[nbytes]`` uint8, not initialized: in RAM, in a file, in shared memory, or page-locked for a device.
 
-    In RAM, pages are taken from the system when they are first written; elsewhere all are taken at once.
+    In RAM, pages are taken from the system when they are first written; elsewhere all are taken at once. ``sparse``
+    memory, in RAM or in a file, is zeros of which (first number) bytes will be used; the file has holes behind the
+    (second number) first bytes, which :class:`FileRoom` fills before they are written to.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
-    require_room(nbytes, place, scratch_dir=scratch_dir, shared=shared, lazily=lazily, **purpose._asdict())
+    likely, at_once = sparse or (nbytes, nbytes)
+    require_room(likely, place, purpose, scratch_dir=scratch_dir, shared=shared, lazily=lazily)
     if scratch_dir is not None:
-        return _make_file(scratch_dir, nbytes)
-    with _explained(nbytes, purpose, place, shared=shared, cause=offload):
+        return _make_file(scratch_dir, nbytes, at_once)
+    try:
         if shared:
             storage = torch.UntypedStorage._new_shared(nbytes)
             return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         if offload:
             return page_locked(nbytes, device)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def allocate_sparse(
-    nbytes: int, likely: int, at_once: int, purpose: Purpose = _ROWS, *, scratch_dir: Path | None = None
-) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in RAM or in a file, of which ``likely`` bytes will be used.
-
-    RAM is taken from the system as it is written to. The file has holes behind the first ``at_once`` bytes, which
-    :class:`FileRoom` fills before they are written to.
-    """
-    cpu, lazily = torch.device("cpu"), scratch_dir is None
-    require_room(likely, cpu, scratch_dir=scratch_dir, lazily=lazily, **purpose._asdict())
-    if scratch_dir is not None:
-        return _make_file(scratch_dir, nbytes, at_once)
-    with _explained(likely, purpose, cpu):
-        if hasattr(mmap, "MAP_PRIVATE"):
-            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
-            memory = torch.frombuffer(mmap.mmap(-1, nbytes, kind), dtype=torch.uint8)
-        else:
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        if sparse is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = _zeros_not_reserved(nbytes)
+    except (OSError, RuntimeError) as error:
+        words = room_for(place, shared=shared).words() + (f", but {error}" if offload else "")
+        message = f"{purpose.what} {show_bytes(likely)}, which cannot be had: {words}. {purpose.remedy}"
+        raise MemoryError(message) from error
     advise_huge_pages(memory)
     return memory
 
 
-@contextmanager
-def _explained(
-    nbytes: int, purpose: Purpose, place: torch.device, *, shared: bool = False, cause: bool = False
-) -> Iterator[None]:
-    """Turn a failed allocation into a MemoryError in words, which with ``cause`` quote the system's."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        words = room_for(place, shared=shared).words() + (f", but {error}" if cause else "")
-        message = f"{purpose.what} {show_bytes(nbytes)}, which cannot be had: {words}. {purpose.remedy}"
-        raise MemoryError(message) from error
+def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, kind), dtype=torch.uint8)
 
 
 class FileRoom:
@@ -263,17 +223,12 @@ class FileRoom:
             return
         start, needed = section + filled, nbytes - filled
         ahead = min(max(needed, min(_FILL, filled // 8)), self._nbytes - start)
-        descriptor = os.open(self._file, os.O_RDWR)
-        try:
+        with open(self._file, "r+b") as file:
             try:
-                os.posix_fallocate(descriptor, start, ahead)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
+                os.posix_fallocate(file.fileno(), start, ahead)
+            except OSError:
                 ahead = needed
-                os.posix_fallocate(descriptor, start, needed)
-        finally:
-            os.close(descriptor)
+                os.posix_fallocate(file.fileno(), start, ahead)
         self._filled[section] = filled + ahead
 
 
@@ -281,25 +236,22 @@ _FILL = 256 << 20  # bytes that are taken ahead at most
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not named before Python 3.13
 
 
-def _make_file(scratch_dir: Path, nbytes: int, at_once: int | None = None) -> torch.Tensor:
+def _make_file(scratch_dir: Path, nbytes: int, at_once: int) -> torch.Tensor:
     scratch_dir.mkdir(parents=True, exist_ok=True)
     path = scratch_dir / ROWS_FILE
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        with open(path, "x+b", opener=partial(os.open, mode=0o644)) as file:
+            if hasattr(os, "posix_fallocate"):
+                # A full disk is an error here, not a crash at a later write.
+                os.posix_fallocate(file.fileno(), 0, at_once)
+            os.ftruncate(file.fileno(), nbytes)
     except FileExistsError as error:
         raise FileExistsError(
             f"{path} already holds rows; they are not overwritten: choose another scratch_dir, or delete the file"
         ) from error
-    try:
-        if hasattr(os, "posix_fallocate"):
-            # A full disk is an error here, not a crash at a later write.
-            os.posix_fallocate(descriptor, 0, nbytes if at_once is None else at_once)
-        os.ftruncate(descriptor, nbytes)
     except OSError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
     return map_bytes(scratch_dir, nbytes)
 
 

@@ -114,9 +114,9 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
 # -- batches
 
 
-def inner_dims(storage: Storage) -> int:
-    """Return how many batch dims lie within a row of ``storage``."""
-    rows = stored_rows(storage)
+def inner_dims(storage: Storage, dims: int) -> int:
+    """Return how many of the ``dims`` batch dims lie within a row of ``storage``."""
+    rows = stored_rows(storage) if dims > 1 else None
     return 0 if rows is None else rows.ndim - storage.ndim
 
 
@@ -144,16 +144,8 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, of a batch of ``dims`` dims.
-
-    Args:
-        td_error: ``[*batch, ...]``; several errors of a row are reduced, by magnitude.
-        index: ``[*batch]``, or ``[*batch, ndim]`` when the storage has ``ndim > 1``.
-        dims: number of batch dims.
-        storage: where the rows lie.
-        reduction: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
-    """
-    inner = inner_dims(storage) if dims > 1 else 0
+    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, of a batch of ``dims`` dims."""
+    inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
         raise ValueError(

@@ -48,20 +48,15 @@ class _Node:
 class RowLayout:
     """The fixed byte range of every leaf in a row. The order of the keys makes no difference.
 
-    Args:
-        data: an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
-        lead_dims: number of leading batch dims that index rows.
-
-    Example:
-        >>> data = TensorDict({"observation": torch.zeros(2, 3), "done": torch.zeros(2, 1, dtype=torch.bool)}, [2])
-        >>> layout = RowLayout(data, lead_dims=1)
-        >>> [(leaf.name, leaf.nbytes) for leaf in layout.leaves], layout.row_bytes
-        ([("'observation'", 12), ("'done'", 1)], 16)
+    ``data`` is an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
     """
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
-        found = list(_find_leaves(data, lead_dims))
+        found = []
+        for key, value in walk(data):
+            refuse_unpackable(key, value)
+            found.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
         if not found:
             raise SchemaError("cannot store a TensorDict without a single tensor")
         # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
@@ -75,7 +70,9 @@ class RowLayout:
             self.data_bytes += leaf.nbytes
         #: ``[leaves, 2]``: where each leaf begins in a row, and its bytes, as kernels take them.
         self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
-        self.row_bytes = _padded(max(1, self.data_bytes), max(8, self.leaves[0].dtype.itemsize))
+        align = max(8, self.leaves[0].dtype.itemsize)
+        small, lines = (-(-max(1, self.data_bytes) // size) * size for size in (align, CACHE_LINE))
+        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # whole lines if that is cheap
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
         self._blank: tuple[Any, list[torch.Tensor]] = (None, [])  # one element each, as large as the last blank leaves
@@ -149,9 +146,9 @@ class RowLayout:
                     refuse(data, self.leaves, lead)
                 if value.requires_grad:
                     leaves[slot] = value.detach()
+            if unknown:
+                refuse(data, self.leaves, lead)
         except RuntimeError:  # a nested tensor has no shape to look at
-            refuse(data, self.leaves, lead)
-        if unknown:
             refuse(data, self.leaves, lead)
         return leaves
 
@@ -173,19 +170,6 @@ def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
     """Order by item size and dtype; "next" comes last, its reward first, so that n-step reads lie together."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
-
-
-def _padded(nbytes: int, align: int) -> int:
-    """Pad to the alignment, or to whole cache lines where that costs little."""
-    small = -(-nbytes // align) * align
-    lines = -(-nbytes // CACHE_LINE) * CACHE_LINE
-    return lines if lines - small <= small * _MAX_LINE_PADDING else small
-
-
-def _find_leaves(data: TensorDictBase, lead_dims: int) -> Iterator[Leaf]:
-    for key, value in walk(data):
-        refuse_unpackable(key, value)
-        yield Leaf(key, value.dtype, value.shape[lead_dims:])
 
 
 def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots: dict[tuple[str, ...], int]) -> _Node:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -39,17 +40,11 @@ class MemoryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Room:
-    """What one place can hold.
+    """What one place can hold."""
 
-    Attributes:
-        place: its name: ``"RAM"``, ``"shared memory"``, ``"disk (/path)"``, ``"cuda:0"``.
-        free: bytes that can be taken without anybody giving up theirs; ``None``: not known.
-        total: bytes that there are, swap included; ``None``: not known.
-    """
-
-    place: str
-    free: int | None
-    total: int | None
+    place: str  # "RAM", "shared memory", "disk (/path)", "cuda:0"
+    free: int | None  # bytes that can be taken without anybody giving up theirs; None: not known
+    total: int | None  # bytes that there are, swap included; None: not known
 
     def words(self) -> str:
         """Return both numbers as an error message shows them."""
@@ -81,12 +76,9 @@ def ram() -> Room:
 
 def shared_memory() -> Room:
     """Return the room for shared memory, which is RAM within a file system of limited size."""
-    memory, files = ram(), _file_system(_SHARED, "shared memory")
-    if files.free is None or files.total is None:
-        return Room("shared memory", memory.free, memory.total)
-    if memory.free is None or memory.total is None:
-        return files
-    return Room("shared memory", min(files.free, memory.free), min(files.total, memory.total))
+    both = ram(), _file_system(_SHARED, "")
+    free = min((room.free for room in both if room.free is not None), default=None)
+    return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
 
 
 def disk(folder: Path) -> Room:
@@ -116,33 +108,38 @@ def cuda(device: torch.device) -> Room:
 # -- what to do about it
 
 
+class Purpose(NamedTuple):
+    """What memory is for, in words for warnings and errors."""
+
+    what: str = "The rows take"  # how messages begin: "1,000 rows of 8 bytes take"
+    remedy: str = ""
+    quiet: bool = False  # whether there are no warnings
+
+
 def require_room(
     nbytes: int,
     device: torch.device,
+    purpose: Purpose,
     *,
     scratch_dir: Path | None = None,
     shared: bool = False,
     lazily: bool = False,
-    quiet: bool = False,
-    what: str,
-    remedy: str,
 ) -> None:
     """Check before an allocation whether the memory can be had; not on CUDA, where allocating too much is an error.
 
-    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a MemoryWarning unless
-    ``quiet``. Messages begin with ``what`` it is for, ``"1,000 rows of 8 bytes take"``, and end with the ``remedy``.
+    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a MemoryWarning.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)
-    message = f"{what} {show_bytes(nbytes)}, but {room.words()}"
+    message = f"{purpose.what} {show_bytes(nbytes)}, but {room.words()}"
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:
-        message = f"{message}. {remedy}"
+        message = f"{message}. {purpose.remedy}"
         raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
-    if room.free is not None and nbytes > room.free and not quiet:
+    if room.free is not None and nbytes > room.free and not purpose.quiet:
         share = f"{room.free / nbytes:.0%}"
-        message = f"{message}: the system may end this process when {share} of them are written. {remedy}"
+        message = f"{message}: the system may end this process when {share} of them are written. {purpose.remedy}"
         warnings.warn(message, MemoryWarning, stacklevel=2)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.storages.shared.rows import SharedRows, share
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, is_mask
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class PackedStorage(LazyTensorStorage):
@@ -196,7 +193,7 @@ class PackedStorage(LazyTensorStorage):
     @property
     def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
         """The leaves that are stored once, by key; empty before the first write."""
-        return {} if self.rows is None else self.rows.deduplicated
+        return {} if self.dedup is None else self.dedup.deduplicated
 
     @property
     def lanes(self) -> torch.Size:
@@ -294,15 +291,7 @@ class PackedStorage(LazyTensorStorage):
         else:
             self.set(index, value, set_cursor=False)
 
-    def edit(self, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-        """Let ``change`` set entries, in place, of a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
-
-        Raises:
-            IndexError: the region is out of range; nothing has been written.
-        """
-        with self.lock, held_back:
-            writes.edit(self, change, region)
-            self._bump_mutation_revision()
+    edit = writes.edit
 
     # -- memory
 
@@ -310,10 +299,7 @@ class PackedStorage(LazyTensorStorage):
 
     def _init(self, data: TensorDictBase) -> None:
         """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
-        layout = RowLayout(data, self.ndim - 1)
-        device = None if data.device is None or data.device.type == "meta" else data.device
-        dedup = DedupLayout.chosen_for(layout, self.dedup_options)
-        self.adopt(allocate.make_rows(self, layout, data.batch_size[: self.ndim - 1], device, dedup))
+        writes.fix_rows(self, data, self.ndim - 1)
 
     def adopt(self, rows: Rows) -> None:
         """Use ``rows`` from now on; TorchRL's ``_storage`` becomes a TensorDict of views of them."""
@@ -341,35 +327,23 @@ class PackedStorage(LazyTensorStorage):
     @held_back
     def _empty(self) -> None:
         if self.rows is not None:
-            writes.forget(self, self.rows)
+            if self.dedup is not None:
+                writes.begin(self)
+            self.rows.forget()
+            self.clock.forget(self.rows.steps)
         self._len_value.value = 0
         self._bump_mutation_revision()
 
     # -- several processes
 
-    def share_memory_(self) -> Self:
-        """Let processes that are forked from now on, or spawned and sent this storage, use the same rows.
-
-        Rows in RAM move to shared memory. Before the first write, whichever process writes first allocates the rows.
-        :attr:`lock` lets one process in at a time; a write that a dying process leaves unfinished is undone. Cost: a
-        copy of the rows, then one of the rows that a write overwrites.
-
-        Raises:
-            ValueError: the rows are on a CUDA device.
-        """
-        if self.shared_rows is None:
-            share(self)
-            self._live = None
-        return self
+    share_memory_ = share
 
     def _make_init_directory(self) -> None:
         """Do nothing: TorchRL's collectors call it to let a worker write first, which shared rows do not need."""
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the rows, where they lie (of offloaded ones in RAM), and their layout, as plain state."""
-        return state.copied(self)
+    state_dict = state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content by what :meth:`state_dict` returned. Open trajectories with ids end.

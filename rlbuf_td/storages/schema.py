@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -52,9 +52,10 @@ def show_key(key: tuple[str, ...]) -> str:
     return repr(key[0] if len(key) == 1 else key)
 
 
-def walk(data: TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, value in entries_of(data).items():
-        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of a TensorDict or of nested dicts, by key in its long form."""
+    for name, value in (entries_of(data) if isinstance(data, TensorDictBase) else data).items():
+        if isinstance(value, TensorDictBase | Mapping) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
         else:
             yield (*path, name), value

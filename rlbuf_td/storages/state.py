@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlbuf_td.storages.allocate import allocate_sparse, make_rows, steps_for
+from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.dedup.layout import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
@@ -67,10 +67,10 @@ def snapshot(storage: Any) -> dict[str, Any]:
     }
 
 
-def copied(storage: Any) -> dict[str, Any]:
-    """Return the state with a copy of the rows: in RAM if they are page-locked, as the device may lack the room."""
+def state_dict(storage: Any) -> dict[str, Any]:
+    """Return a copy of the rows, where they lie (of offloaded ones in RAM), and their layout, as plain state."""
     state, rows = snapshot(storage), storage.rows
-    if rows is not None:
+    if rows is not None:  # of page-locked ones the device may lack the room for a copy
         device = torch.device("cpu") if storage.offload else rows.matrix.device
         state["rows"] = state["rows"].to(device, copy=True)
     if "entries" in state:
@@ -173,7 +173,7 @@ def describe(storage: Any) -> str:
     place += f", {saved / 2**20:,.1f} MiB saved by deduplication" * (saved != 0)
     lines = (
         f"    {leaf.name}: {str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-        + " (deduplicated)" * (leaf.key in rows.deduplicated)
+        + " (deduplicated)" * (leaf.key in storage.deduplicated)
         for leaf in rows.layout.leaves
     )
     head = f"{name}({len(storage):,} of {storage.max_size:,} rows, shape {tuple(rows.shape)}, "
@@ -206,7 +206,7 @@ def rows_of_state(
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)
-    memory = allocate_sparse(sections.total, sections.likely(dedup, cells), sections.fixed)
+    memory = allocate_bytes(sections.total, torch.device("cpu"), sparse=(sections.likely, sections.fixed))
     rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]))
     rows.restore_(matrix.cpu(), [found.cpu() for found in entries])
     return rows.first(len(matrix))

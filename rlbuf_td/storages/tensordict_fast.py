@@ -6,7 +6,7 @@ leaves of a write takes 1 microsecond per key through ``get`` and 0.1 through th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,22 +22,19 @@ def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.dev
     return data
 
 
-def _construct(entries: dict[str, Any], batch_size: torch.Size, device: torch.device) -> TensorDict:
-    return TensorDict(entries, batch_size=batch_size, device=device)
-
-
 def _knows_tensordict() -> bool:
     """Return whether a TensorDict put together by hand is, attribute by attribute, what the constructor makes."""
     example = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
     try:
-        return _assemble(*example).__dict__.keys() == _construct(*example).__dict__.keys()
+        return _assemble(*example).__dict__.keys() == TensorDict(*example).__dict__.keys()
     except (AttributeError, TypeError):
         return False
 
 
 _Entries = type(getattr(TensorDict({}), "_tensordict", {}))
 _HAS_DICT = issubclass(_Entries, dict) and _knows_tensordict()
-new_tensordict = _assemble if _HAS_DICT else _construct
+new_tensordict: Callable[[dict[str, Any], torch.Size, torch.device], TensorDict]
+new_tensordict = _assemble if _HAS_DICT else TensorDict
 
 
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:

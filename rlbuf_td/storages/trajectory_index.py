@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
@@ -94,8 +94,7 @@ class TrajectoryIndex:
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool."""
-        boundaries = self.boundaries()
-        return boundaries.reach(flat_rows(index, self.storage, device_of(self.storage)))
+        return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:
         """Return how many steps before each row its trajectory begins, as far as it is stored: ``[B]`` int64."""
@@ -154,23 +153,19 @@ class TrajectoryIndex:
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
-        if boundaries is None:
+        if boundaries is None or not len(steps):
             return
         steps = np.where(steps < 0, -2, steps)  # never one less than a row
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
-            if not len(run):
-                continue
             if run[0] < 0:
                 boundaries.head.fill_(-1)
             else:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return what a kernel that writes rows keeps up to date: the boundaries, and the revision that they know.
+        """Return what a kernel that writes rows keeps up to date, ``None`` if it cannot: boundaries and revision.
 
         The array holds addresses, right as long as the boundaries keep their ``bitmap``.
-
-        ``None`` if there are none yet, or if a kernel cannot read the flags.
         """
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
@@ -354,4 +349,5 @@ class TrajectoryIndex:
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
     """Return a key in its long form."""
-    return (key,) if isinstance(key, str) else tuple(key)
+    key = key if isinstance(key, str) else unravel_key(key)
+    return (key,) if isinstance(key, str) else key

@@ -28,7 +28,7 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
         return index, 0
     flat = flat_rows(index, storage, device)
     if dims != 1:
-        stamp = first_of_row(stamp, dims, inner_dims(storage) if dims > 1 else 0)
+        stamp = first_of_row(stamp, dims, inner_dims(storage, dims))
     rows = flat.shape[0]
     if stamp.shape[0] != rows and stamp.ndim == 1 and rows and stamp.shape[0] % rows == 0:
         stamp = stamp[:: stamp.shape[0] // rows]

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup.layout import DedupLayout
+from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
@@ -43,20 +44,18 @@ def as_index(index: Any) -> torch.Tensor:
     return torch.as_tensor(array, device="cpu")
 
 
-def as_steps(cursor: Any, total: int) -> np.ndarray:
-    """Return a cursor along time as int64 positions; a slice counts from a storage of ``total`` steps."""
+def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
+    """Return a cursor along time, of which ``live`` of ``total`` steps are written, as int64 positions.
+
+    Refuse positions that are out of range, or that would leave a row unwritten before the last one.
+    """
     if isinstance(cursor, slice):
-        cursor = range(*cursor.indices(total))
+        cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
         cursor = cursor.cpu().numpy()
     steps = np.atleast_1d(np.asarray(cursor))
     if steps.ndim != 1 or (steps.size and steps.dtype.kind not in "iu"):
         raise IndexError(f"cannot write at a cursor of shape {steps.shape} and dtype {steps.dtype}")
-    return steps.astype(np.int64)
-
-
-def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None:
-    """Refuse positions that are out of range, or that would leave a row unwritten before the last one."""
     if not len(steps):
         raise IndexError("cannot write at an empty set of positions")
     if steps.min() < 0 or steps.max() >= total:
@@ -67,6 +66,7 @@ def refuse_steps(steps: np.ndarray, total: int, live: int, append: bool) -> None
             f"positions up to {steps.max()} leave rows after {live - 1} unwritten: write them in order, "
             "or pass set_cursor=False to write without counting the rows"
         )
+    return steps.astype(np.int64)
 
 
 def as_tensordict(data: Any) -> TensorDictBase:
@@ -109,7 +109,7 @@ def admit(
     """
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
-        _fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
+        fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
     rows = storage.rows
     if single:
         return rows, rows.layout.collect(data, rows.lanes), 1
@@ -117,15 +117,15 @@ def admit(
     return rows, rows.layout.collect(data, lead), lead[0]
 
 
-def _fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
-    """Allocate rows for all that is written; reserved rows that do not fit are given back."""
+def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
+    """Allocate rows for data like what is written; reserved rows that do not fit are given back."""
     ndim = storage.ndim
     if data.batch_dims < lead_dims:
         raise SchemaError(
             f"a storage with ndim={ndim} takes TensorDicts with {lead_dims} or more batch dims here "
             f"(time, lanes), got batch size {tuple(data.batch_size)}"
         )
-    reserved, layout = storage.rows, RowLayout(data, lead_dims)
+    reserved, layout = storage.rows if storage.is_reserved else None, RowLayout(data, lead_dims)
     dedup = DedupLayout.chosen_for(layout, storage.dedup_options, data if lead_dims == ndim else None)
     if reserved is not None:
         lead = data.batch_size[: lead_dims + 1 - ndim] + reserved.lanes
@@ -135,7 +135,8 @@ def _fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
             reserved = None
     if reserved is None:
         lanes = data.batch_size[1 + lead_dims - ndim : lead_dims]
-        storage.adopt(make_rows(storage, layout, lanes, data.device, dedup))
+        device = None if data.device is None or data.device.type == "meta" else data.device
+        storage.adopt(make_rows(storage, layout, lanes, device, dedup))
     storage.is_reserved = False
 
 
@@ -143,21 +144,20 @@ def set_steps(storage: Any, cursor: Any, data: TensorDictBase, set_cursor: bool)
     single = isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
     total = storage._max_size_along_dim0(**{"single_data" if single else "batched_data": data})
     live = 0 if storage.rows is None else storage.written_rows().steps
-    steps = as_steps(cursor, total if set_cursor else live)
-    refuse_steps(steps, total, live, set_cursor)
+    steps = _as_steps(cursor, total, live, set_cursor)
     if not single and data.batch_size[:1] != steps.shape:
         raise SchemaError(f"data of batch size {tuple(data.batch_size)} cannot fill {len(steps)} positions")
     rows, leaves, count = admit(storage, data, single)
-    where = torch.from_numpy(steps)
-    begin(storage, cells=rows.cells_at(where))
-    if single or (np.diff(steps) == 1).all():
+    cells, apart = rows.cells_at(torch.from_numpy(steps)), np.diff(steps)
+    begin(storage, cells=cells)
+    if (apart == 1).all():
         rows.copy_(int(steps[0]), count, leaves)
     else:
-        rows.replace_(rows.cells_at(where), leaves)
-    if len(steps) <= rows.steps and (np.diff(steps) % rows.steps == 1).all():
+        rows.replace_(cells, leaves)
+    if len(steps) <= rows.steps and (apart % rows.steps == 1).all():
         storage.clock.advance(int(steps[0]), len(steps), rows.shape, rows.matrix.device)
     else:
-        storage.clock.note(rows.cells_at(where).flatten(), len(steps), rows.shape)
+        storage.clock.note(cells.flatten(), len(steps), rows.shape)
     if set_cursor:
         storage.count_written(rows, int(steps.max()) + 1, int(steps[-1]))
 
@@ -171,24 +171,24 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
     storage.clock.note(cells.reshape(-1), 1, storage.rows.shape)
 
 
-def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any) -> None:
-    rows = storage.written_rows()
-    in_place = region is None and rows.dedup is None
-    cells = rows.cells_of(slice(None) if region is None else region)
-    flat = cells.reshape(-1)
-    if not in_place:
-        data = rows.at_cells(flat).reshape(cells.shape)
-        change(data)
-        leaves = rows.layout.collect(data, cells.shape)
-    begin(storage, cells=flat)
-    if in_place:
-        change(rows.view())
-    else:
-        rows.replace_(cells, leaves)
+def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
+    """Let ``change`` set entries, in place, of a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
 
-
-def forget(storage: Any, rows: Rows) -> None:
-    if rows.dedup is not None:
-        begin(storage)
-    rows.forget()
-    storage.clock.forget(rows.steps)
+    Raises:
+        IndexError: the region is out of range; nothing has been written.
+    """
+    with storage.lock, held_back:
+        rows = storage.written_rows()
+        in_place = region is None and rows.dedup is None
+        cells = rows.cells_of(slice(None) if region is None else region)
+        flat = cells.reshape(-1)
+        if not in_place:
+            data = rows.at_cells(flat).reshape(cells.shape)
+            change(data)
+            leaves = rows.layout.collect(data, cells.shape)
+        begin(storage, cells=flat)
+        if in_place:
+            change(rows.view())
+        else:
+            rows.replace_(cells, leaves)
+        storage._bump_mutation_revision()

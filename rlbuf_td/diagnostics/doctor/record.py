@@ -17,7 +17,7 @@ from rlbuf_td.diagnostics.doctor.report import FAULTS, Finding
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import attached, stored_rows
 from rlbuf_td.storages.rows import Rows
-from rlbuf_td.storages.schema import show_key, walk
+from rlbuf_td.storages.schema import Leaf, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
@@ -33,8 +33,8 @@ NAMED = 5  # a finding names this many rows at most
 class SharedColumn:
     """A deduplicated column ``[T, E, ...]`` of the ``steps`` time steps written, read only where it is indexed."""
 
-    def __init__(self, rows: Rows, key: Key, steps: int) -> None:
-        self._rows, self._key, leaf = rows, key, rows.deduplicated[key]
+    def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
+        self._rows, self._key = rows, leaf.key
         lanes, self._tail = rows.cells // rows.steps, tuple(leaf.shape) or (1,)
         self.shape, self.ndim = torch.Size([steps, lanes, *self._tail]), 2 + len(self._tail)
         self.dtype, self.device = leaf.dtype, rows.matrix.device
@@ -46,17 +46,7 @@ class SharedColumn:
 
 
 class Record:
-    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``, lanes flattened.
-
-    Attributes:
-        columns: the rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
-        shape: ``[T, *lanes]``.
-        newest: the time step that was written last.
-        knows_ends: whether it is known which rows follow each other: they are in the order of time, with flags or ids.
-        paired: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
-        cut: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
-        skipped: what cannot be checked, and why.
-    """
+    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``, lanes flattened."""
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
@@ -68,21 +58,25 @@ class Record:
         self.lanes, self.rows = torch.Size(lanes).numel(), len(storage)
         self.steps = self.rows // self.lanes
         self.shape = (self.steps, *lanes)
+        #: The rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
         self.columns: dict[Key, Any] = {
             key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
             for key, value in walk(rows)
             if isinstance(value, torch.Tensor)
         }
         if isinstance(storage, PackedStorage):
-            for key in storage.deduplicated:
-                self.columns[key] = SharedColumn(storage.all_rows(), key, self.steps)
-        self.skipped: list[str] = []
+            for key, leaf in storage.deduplicated.items():
+                self.columns[key] = SharedColumn(storage.all_rows(), leaf, self.steps)
+        self.skipped: list[str] = []  # what cannot be checked, and why
         cursor = storage._last_cursor_index  # None: the storage does not know
         is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
-        self.newest = int(cursor) if is_ring else self.steps - 1
+        newest = int(cursor) if is_ring else self.steps - 1
+        #: Whether it is known which rows follow each other: they are in the order of time, with flags or ids.
         self.knows_ends = False
+        #: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
-        self.paired[self.newest] = False
+        self.paired[newest] = False
+        #: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
         self.cut = torch.empty_like(self.paired)
         index = attached(storage, TrajectoryIndex)
         if index is None and not isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None):

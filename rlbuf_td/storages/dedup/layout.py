@@ -1,14 +1,15 @@
-"""How deduplicated rows lie in memory: bookkeeping only, no tensors."""
+"""How deduplicated rows lie in memory: bookkeeping only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.rows.pool import Group, Part
@@ -22,24 +23,12 @@ _MAX_ENTRIES = 2**31 - 2
 
 
 class DedupLayout:
-    """A *stored row* holds the ids of entries in place of the deduplicated keys; entries hold the observations.
-
-    Args:
-        layout: of whole rows, as batches hold them.
-        chosen: what is stored once, at least one group.
-
-    Attributes:
-        stored: the layout of stored rows.
-        deduplicated: the leaves that are stored once.
-        places: of each deduplicated key: its group, its place in that group, and 1 below ``"next"``, else 0.
-        kept: which leaves of a whole row are kept in the stored row, in the order of its leaves.
-        given: which leaves of a whole row each part of the groups comes from: the observation's, and the next one's.
-        ids_slot: which leaf of a stored row holds the entry ids.
-    """
+    """A *stored row* holds the ids of entries in place of the deduplicated keys; entries hold the observations."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
-        self.layout, self.chosen = layout, chosen
+        self.layout, self.chosen = layout, chosen  # of whole rows, as batches hold them; at least one group
         leaves = _by_key(layout)
+        #: Of each deduplicated key: its group, its place in that group, and 1 below "next", else 0.
         self.places: dict[Key, tuple[int, int, int]] = {}
         for g, group in enumerate(chosen):
             for p, key in enumerate(group.keys):
@@ -47,11 +36,13 @@ class DedupLayout:
         self.deduplicated = {key: leaves[key] for key in self.places}
         if (ENTRY_IDS,) in layout.offsets or any(name == ENTRY_IDS for name, _ in layout.root.nodes):
             raise SchemaError(f"rows that share observations cannot hold a key {ENTRY_IDS!r}")
-        ids = sum(group.pieces * (1 + group.has_next) for group in chosen)
-        state = _without(layout.state(), (), self.places)
-        state["leaves"][ENTRY_IDS] = ["int32", [*state["batch_size"], ids]]
-        self.stored = RowLayout.from_state(state)
+        row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.places)
+        count = sum(group.pieces * (1 + group.has_next) for group in chosen)
+        row.set(ENTRY_IDS, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
+        self.stored = RowLayout(row, lead_dims=0)
+        #: Which leaves of a whole row are kept in the stored row, in the order of its leaves.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
+        #: Which leaves of a whole row each part of the groups comes from: the observation's, and the next one's.
         self.given = [
             tuple(layout.places[path] for path in _sides(group, key)) for group in chosen for key in group.keys
         ]
@@ -89,16 +80,13 @@ class DedupLayout:
         return tuple(groups)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
-        """Return the bytes saved by key, of both observations of ``cells`` rows, with ``used`` entries of each group.
-
-        Entry ids are counted against the keys, in proportion to their bytes.
-        """
+        """Return the bytes saved by key, of the observations of ``cells`` rows, with ``used`` entries of each group."""
         saved = {}
         for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
             for key, part in zip(group.keys, kernel.parts, strict=True):
                 width = part.inner * part.outer
-                whole = cells * width * kernel.names
-                saved[key] = whole - entries * width - round(4 * cells * kernel.names * width / kernel.nbytes)
+                ids = round(4 * cells * kernel.names * width / kernel.nbytes)  # in proportion to the keys' bytes
+                saved[key] = cells * width * kernel.names - entries * width - ids
         return saved
 
     def state(self) -> list[list[Any]]:
@@ -142,11 +130,12 @@ class Sections:
     from the system as they are used: there is room for rows that share nothing, and for as many that replace them.
     """
 
-    rows: int
     counters: int
     stacks: tuple[int, ...]
     entries: tuple[int, ...]
-    most: tuple[int, ...]
+    most: tuple[int, ...]  # entries of each group
+    fixed: int  # bytes before the stacks
+    likely: int  # bytes that are taken where each row shares its next observation
     total: int
 
     @classmethod
@@ -158,23 +147,15 @@ class Sections:
                 f"{cells:,} rows are too many to share observations or frames: {fit:,} of these fit. Take a smaller "
                 "max_size, or several storages"
             )
-        rows = cells * dedup.stored.row_bytes
-        at, stacks, entries = _pages(rows), [], []
-        counters, at = at, at + _pages(16 * len(most))
+        counters, stacks, entries = _pages(cells * dedup.stored.row_bytes), [], []
+        at = counters + _pages(16 * len(most))
         for group, count in zip(dedup.groups, most, strict=True):
             stacks.append(at)
             at += _pages(4 * (count + 1))
             entries.append(at)
             at += _pages(group.nbytes * (count + 1))
-        return cls(rows, counters, tuple(stacks), tuple(entries), most, at)
-
-    @property
-    def fixed(self) -> int:
-        return self.stacks[0]
-
-    def likely(self, dedup: DedupLayout, cells: int) -> int:
-        """Return the bytes that ``cells`` rows take where each shares its next observation."""
-        return self.fixed + sum(cells * group.nbytes for group in dedup.groups)
+        likely = stacks[0] + sum(cells * group.nbytes for group in dedup.groups)
+        return cls(counters, tuple(stacks), tuple(entries), most, stacks[0], likely, at)
 
 
 def _pages(nbytes: int) -> int:
@@ -183,10 +164,3 @@ def _pages(nbytes: int) -> int:
 
 def _sides(group: DedupGroup, key: Key) -> list[Key]:
     return [key, ("next", *key)] if group.has_next else [key]
-
-
-def _without(state: dict[str, Any], path: Key, keys: Mapping[Key, Any]) -> dict[str, Any]:
-    return state | {
-        "leaves": {name: leaf for name, leaf in state["leaves"].items() if (*path, name) not in keys},
-        "nodes": {name: _without(node, (*path, name), keys) for name, node in state["nodes"].items()},
-    }

@@ -21,19 +21,12 @@ _LOOK = 256  # time steps of the first write that "auto" compares
 
 @dataclass(frozen=True)
 class DedupGroup:
-    """Keys that are stored together in one kind of entry.
+    """Keys that are stored together in one kind of entry."""
 
-    Attributes:
-        keys: of the observation; the next observation has the same keys below ``"next"``.
-        pieces: how many entries make up one observation (frames of a stack).
-        dim: the dim of the key along which the pieces lie.
-        has_next: whether rows hold a next observation.
-    """
-
-    keys: tuple[Key, ...]
-    pieces: int = 1
-    dim: int = 0
-    has_next: bool = True
+    keys: tuple[Key, ...]  # of the observation; the next observation has the same keys below "next"
+    pieces: int = 1  # how many entries make up one observation (frames of a stack)
+    dim: int = 0  # of the key, along which the pieces lie
+    has_next: bool = True  # whether rows hold a next observation
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,6 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup.layout import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.schema import Leaf
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 
@@ -26,25 +25,18 @@ class Rows(ABC):
     Positions are flat rows (``t * E + e``), time steps, or coordinates; negative time steps and coordinates count from
     the end. Reading gives fresh memory, except for :meth:`view`, :meth:`at_region` and :meth:`column`. An index out of
     range is an ``IndexError`` on the CPU. Leaves that are written have been checked before.
-
-    Attributes:
-        layout: of whole rows, as batches hold them.
-        matrix: ``[T, *lanes, bytes]``: the stored rows, of the carrier dtype of their layout.
-        flat: the same as ``[T * E, bytes]``.
-        dedup: which observations are stored once; None: all rows are whole.
-        is_mapped: whether the rows lie in a file, whose pages are asked for before rows are read.
-        is_deferred: whether overwritten entries are used again only by a later write, as a process may die in this one.
     """
 
-    dedup: DedupLayout | None = None
-    is_mapped = False
-    is_deferred = False
+    dedup: DedupLayout | None = None  # which observations are stored once; None: all rows are whole
+    is_mapped = False  # whether the rows lie in a file, whose pages are asked for before rows are read
+    is_deferred = False  # whether only a later write uses overwritten entries again, as a process may die in this one
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
-        self.layout = layout
+        self.layout = layout  # of whole rows, as batches hold them
         self._use(matrix)
 
     def _use(self, matrix: torch.Tensor) -> None:
+        """Take ``[T, *lanes, bytes]``, of the carrier dtype, as the stored rows."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -52,11 +44,6 @@ class Rows(ABC):
         self.cells = prod(self.shape)
 
     # -- what there is
-
-    @property
-    def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
-        """The leaves that are stored once, by key."""
-        return {} if self.dedup is None else self.dedup.deduplicated
 
     @property
     def nbytes(self) -> int:
@@ -163,11 +150,6 @@ class Rows(ABC):
 
     # -- state: saved rows are the first time steps of a matrix, and the entries that they name
 
-    @property
-    def used(self) -> list[int]:
-        """How many entries of each group have memory, free ones included."""
-        return []
-
     def entries(self) -> list[torch.Tensor]:
         """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
         return []
@@ -182,14 +164,11 @@ class Rows(ABC):
         for room, saved in zip(self.room_for(used), entries, strict=True):
             room.copy_(saved)
         self.matrix[: len(matrix)].copy_(matrix)
-        self.take_in(used)
+        self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Let rows hold nothing, and return memory for entries of each group, which :meth:`take_in` takes."""
+        """Let rows hold nothing, and return memory for entries of each group; :meth:`rebuild` follows."""
         return []
-
-    def take_in(self, used: list[int]) -> None:
-        """Take rows, and ``used`` entries of each group, that have been put in place."""
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
         """Write the time steps of other rows, (first, count) one after the other, from the first one on."""
@@ -202,8 +181,8 @@ class Rows(ABC):
     def forget(self) -> None:
         """Free all entries: no row names one any more."""
 
-    def rebuild(self) -> None:
-        """Find anew which entries are free, from what the rows name."""
+    def rebuild(self, used: Sequence[int] | None = None) -> None:
+        """Find anew which entries are free, from what the rows name; ``used``: how many have been put in place."""
 
 
 class PlainRows(Rows):

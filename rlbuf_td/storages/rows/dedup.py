@@ -24,12 +24,9 @@ _LOOK = 4096  # rows that are checked together for entries
 class DedupRows(Rows):
     """``[T, *lanes]`` rows of bytes that name entries of a pool.
 
-    Args:
-        dedup: what a stored row holds, and what lies in entries.
-        block: :attr:`Sections.total` bytes, uint8, zeros at first; on other devices than the CPU the first
-            :attr:`Sections.fixed`, and entries have memory of their own that grows by copies, at the host's waiting.
-        shape: ``[T, *lanes]``.
-        make_room: called with each section that is to grow and the bytes that it needs; OSError if the disk is full.
+    ``block`` has :attr:`Sections.total` bytes, zeros at first; on other devices than the CPU the first
+    :attr:`Sections.fixed`, and entries have memory of their own that grows by copies, at the host's waiting.
+    ``make_room`` is called with each section that is to grow and the bytes that it needs; OSError if the disk is full.
     """
 
     dedup: DedupLayout
@@ -78,6 +75,7 @@ class DedupRows(Rows):
 
     @property
     def used(self) -> list[int]:
+        """How many entries of each group have memory, free ones included."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
@@ -120,24 +118,24 @@ class DedupRows(Rows):
             cells = self.cells_at(torch.tensor(index % self.steps, device="cpu"))
         else:
             cells = self.cells_of(index)
-        for key in self.deduplicated:
+        for key in self.dedup.deduplicated:
             found.set(key, self.column_at(key, cells))
         return found
 
     def column(self, path: tuple[str, ...]) -> Any:
-        if path in self.deduplicated:
+        if path in self.dedup.deduplicated:
             return self.column_at(path, self.cells_of(slice(None)))
         node = self.view()[path]
-        for key in self.deduplicated:
+        for key in self.dedup.deduplicated:
             if key[: len(path)] == path:
                 node.set(key[len(path) :], self.column(key))
         return node
 
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
-        if key not in self.deduplicated:
+        if key not in self.dedup.deduplicated:
             return super().column_at(key, cells)
         g, p, side = self.dedup.places[key]
-        leaf, group = self.deduplicated[key], self.table.groups[g]
+        leaf, group = self.dedup.deduplicated[key], self.table.groups[g]
         part, flat = group.parts[p], cells.reshape(-1)
         first = side * group.pieces
         ids = self.table.ids(g)[:, first : first + group.pieces].index_select(0, flat).flatten().long() - 1
@@ -242,8 +240,8 @@ class DedupRows(Rows):
             if grows(ids.device) or part.any():
                 part.zero_()
 
-    def rebuild(self) -> None:
-        rebuild_(self.table)
+    def rebuild(self, used: Sequence[int] | None = None) -> None:
+        rebuild_(self.table, used=used)
 
     # -- state
 
@@ -260,9 +258,6 @@ class DedupRows(Rows):
             self._make_room_for(g, count)
         self.forget()
         return [entries[:count] for entries, count in zip(self.table.entries, used, strict=True)]
-
-    def take_in(self, used: list[int]) -> None:
-        rebuild_(self.table, used=used)
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
         if not self.is_deferred:

@@ -15,16 +15,11 @@ except ImportError:  # not on Windows
 
 
 class Guarded(Protocol):
-    """What a :class:`ProcessLock` guards."""
+    """What a :class:`ProcessLock` guards, and tells who comes in and leaves, perhaps with an error."""
 
-    def entered(self) -> None:
-        """Somebody has come in."""
-
-    def leaving(self, failed: bool) -> bool:
-        """Somebody is about to leave, perhaps with an error; return whether all work is finished."""
-
-    def recover(self) -> None:
-        """Somebody has died inside, or left work unfinished: put things right."""
+    def entered(self) -> None: ...
+    def leaving(self, failed: bool) -> bool: ...  # returns whether all work is finished
+    def recover(self) -> None: ...  # somebody has died inside, or left work unfinished
 
 
 class ProcessLock:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlbuf_td.storages.allocate import bytes_of, find_rows, rows_in
+from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup.layout import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
@@ -92,13 +92,9 @@ class Journal:
         return self._words[_PHASE]
 
     @property
-    def range(self) -> tuple[int, int]:
-        """First flat row and number of rows of the write in progress; the first is negative if they are scattered."""
-        return self._words[_START], self._words[_COUNT]
-
-    @property
     def cells(self) -> torch.Tensor:
-        start, count = self.range
+        """The flat rows of the write in progress."""
+        start, count = self._words[_START], self._words[_COUNT]
         return self._cells[:count] if start < 0 else (start + torch.arange(count, device="cpu")) % len(self._rows)
 
     def undo(self) -> None:
@@ -106,9 +102,8 @@ class Journal:
         words = self._words
         for position, counter in enumerate(self._counters, _COUNTERS):
             counter.value = words[position]
-        if words[_PHASE] != WRITING:
-            return
-        self._rows[self.cells] = self._aside[: self._words[_COUNT]]
+        if words[_PHASE] == WRITING:
+            self._rows[self.cells] = self._aside[: words[_COUNT]]
 
     def __getstate__(self) -> dict[str, Any]:
         nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # whoever is sent the storage finds its memory anew
@@ -137,9 +132,9 @@ class SharedRows:
         return self._rows.map(nbytes)
 
     def find(self) -> None:
-        """Let the storage use the rows that another process has made, if there are any."""
+        """Let the storage use the rows that another process has made, if there are any, unless it does."""
         length, storage = self._described[0], self._storage
-        if length:
+        if length and not self._has_rows:
             found = json.loads(bytes(self._beside.map(length).numpy()))
             layout = RowLayout.from_state(found["layout"])
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
@@ -165,8 +160,7 @@ class SharedRows:
 
     def entered(self) -> None:
         """Look for rows that another process has made; remember the counters."""
-        if not self._has_rows:
-            self.find()
+        self.find()
         self.journal.entered()
 
     def leaving(self, failed: bool) -> bool:
@@ -174,8 +168,7 @@ class SharedRows:
         return not (failed and self.journal.phase == WRITING)
 
     def recover(self) -> None:
-        if not self._has_rows:
-            self.find()
+        self.find()
         journal, storage = self.journal, self._storage
         if journal.phase != WRITTEN:
             journal.undo()
@@ -194,8 +187,18 @@ class SharedRows:
         return self.__dict__ | {"_has_rows": False}
 
 
-def share(storage: Any) -> None:
-    """Let processes use the rows of a storage together: those in RAM move to shared memory."""
+def share(storage: Any) -> Any:
+    """Let processes that are forked from now on, or spawned and sent this storage, use the same rows.
+
+    Rows in RAM move to shared memory. Before the first write, whichever process writes first allocates the rows.
+    The storage's ``lock`` lets one process in at a time; a write that a dying process leaves unfinished is undone.
+    Cost: a copy of the rows, then one of the rows that a write overwrites.
+
+    Raises:
+        ValueError: the rows are on a CUDA device.
+    """
+    if storage.shared_rows is not None:
+        return storage
     if storage.offload or torch.device("cpu" if storage.device == "auto" else storage.device).type != "cpu":
         where = f"page-locked in this process for {storage.device}" if storage.offload else f"on {storage.device}"
         raise ValueError(
@@ -210,12 +213,12 @@ def share(storage: Any) -> None:
         shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
         storage.is_reserved, rows = False, storage.rows  # no process may put other rows in place of reserved ones
         if rows is not None and storage.scratch_dir is None:
-            memory = shared.memory(bytes_of(rows.layout, rows.shape, rows.dedup))
-            moved = rows_in(storage, memory, rows.layout, rows.shape, rows.dedup)
+            moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
             moved.restore_(rows.matrix, rows.entries())
         elif rows is not None:
             rows.is_deferred = True
             storage.clock.keep_in(shared.place(rows))
         storage.shared = storage.scratch_dir is None
-        storage.lock = shared.lock
+        storage.lock, storage._live = shared.lock, None
+    return storage
