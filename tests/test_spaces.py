@@ -110,7 +110,7 @@ def test_specs_give_what_their_values_are():
 
 def test_extras_are_added_or_replace_an_entry():
     extras = {"log_prob": np.zeros(3, np.float32), "next": {"reward": torch.zeros(3, 1, dtype=torch.float64)}}
-    schema = transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3, extras=extras)
+    schema = schema_of(transition_schema(spaces.Discrete(2), spaces.Discrete(2), 3), extras=extras)
     assert leaves(schema)["log_prob"] == (torch.float32, (3,))
     assert leaves(schema)["next", "reward"] == (torch.float64, (3, 1))
     with pytest.raises(SchemaError, match=r"extra 'x' has shape \(2,\), expected \(3,\) in front"):

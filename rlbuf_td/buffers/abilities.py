@@ -109,8 +109,8 @@ def from_spaces(
         >>> rb.storage.layout.row_bytes, tuple(rb.storage.lanes)
         (416, (2,))
     """
-    schema = transition_schema(observation_space, action_space, num_envs, extras=extras)
-    return cls.from_schema(schema, capacity, **kwargs)
+    schema = transition_schema(observation_space, action_space, num_envs)
+    return cls.from_schema(schema_of(schema, extras=extras), capacity, **kwargs)
 
 
 def from_schema(

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.envs.infos import fill_, fill_final_, fill_infos_, info_example, joined, part_of, to_array
 from rlbuf_td.envs.lane_queues import LaneQueues
-from rlbuf_td.envs.specs import Key, autoreset_mode_of, leaves_of, paths_of, schema_of
+from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import attached_or_new
@@ -245,7 +245,7 @@ class GymnasiumRecorder:
 
     def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
         """Return the rows to fill: those of the schema, and of the first step's extras and infos."""
-        more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in leaves_of(extras)}
+        more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in walk(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
         more |= {("next", *path): info_example(path, x, info, self._lanes) for path, x in self._infos.items()}
@@ -258,7 +258,7 @@ class GymnasiumRecorder:
             schema.set(key, value)
         queues = LaneQueues(schema)
         self._columns = {key: x[0, ...] for key, x in queues.columns.items()} if self._single else queues.columns
-        self._extra_keys = {key for key, _ in leaves_of(extras)}
+        self._extra_keys = {key for key, _ in walk(extras)}
         self._flags = tuple(self._columns[key][..., 0] for key in _GIVEN)
         self._terminated, self._truncated, self._done = (queues.columns[key][:, 0] for key in (*_GIVEN[1:], _DONE))
         after = {key[1:]: column for key, column in queues.columns.items() if key[0] == "next"}
@@ -274,7 +274,7 @@ class GymnasiumRecorder:
             for key, path in paths:
                 fill_(columns[key], part_of(value, path), key)
         if extras or self._extra_keys:
-            given = dict(leaves_of(extras))
+            given = dict(walk(extras))
             if given.keys() != self._extra_keys:
                 now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
                 raise SchemaError(f"this step came with the extras {now}, the first one with {first}: bring the same")

@@ -15,11 +15,6 @@ class LaneQueues:
     """A row per lane that is being filled, and a queue of filled rows per lane. Each lane advances on its own.
 
     Take either time steps or stretches, not both. ``example``: transitions ``[E]`` like the rows.
-
-    Attributes:
-        now: the rows being filled, ``[E]``; ``columns``: their leaves as arrays ``[E, ...]`` to write to.
-        step: the time step that was taken last, ``[E]``.
-        pending: the number of rows in all queues.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -27,14 +22,16 @@ class LaneQueues:
         self.lanes = example.shape[0]
         now, self._now = self._block(self.lanes)
         step, self._step = self._block(self.lanes)
+        #: The rows being filled, ``[E]``, and the time step that was taken last, ``[E]``.
         self.now, self.step = self.layout.unpack(now), self.layout.unpack(step)
         columns = self.layout.columns(now)
+        #: The leaves of :attr:`now` as arrays ``[E, ...]`` to write to.
         self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
         self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e has the steps head .. tails[e] - 1
         self._bound = 0  # no tail is beyond
         self._every_lane = np.arange(self.lanes)
-        self.pending = 0
+        self.pending = 0  # rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
         """Return ``rows`` zeroed rows, as the layout reads them and as words of 8 bytes."""

@@ -7,7 +7,7 @@ environments. Gymnasium is not imported here: a caller who passes one of its obj
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -71,27 +71,24 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
             f"cannot tell keys, dtypes and shapes from a {type(source).__name__}: pass a TorchRL or Gymnasium "
             "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
         )
-    return _with_extras(schema, extras)
+    if extras is None:
+        return schema
+    schema = schema.copy()
+    for key, value in walk(extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")):
+        refuse_unpackable(key, value)
+        if value.shape[: schema.ndim] != schema.batch_size:
+            expected = f"expected {tuple(schema.batch_size)} in front, as in every entry of the schema"
+            raise SchemaError(f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}")
+        schema.set(key, torch.empty_like(value, device="meta"))
+    return schema
 
 
-def transition_schema(
-    observation_space: Any, action_space: Any, num_envs: int | None = None, *, extras: Any = None
-) -> TensorDict:
+def transition_schema(observation_space: Any, action_space: Any, num_envs: int | None = None) -> TensorDict:
     """Return the schema of a transition from the spaces of observations and actions of one environment.
 
     It has the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
     ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL. Spaces are Gymnasium's or TorchRL
-    specs. The batch size is ``[num_envs]``, or ``[]``. ``extras``: see :func:`schema_of`.
-
-    Raises:
-        SchemaError: see :func:`schema_of`; or an observation has a key that a transition needs for itself.
-        TypeError: an argument is no space.
-
-    Example:
-        >>> from torchrl.data import Categorical, Unbounded
-        >>> schema = transition_schema(Unbounded(4), Categorical(2), num_envs=3)
-        >>> schema.batch_size, schema["next", "reward"].shape
-        (torch.Size([3]), torch.Size([3, 1]))
+    specs. The batch size is ``[num_envs]``, or ``[]``.
     """
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, or None for a single environment, got {num_envs}")
@@ -107,21 +104,7 @@ def transition_schema(
     action = _value(action_space, lanes, (ACTION,))
     is_composite = isinstance(action_space, Composite)  # as an environment's full_action_spec: it names its keys
     root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
-    return _with_extras(TensorDict(root, lanes), extras)
-
-
-def _with_extras(schema: TensorDict, extras: Any) -> TensorDict:
-    if extras is None:
-        return schema
-    result = schema.copy()
-    more = extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")
-    for key, value in leaves_of(more):
-        refuse_unpackable(key, value)
-        if value.shape[: schema.ndim] != schema.batch_size:
-            expected = f"expected {tuple(schema.batch_size)} in front, as in every entry of the schema"
-            raise SchemaError(f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}")
-        result.set(key, torch.empty_like(value, device="meta"))
-    return result
+    return TensorDict(root, lanes)
 
 
 def refuse_taken(keys: Any) -> None:
@@ -158,14 +141,6 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
     except TypeError as error:
         kind = f"{type(value).__name__} of dtype {array.dtype}, which no tensor can hold"
         raise SchemaError(f"{show_key((name, *path))} is a {kind}: give numbers or arrays of them") from error
-
-
-def leaves_of(data: Any, path: Key = ()) -> Iterator[tuple[Key, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping | TensorDictBase):
-            yield from leaves_of(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:

@@ -11,14 +11,11 @@ from rlbuf_td.storages.indexing import lanes_of, stored_rows
 
 
 class TrajectoryNumbers:
-    """Gives out the trajectory numbers of a storage to all recorders that write into it; attached to the storage.
-
-    Attributes:
-        loads: how often a checkpoint has replaced the rows. What was recorded before does not continue after it.
-    """
+    """Gives out the trajectory numbers of a storage to all recorders that write into it; attached to the storage."""
 
     def __init__(self, storage: Storage) -> None:
-        self.storage, self.loads = storage, 0
+        self.storage = storage
+        self.loads = 0  # how often a checkpoint has replaced the rows: what was recorded before does not continue
         self._next, self._has_read = 0, False
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
