@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey
 
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.trajectory_index import as_tuple
 
 Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
@@ -96,10 +97,10 @@ class EpisodeStats:
         if not set(how.values()) <= set(_REDUCTIONS):
             raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
-        self._trajectory_key, *flags = map(_path, (trajectory_key, done_key, terminated_key, truncated_key))
-        self._flags, others, more = flags, [*map(_path, how)], [*map(_path, reasons)]
+        self._trajectory_key, *flags = map(as_tuple, (trajectory_key, done_key, terminated_key, truncated_key))
+        self._flags, others, more = flags, [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
-        self._columns += [(key, torch.float64) for key in (_path(reward_key), *others)]  # float32 may stay
+        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]  # float32 may stay
         self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
         self.metrics = ("length", "return", *map(_name, others))
         self.reasons = ("terminated", "truncated", *map(_name, more))
@@ -210,7 +211,8 @@ class EpisodeStats:
         if len(self._lane_slot) < shape[1]:
             self._lane_slot = np.arange(shape[1])
         self._counters[_WRITES] += 1
-        count_steps, how, out = _kernel(), (self._is_double, self._reduction), (self._records, self._ends)
+        count_steps: Callable[..., int] = loops("episodes.statistics").count_steps
+        how, out = (self._is_double, self._reduction), (self._records, self._ends)
         done = -1
         while done < shape[0] * shape[1]:
             if done >= 0:
@@ -309,20 +311,8 @@ class EpisodeStats:
         return f"{type(self).__name__}({names}, window={self.window}, episodes={self.episodes:,}, steps={self.steps:,})"
 
 
-@cache
-def _kernel() -> Callable[..., int]:
-    from rlbuf_td.kernels.episodes.statistics import count_steps  # numba is slow to import
-
-    return count_steps
-
-
 def _name(path: tuple[str, ...]) -> str:
     return ".".join(path[1:] if path[0] == "next" and len(path) > 1 else path)
-
-
-def _path(key: NestedKey) -> Key:
-    key = unravel_key(key)
-    return (key,) if isinstance(key, str) else key
 
 
 def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:

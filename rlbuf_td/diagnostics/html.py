@@ -58,16 +58,13 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     names = "".join(f'<th style="{_CELL};font-weight:normal;opacity:.65">{name}</th>' for name in head)
     lines = [f"<thead><tr>{names}</tr></thead>"] if names else []
     for first, *others in rows:
-        cells = "".join(f'<td style="{_CELL}"><code style="{_CODE}">{_words(each)}</code></td>' for each in others)
+        words = (escape(str(each)).replace("\n", "<br>") for each in others)
+        cells = "".join(f'<td style="{_CELL}"><code style="{_CODE}">{each}</code></td>' for each in words)
         label = f'<code style="{_CODE}">{escape(str(first))}</code>' if names else escape(str(first))
         fade = "" if names else ";opacity:.65;white-space:nowrap"
         lines.append(f'<tr style="background:none"><td style="{_CELL}{fade}">{label}</td>{cells}</tr>')
     rule = f"border:0;border-top:1px solid {_FAINT};border-collapse:collapse;margin:0;color:inherit;font-size:inherit"
     return f'<table style="{rule}">{"".join(lines)}</table>'
-
-
-def _words(value: Any) -> str:
-    return escape(str(value)).replace("\n", "<br>")
 
 
 def _storage(storage: Any) -> str:

@@ -32,26 +32,16 @@ SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": Proporti
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes that a full buffer needs, and what is free now; made by :func:`plan`.
+    """The bytes that a full buffer needs, and what is free now; made by :func:`plan`."""
 
-    Attributes:
-        capacity: rows, rounded up to whole time steps of all lanes.
-        leaves: the keys, dtypes and shapes of a row, the largest first; ``row_bytes``: bytes of a row, with padding.
-        priorities: bytes of the sampler's state.
-        trajectories: bytes of the trajectory index, which is made when a sampler first needs it.
-        places: where the rows could be, and what is free there; the requested place first.
-        memory: where priorities and index are, and what is free there.
-        dedup: which keys are deduplicated, if any.
-    """
-
-    capacity: int
-    leaves: tuple[Leaf, ...]
-    row_bytes: int
-    priorities: int
-    trajectories: int
-    places: tuple[Room, ...]
-    memory: Room
-    dedup: DedupLayout | None = None
+    capacity: int  # rows, rounded up to whole time steps of all lanes
+    leaves: tuple[Leaf, ...]  # the keys, dtypes and shapes of a row, the largest first
+    row_bytes: int  # bytes of a row, with padding
+    priorities: int  # bytes of the sampler's state
+    trajectories: int  # bytes of the trajectory index, which is made when a sampler first needs it
+    places: tuple[Room, ...]  # where the rows could be, and what is free there; the requested place first
+    memory: Room  # where priorities and index are, and what is free there
+    dedup: DedupLayout | None = None  # which keys are deduplicated, if any
 
     @property
     def keys(self) -> dict[str, int]:
@@ -278,11 +268,7 @@ def _argument(room: Room, on_gpu: bool) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan for a Gymnasium environment (``python -m rlbuf_td plan``).
-
-    Returns:
-        0 if the buffer fits into what is free, 1 if it does not, 2 if there is no such environment.
-    """
+    """Print the plan for a Gymnasium environment; return 0 if it fits, 1 if not, 2 if there is no such environment."""
     import gymnasium
 
     settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 from rlbuf_td.diagnostics.doctor.record import Record, open_source
@@ -60,9 +60,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
         raise ValueError(f"there is no finding {', '.join(sorted(ignored - set(CODES)))}; there are {', '.join(CODES)}")
     bounds = {} if space is None else bounds_of(space)
     storage, sampler, writer = open_source(source)
-    with ExitStack() as stack:
-        for lock in ("_replay_lock", "_write_lock"):
-            stack.enter_context(getattr(source, lock, ExitStack()))
+    with getattr(source, "_replay_lock", nullcontext()), getattr(source, "_write_lock", nullcontext()):
         record = Record(storage, writer)
         found = [*sequence_findings(record), *value_findings(record, bounds)]
         found += usage_findings(record, source, storage, sampler)
@@ -71,11 +69,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the report of a saved buffer (``python -m rlbuf_td doctor PATH``).
-
-    Returns:
-        0 if nothing was found, 1 if something was, 2 if the buffer cannot be read.
-    """
+    """Print the report of a saved buffer; return 0 if nothing was found, 1 if something was, 2 if it is unreadable."""
     try:
         space = _space(options.env) if options.env else None
         report = check(options.path, space=space, ignore=options.ignore)

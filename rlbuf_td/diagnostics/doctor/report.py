@@ -17,22 +17,14 @@ Row: TypeAlias = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of fault.
+    """One kind of fault."""
 
-    Attributes:
-        code: one of ``rlbuf_td.diagnostics.doctor.CODES``.
-        key: the key concerned, if it is one.
-        rows: the first few rows concerned, as the storage indexes them: ``t``, or ``(t, e)`` with lanes.
-        count: the number of rows concerned, of ``of`` that could have been.
-        explanation: what was seen, and what it means; ``remedy``: what to do.
-    """
-
-    code: str
-    key: tuple[str, ...] | None
-    rows: tuple[Row, ...]
-    count: int
-    of: int
-    explanation: str
+    code: str  # one of `rlbuf_td.diagnostics.doctor.CODES`
+    key: tuple[str, ...] | None  # the key concerned, if it is one
+    rows: tuple[Row, ...]  # the first few rows concerned, as the storage indexes them: t, or (t, e) with lanes
+    count: int  # of the rows concerned
+    of: int  # rows that could have been
+    explanation: str  # what was seen, and what it means
     remedy: str
 
     @property
@@ -51,19 +43,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; false if there are none.
-
-    Attributes:
-        findings: what was found.
-        rows: the number of rows read.
-        shape: their shape ``[T, *lanes]``.
-        skipped: checks that these rows do not allow, and why.
-    """
+    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; false if there are none."""
 
     findings: tuple[Finding, ...]
-    rows: int
-    shape: tuple[int, ...]
-    skipped: tuple[str, ...] = ()
+    rows: int  # the number of rows read
+    shape: tuple[int, ...]  # [T, *lanes]
+    skipped: tuple[str, ...] = ()  # checks that these rows do not allow, and why
 
     @property
     def healthy(self) -> bool:

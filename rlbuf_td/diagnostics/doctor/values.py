@@ -132,13 +132,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and the highest value of each bounded key; ``source`` as ``space`` of ``check``.
-
-    Example:
-        >>> from torchrl.data import Bounded, Composite, Unbounded
-        >>> bounds_of(Composite(speed=Bounded(-1.0, 2.0, (1,)), place=Unbounded(3)))
-        {('speed',): (tensor([-1.]), tensor([2.]))}
-    """
+    """Return the lowest and the highest value of each bounded key; ``source`` as ``space`` of ``check``."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)
