@@ -136,8 +136,6 @@ class Manifest:
             generation, state, about = document["generation"], document["state"], document["about"]
             if type(generation) is not int or not isinstance(state, dict) or not isinstance(about, dict):
                 raise CheckpointError("a field has the wrong type")
-            if document["format"] != FORMAT or document["version"] != VERSION:
-                raise CheckpointError(f"format {document['format']!r}, version {document['version']!r} is unknown")
             return cls(generation, state, tuple(map(Stored.from_json, document["tensors"])), about)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{file}: {error}") from error
@@ -167,7 +165,7 @@ def _refuse_damage(file: Path, data: bytes) -> None:
         remedy = "install a newer one" if version > VERSION else "load it with the rlbuf_td that wrote it"
         raise CheckpointError(f"{file} has version {version}, this rlbuf_td reads version {VERSION}: {remedy}")
     text, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
-    if suffix != _SUFFIX.format(checksum(text)).encode():
+    if head is None or suffix != _SUFFIX.format(checksum(text)).encode():
         if FORMAT.encode() in data[:100]:
             raise CheckpointError(f"{file} is damaged or cut short: its checksum does not match")
         raise CheckpointError(f"{file} is not the manifest of a dump of rlbuf_td, or its beginning is damaged")

@@ -13,7 +13,7 @@ from rlbuf_td.checkpoint.manifest import CheckpointError
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.allocate import ROWS_FILE, make_rows, steps_for
-from rlbuf_td.storages.dedup.layout import saved_dedup
+from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.state import admit_state, dedup_for, refuse_foreign, rows_of_state
 from rlbuf_td.storages.writes import begin

@@ -18,8 +18,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries, FlagBoundaries
 from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
-from rlbuf_td.storages.dedup.layout import DedupLayout
-from rlbuf_td.storages.dedup.options import DedupOptions
+from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Room, cuda, disk, ram, room_for, show_bytes

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
-from rlbuf_td.storages.dedup.layout import DedupLayout, Sections
+from rlbuf_td.storages.dedup import DedupLayout, Sections
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.memory_budget import Purpose, require_room, room_for, show_bytes
 from rlbuf_td.storages.pinned import page_locked, refuse_offload

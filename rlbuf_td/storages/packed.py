@@ -15,8 +15,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage
 
 from rlbuf_td.storages import allocate, state, writes
-from rlbuf_td.storages.dedup.layout import DedupLayout
-from rlbuf_td.storages.dedup.options import DedupOptions
+from rlbuf_td.storages.dedup import DedupLayout, DedupOptions
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows

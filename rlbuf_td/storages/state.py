@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
-from rlbuf_td.storages.dedup.layout import DedupLayout, Sections, saved_dedup
+from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from rlbuf_td.storages.allocate import make_rows
-from rlbuf_td.storages.dedup.layout import DedupLayout
+from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows

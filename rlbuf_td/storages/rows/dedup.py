@@ -14,7 +14,7 @@ from rlbuf_td.kernels.rows import refuse_rows
 from rlbuf_td.kernels.rows.pool import Table, grow_, read_, rebuild_, write_
 from rlbuf_td.kernels.rows.pool_steps import write_by_steps_
 from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
-from rlbuf_td.storages.dedup.layout import ENTRY_IDS, DedupLayout, Sections
+from rlbuf_td.storages.dedup import ENTRY_IDS, DedupLayout, Sections
 from rlbuf_td.storages.rows import Rows, last_of_each
 
 _CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied

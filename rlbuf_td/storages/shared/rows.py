@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rlbuf_td.storages.allocate import find_rows
-from rlbuf_td.storages.dedup.layout import saved_dedup
+from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import Rows

@@ -1,1 +1,0 @@
-"""Rows that store repeated observations once."""
