@@ -315,9 +315,9 @@ class TrajectoryIndex:
     def mark_load(self) -> None:
         """End the open trajectories that have ids: a new collector gives the same ids again, from 0 on."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
-            boundaries = self.boundaries()
-            if self._name is not None:
-                boundaries.head.fill_(-1)
+            self._bind()
+            if self._name is not None:  # else nothing is to end, and the writer may be loaded only after the storage
+                self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
