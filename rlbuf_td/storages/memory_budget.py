@@ -12,6 +12,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +67,9 @@ def ram() -> Room:
     """Return the memory of the machine, or of the tightest control group; swap counts in the total, not as free."""
     kib = _numbers(_PROC / "meminfo")
     if "MemTotal" not in kib:
-        return Room("RAM", None, _physical())
+        with suppress(AttributeError, ValueError, OSError):
+            return Room("RAM", None, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return Room("RAM", None, None)
     total = (kib["MemTotal"] + kib.get("SwapTotal", 0)) << 10
     free = kib["MemAvailable"] << 10 if "MemAvailable" in kib else total
     for limit, unused in _control_groups():
@@ -164,13 +167,6 @@ def _read(path: Path) -> str:
 def _numbers(path: Path) -> dict[str, int]:
     lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
-
-
-def _physical() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
