@@ -46,7 +46,7 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
     if storage.dedup_options and storage.shared:
         storage.share_memory_()
     revision, content = saved
-    storage.load_state_dict(content)
+    load(storage, content)  # a copy goes on with open trajectories
     storage._mutation_revision_value.value = revision  # what was read from the original holds for the copy
 
 

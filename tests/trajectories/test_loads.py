@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from rlbuf_td import EpisodeStats, HindsightSampler, NStepSampler, PackedStorage, ReplayBuffer, UniformSampler
+from rlbuf_td import (
+    EpisodeStats,
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    TrajectoryIndex,
+    UniformSampler,
+)
 
 
 def rows(first: int, *, done: bool) -> TensorDict:
@@ -63,3 +73,12 @@ def test_no_trajectory_goes_on_after_a_load(how, kind, wrapper, tmp_path: Path):
     assert torch.equal(first, goals)
     assert rb.episode_stats is not None
     assert rb.episode_stats.history()["length"].tolist() == [10]
+
+
+def test_a_copy_goes_on_with_open_trajectories():
+    rb = TensorDictReplayBuffer(storage=PackedStorage(6), batch_size=1)
+    rb.extend(rows(0, done=False)[:2])
+    assert TrajectoryIndex.of(rb.storage).length(torch.arange(2)).tolist() == [2, 2]
+    for each in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb)), rb):
+        each.extend(rows(2, done=False)[:2])
+        assert TrajectoryIndex.of(each.storage).length(torch.arange(4)).tolist() == [4] * 4
