@@ -68,7 +68,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
-    scripts = ("dqn", "sac", "ppo")
+    scripts = ("dqn", "small-dqn", "sac", "ppo")
     train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help="default: all")
     train.add_argument("--steps", type=_number(1), help="environment steps per run (default: the script's)")
     train.add_argument("--rounds", type=_number(1), default=3, help="runs with each buffer (default: %(default)s)")

@@ -1,8 +1,8 @@
 """``python -m rlbuf_td train``: time whole training scripts with TorchRL's buffers and with this package's.
 
 Both sides of a pair run the same script from the same seed and take turns; only the buffer differs. DQN replays by
-priority, SAC uniformly: there both sides draw the same rows, and end with the same weights, bit for bit. PPO runs
-epochs over rollouts with GAE.
+priority; with a small network, replay is more of the work. SAC replays uniformly: there both sides draw the same rows,
+and end with the same weights, bit for bit. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def learn_by_replay(
     collector.shutdown()
 
 
-def train_dqn(side: str, clock: Clock, steps: int) -> torch.nn.Module:
-    """Train the demo's DQN on CartPole: batches of 64, an update for every second step."""
+def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64) -> torch.nn.Module:
+    """Train the demo's DQN on CartPole, with an update for every second step."""
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
-    policy, explore = dqn.make_policy(env, CPU)
+    policy, explore = dqn.make_policy(env, CPU, cells)
     learner = dqn.Learner(policy, env, steps)
     collector = collect(env, TensorDictSequential(policy, explore), dqn.FRAMES, steps)
-    learn_by_replay(clock, replay(side, 64, prioritized=True), collector, learner.learn, dqn.UPDATES)
+    learn_by_replay(clock, replay(side, batch, prioritized=True), collector, learner.learn, dqn.UPDATES)
     return policy
 
 
@@ -152,10 +152,11 @@ def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
 
 SCRIPTS: dict[str, Callable[[str, Clock, int], torch.nn.Module]] = {
     "dqn": train_dqn,
+    "small-dqn": partial(train_dqn, cells=32, batch=32),
     "sac": train_sac,
     "ppo": train_ppo,
 }
-STEPS = {"dqn": 8_192, "sac": 4_000, "ppo": 16_384}
+STEPS = {"dqn": 8_192, "small-dqn": 8_192, "sac": 4_000, "ppo": 16_384}
 
 
 def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Tensor]]:

@@ -36,12 +36,12 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 }
 
 
-def make_policy(env: EnvBase, device: torch.device) -> tuple[TensorDictSequential, EGreedyModule]:
+def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[TensorDictSequential, EGreedyModule]:
     """Return a greedy policy, and the module that makes it explore less and less."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
         raise UsageError("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
-    network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[256, 256], device=device)
+    network = MLP(env.observation_spec["observation"].shape[-1], spec.space.n, num_cells=[cells, cells], device=device)
     value = TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"])
     explore = EGreedyModule(spec, eps_init=1.0, eps_end=0.01, annealing_num_steps=EXPLORE, device=device)
     return TensorDictSequential(value, QValueModule(spec=spec)), explore
