@@ -121,8 +121,19 @@ class SequenceSampler(SamplerWrapper):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
+        return self._expanded(storage, *self._anchors(storage, self._windows_of(batch_size)))
+
+    def batch_of(
+        self, storage: Storage, flat: Tensor, info: dict[Any, Any]
+    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
+        """See :class:`SamplerWrapper`; the rows are anchors, which ``"strict"`` does not replace by others here."""
+        back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
+        return self._expanded(storage, flat, info, back, ahead)
+
+    def _expanded(
+        self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
+    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         window = self.window
-        anchors, info, back, ahead = self._anchors(storage, self._windows_of(batch_size))
         revise = self._reviser(storage, anchors)
         flat, real = self._windows(storage, anchors, back, ahead)
         batch = rows_at(storage, flat)

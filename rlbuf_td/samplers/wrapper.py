@@ -76,7 +76,12 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
-        flat, info = draw_from(self.innermost, storage, batch_size)
+        return self.batch_of(storage, *draw_from(self.innermost, storage, batch_size))
+
+    def batch_of(
+        self, storage: Storage, flat: Tensor, info: dict[Any, Any]
+    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
+        """Return what :meth:`draw_batch` does for flat rows that have been drawn, ``[B]``, with their report."""
         revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
         if revise is not None:
             revise(batch, flat, None)

@@ -312,6 +312,11 @@ class TrajectoryIndex:
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
+    def part(self) -> None:
+        """Let no trajectory go on: rows that are written next follow none of those that are stored."""
+        with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
+            self.boundaries().head.fill_(-1)
+
     def mark_load(self) -> None:
         """End the open trajectories that have ids: a new collector gives the same ids again, from 0 on."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories

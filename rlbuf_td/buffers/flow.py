@@ -1,0 +1,183 @@
+"""Flow control: how many rows are sampled for each row that is written, kept within a tolerance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from math import inf, isfinite
+from typing import Any
+
+from rlbuf_td.storages.shared.memory import SharedNumbers
+
+_INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED = range(7)
+_POLL = 0.001  # seconds between two looks: nobody who has died can be the one to wake a waiting process
+
+
+class FlowControl:
+    r"""Lets batches and writes pass while samples per insert stay within a tolerance.
+
+    .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
+
+    with :math:`\sigma` = ``samples_per_insert``, from the first batch on. Samples and inserts count rows, from the
+    beginning. All counters are in memory that :meth:`share_memory_` shares with other processes.
+
+    Args:
+        samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` counts.
+        min_size: rows that must have been written before the first batch.
+        tolerance: in sampled rows, at least those of a batch and ``samples_per_insert`` times those of a write: else
+            neither might be allowed to pass. ``None``: the least that is possible with the batches and writes so far.
+
+    Raises:
+        ValueError: an argument is out of range; (on a call) a batch or a write is too large for the tolerance.
+
+    Source: Cassirer et al., Reverb, 2021, section 3.4; names as in TorchRL's ``RateLimitedReplayBuffer``, which limits
+    sampling only.
+    """
+
+    def __init__(
+        self, samples_per_insert: float | None = None, min_size: int = 0, tolerance: float | None = None
+    ) -> None:
+        ratio = inf if samples_per_insert is None else float(samples_per_insert)
+        if samples_per_insert is not None and not (isfinite(ratio) and ratio > 0):
+            raise ValueError(f"samples_per_insert must be a positive number, got {samples_per_insert}")
+        if isinstance(min_size, bool) or int(min_size) != min_size or min_size < 0:
+            raise ValueError(f"min_size must be a whole number of rows, at least 0, got {min_size}")
+        if tolerance is not None and (samples_per_insert is None or not tolerance >= max(1.0, ratio)):
+            least = "needs samples_per_insert" if samples_per_insert is None else f"must be at least {max(1.0, ratio)}"
+            raise ValueError(f"tolerance {least}, got {tolerance}: neither batches nor writes could pass")
+        self.samples_per_insert, self.min_size, self.given_tolerance = samples_per_insert, int(min_size), tolerance
+        self._numbers = SharedNumbers("q", [0] * 7)
+
+    @property
+    def tolerance(self) -> float:
+        """By how many sampled rows samples may be off, now."""
+        if self.given_tolerance is not None:
+            return float(self.given_tolerance)
+        return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
+
+    def admit_sample(self, rows: int) -> bool:
+        """Count a batch if it may pass; return whether it does. The caller holds a lock."""
+        self._note(_BATCH, rows, rows, "a batch")
+        numbers = self._numbers
+        if numbers[_INSERTED] < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows) > self.tolerance:
+            return False
+        numbers[_SAMPLED] += rows
+        return True
+
+    def admit_insert(self, rows: int) -> bool:
+        """Count a write if it may pass; return whether it does. The caller holds a lock."""
+        self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
+        numbers = self._numbers
+        inserted = numbers[_INSERTED] + rows
+        if inserted > self.min_size and -self._excess(numbers[_SAMPLED], inserted) > self.tolerance:
+            return False
+        numbers[_INSERTED] = inserted
+        return True
+
+    def _excess(self, sampled: int, inserted: int | None = None) -> float:
+        """Return by how much samples are more than they should be."""
+        if self.samples_per_insert is None:
+            return 0.0
+        inserted = self._numbers[_INSERTED] if inserted is None else inserted
+        return sampled - self.samples_per_insert * (inserted - self.min_size)
+
+    def _note(self, which: int, rows: int, weight: float, what: str) -> None:
+        """Remember the largest batch and write; refuse those that the tolerance could never let pass."""
+        self._refuse_closed()
+        if self.given_tolerance is not None and weight > self.given_tolerance:
+            room = f"a tolerance of {self.given_tolerance} sampled rows"
+            raise ValueError(f"{what} of {rows} rows could block forever with {room}: make that at least {weight:g}")
+        if rows > self._numbers[which]:
+            self._numbers[which] = rows
+
+    def _refuse_closed(self) -> None:
+        if self._numbers[_CLOSED]:
+            raise RuntimeError("the buffer has been shut down")
+
+    def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
+        """Count a batch or a write that has failed no longer. The caller holds a lock."""
+        self._numbers[_SAMPLED] -= sampled
+        self._numbers[_INSERTED] -= inserted
+
+    def count_wait(self, *, of_sample: bool) -> None:
+        """Count a batch or a write that has had to wait."""
+        self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
+
+    def shutdown(self) -> None:
+        """Wake everybody who waits, with a RuntimeError."""
+        self._numbers[_CLOSED] = 1
+
+    def share_memory_(self) -> None:
+        """Count together with processes that are forked, or spawned with this object, from now on."""
+        self._numbers.share_memory_()
+
+    def report(self) -> dict[str, float]:
+        """Return the counters, as a flat dict for loggers."""
+        inserted, sampled, _, _, sample_waits, insert_waits, _ = self._numbers
+        names = "inserts", "samples", "samples_per_insert", "sample_waits", "insert_waits"
+        return dict(
+            zip(
+                names,
+                map(float, (inserted, sampled, sampled / max(1, inserted), sample_waits, insert_waits)),
+                strict=True,
+            )
+        )
+
+    # -- in one process, or several that share
+
+    @contextmanager
+    def sampling(
+        self, rows: int, lock: AbstractContextManager[Any], wait: bool, timeout: float | None
+    ) -> Iterator[None]:
+        """Let a batch pass, waiting if ``wait``; if the ``with`` block fails, it has not been sampled.
+
+        Raises:
+            RuntimeError: it may not pass, and is not to wait; or the buffer has been shut down.
+            TimeoutError: it was not allowed to pass in time.
+        """
+        if not wait:
+            with lock:
+                if not self.admit_sample(rows):
+                    raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
+        else:
+            wait_until(lambda: self.admit_sample(rows), lock, timeout, lambda: self.count_wait(of_sample=True))
+        try:
+            yield
+        except BaseException:
+            with lock:
+                self.take_back(sampled=rows)
+            raise
+
+    @contextmanager
+    def inserting(self, rows: int, lock: AbstractContextManager[Any], timeout: float | None = None) -> Iterator[None]:
+        """Let a write pass, once it may; if the ``with`` block fails, it has not been written. Raises as sampling."""
+        wait_until(lambda: self.admit_insert(rows), lock, timeout, lambda: self.count_wait(of_sample=False))
+        try:
+            yield
+        except BaseException:
+            with lock:
+                self.take_back(inserted=rows)
+            raise
+
+
+NOT_YET = "there are too few rows, or samples per insert are as high as they may be. wait=True waits"
+
+
+def wait_until(
+    admit: Callable[[], bool],
+    lock: AbstractContextManager[Any],
+    timeout: float | None,
+    count_wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait until ``admit``, called with the lock held, returns True; a TimeoutError if it does not in time."""
+    deadline = inf if timeout is None else time.monotonic() + timeout
+    for attempt in range(1 << 62):
+        with lock:
+            if admit():
+                return
+            if not attempt:
+                count_wait()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"there was no permission, or no row, within {timeout} seconds")
+        time.sleep(_POLL)

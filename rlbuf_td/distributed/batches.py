@@ -1,0 +1,93 @@
+"""Batches from the answers of shards: rows in their order, handles and importance weights."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlbuf_td.distributed.law import importance_weights
+from rlbuf_td.distributed.shard import Answer, Report
+from rlbuf_td.distributed.spec import Spec
+from rlbuf_td.kernels.batch import gather_leaves
+from rlbuf_td.storages.layout import RowLayout
+
+SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a handle
+
+
+class Batches:
+    """The batches that one request to each shard has brought.
+
+    Args:
+        spec: of the buffers.
+        layout: of the rows.
+        answers: of the shards that were touched, by place, in order.
+        known: the reports by which positions were chosen.
+        rank: ``[batches, draws]`` int64: which of all draws, in the order of the shards, is where in which batch.
+    """
+
+    def __init__(
+        self, spec: Spec, layout: RowLayout, answers: dict[int, Answer], known: list[Report | None], rank: Tensor
+    ) -> None:
+        self.spec, self.layout, self.rank = spec, layout, rank
+        drawn = {place: answer.drawn for place, answer in answers.items() if answer.drawn is not None}
+        self.rows = torch.from_numpy(np.concatenate([each.rows for each in drawn.values()]))
+        self.drawn = _handles(answers, {place: each.flat for place, each in drawn.items()})
+        self.cells = self.drawn
+        if spec.windows is not None:
+            cells = {place: each.cells for place, each in drawn.items() if each.cells is not None}
+            self.cells = _handles(answers, cells)
+        if spec.is_prioritized:
+            self.probability, self.least, self.live = probabilities(answers, known)
+        self.next = 0
+
+    def __len__(self) -> int:
+        """Return how many batches are left."""
+        return len(self.rank) - self.next
+
+    def take(self, beta: float) -> TensorDict:
+        """Return the next batch, ``[B]``, as fresh memory."""
+        rank, window = self.rank[self.next], self.spec.window_rows
+        self.next += 1
+        cells = rank if window == 1 else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
+        leaves = self.layout.blank(cells.shape, cells.device)
+        gather_leaves(self.rows, cells, self.layout.extents, leaves)
+        report = {"index": self.cells[cells]}
+        if self.spec.windows is not None:
+            report["anchor_index"] = self.drawn[rank].repeat_interleave(window, 0)
+        if self.spec.is_prioritized:
+            weight = importance_weights(self.probability[rank], self.least, self.live, beta, self.spec.norm)
+            report["priority_weight"] = weight if window == 1 else weight.repeat_interleave(window)
+        return self.layout.wrap(leaves, cells.shape, cells.device, report)
+
+
+def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
+    """Return the handles of the flat rows of each shard, in the order of the shards: ``[n, 4]`` int64."""
+    parts = []
+    for place, rows in flat.items():
+        handles = np.empty((len(rows), 4), np.int64)
+        handles[:] = place, answers[place].before.incarnation, 0, answers[place].stamp
+        handles[:, ROW] = rows
+        parts.append(handles)
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
+    """Return P of the rows drawn, in the order of the shards, the least P of all rows, and the number of rows.
+
+    A shard is chosen by the mass that was known of it, and draws at the mass that it has.
+    """
+    total = sum(report.mass for report in known if report is not None)
+    rows, least, parts = 0, inf, []
+    for place, report in enumerate(known):
+        if report is None or not report.mass > 0.0:
+            continue
+        then = answers[place].before if place in answers else report
+        scale = report.mass / total / then.mass  # from p ** alpha to the probability of a row
+        rows, least = rows + then.rows, min(least, scale * then.smallest)
+        if place in answers and (drawn := answers[place].drawn) is not None:
+            parts.append(scale * drawn.weight)
+    return torch.from_numpy(np.concatenate(parts)), least, rows

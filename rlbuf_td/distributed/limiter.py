@@ -1,0 +1,48 @@
+"""Flow control over all shards: one actor that counts, and lets calls wait. It holds no rows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from math import inf
+
+from rlbuf_td.buffers.flow import NOT_YET, FlowControl
+
+_POLL = 0.002
+
+
+class Limiter:
+    """What clients ask before a batch, and before a write. Each of its calls may wait, and holds up no other."""
+
+    def __init__(self, flow: FlowControl) -> None:
+        self.flow = flow
+
+    async def sample(self, rows: int, wait: bool, timeout: float | None) -> None:
+        """Let a batch pass; raises as :meth:`FlowControl.sampling` does."""
+        if not wait and not self.flow.admit_sample(rows):
+            raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
+        if wait:
+            await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
+
+    async def insert(self, rows: int, timeout: float | None = None) -> None:
+        """Let a write pass; raises as :meth:`FlowControl.inserting` does."""
+        await self._until(lambda: self.flow.admit_insert(rows), timeout, of_sample=False)
+
+    async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        if admit():
+            return
+        self.flow.count_wait(of_sample=of_sample)
+        while not admit():
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"there was no permission within {timeout} seconds")
+            await asyncio.sleep(_POLL)
+
+    async def report(self) -> dict[str, float]:
+        """See :meth:`FlowControl.report`."""
+        return self.flow.report()
+
+    async def shutdown(self) -> None:
+        """Wake everybody who waits."""
+        self.flow.shutdown()

@@ -1,0 +1,155 @@
+"""The shards as one client sees them: what they reported last, which of them are lost, and the calls to them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+
+from rlbuf_td.distributed.shard import Report
+
+OnLoss = Literal["continue", "raise"]
+
+PATIENCE = 10.0  # seconds after which a shard that does not answer counts as lost, until it does
+RECOVERY = 60.0  # seconds to wait for a shard when none is left
+_PROBE_EVERY = 0.2  # seconds between questions to a lost shard
+_IN_FLIGHT = 4  # writes that a shard has not confirmed yet
+_SLOW = 1.0  # seconds after which a writer turns from a shard that confirms no write to another one
+
+
+class ShardLost(RuntimeError):
+    """A shard has been lost, and ``on_loss="raise"``; or no shard is left."""
+
+
+class Links:
+    """Calls to shards. A lost one has mass 0 until it answers again.
+
+    Args:
+        handles: of the shards' actors.
+        engine: Ray, or what gives ``get`` and ``wait`` in its place.
+        on_loss: ``"raise"`` a :class:`ShardLost` when a shard is lost, or ``"continue"`` without it.
+    """
+
+    def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
+        self.handles, self.engine, self.on_loss = handles, engine, on_loss
+        self.known: list[Report | None] = [None] * len(handles)  # None: lost, or not asked yet
+        self.heard = [0.0] * len(handles)  # when each has reported last
+        self.lost_rows = [0] * len(handles)  # of restarts, and of writes that never arrived
+        self.losses = 0
+        self._last: list[Report | None] = [None] * len(handles)  # before the loss
+        self._probes: dict[int, tuple[float, Any]] = {}  # of lost shards: when they were asked, and the call
+        self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
+
+    @property
+    def live(self) -> list[int]:
+        """The shards that are not lost."""
+        return [place for place, report in enumerate(self.known) if report is not None]
+
+    def hear(self, place: int, report: Report) -> None:
+        """Take in what a shard reports of itself."""
+        last = self._last[place]
+        if last is not None and last.incarnation != report.incarnation:
+            self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
+        self.known[place] = self._last[place] = report
+        self.heard[place] = time.monotonic()
+
+    def lose(self, place: int) -> None:
+        """Take a shard for lost, and ask it from time to time whether it is back."""
+        if place not in self._probes:
+            self.losses += 1
+            self._probes[place] = time.monotonic(), self.handles[place].report.remote()
+        self.known[place] = None
+        if self.on_loss == "raise":
+            raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
+
+    def revive(self, timeout: float = 0.0) -> None:
+        """Take back the lost shards that answer again; wait for one of them for ``timeout`` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while self._probes:
+            for place, (asked, probe) in list(self._probes.items()):
+                if probe is None:
+                    if time.monotonic() - asked > _PROBE_EVERY:
+                        self._probes[place] = time.monotonic(), self.handles[place].report.remote()
+                elif self.engine.wait([probe], timeout=0)[0]:
+                    self._answered(place, probe)
+            if self.live or time.monotonic() >= deadline:
+                return
+            time.sleep(0.01)
+
+    def greet(self) -> None:
+        """Hear from all shards for the first time."""
+        reports = self.finish(self.start("report", dict.fromkeys(range(len(self.handles)), ())), RECOVERY)
+        for place, report in reports.items():
+            self.hear(place, report)
+
+    def require_one(self) -> None:
+        """Take back lost shards; wait for one if none is left. Raises ShardLost if that takes too long."""
+        self.revive()
+        if not self.live:
+            self.revive(RECOVERY)
+        if not self.live:
+            raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
+
+    def _answered(self, place: int, probe: Any) -> None:
+        try:
+            self.hear(place, self.engine.get(probe))
+            del self._probes[place]
+        except ActorDiedError:  # it has no restarts left: ask rarely
+            self._probes[place] = time.monotonic() + 10.0, None
+        except RayActorError:
+            self._probes[place] = time.monotonic(), None
+
+    def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of some shards, and return what :meth:`finish` takes."""
+        return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
+
+    def finish(self, calls: Mapping[int, Any], patience: float = PATIENCE) -> dict[int, Any]:
+        """Return the answers of those shards that gave one; the others are lost."""
+        answers, deadline = {}, time.monotonic() + patience
+        for place, call in calls.items():
+            try:
+                answers[place] = self.engine.get(call, timeout=max(0.0, deadline - time.monotonic()))
+            except (RayActorError, GetTimeoutError):
+                self.lose(place)
+        return answers
+
+    def ask(self, method: str, *given: Any, places: Iterable[int] | None = None, patience: float = PATIENCE) -> dict:
+        """Call a method of the given shards (default: those that are not lost) with the same arguments."""
+        self.revive()
+        places = self.live if places is None else places
+        return self.finish(self.start(method, dict.fromkeys(places, given)), patience)
+
+    def refresh(self) -> None:
+        """Hear from every shard that is not lost."""
+        for place, report in self.ask("report").items():
+            self.hear(place, report)
+
+    # -- writes, which are not waited for
+
+    def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
+        """Send rows to a shard; return whether it keeps up. Raises the SchemaError of an earlier write."""
+        flight = self._flights[place]
+        self.collect(place, 0.0)
+        flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
+        return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
+
+    def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
+        """Take in which writes have arrived; return whether no more than ``until`` are under way, waiting for that."""
+        flight, deadline = self._flights[place], time.monotonic() + timeout
+        while flight:
+            wanted = timeout > 0 and len(flight) > until
+            left = max(0.0, deadline - time.monotonic()) if wanted else 0.0
+            if not self.engine.wait([flight[0][0]], timeout=left)[0]:
+                break
+            call, count = flight.popleft()
+            try:
+                self.engine.get(call)
+            except RayActorError:
+                self.lost_rows[place] += count
+                self.lose(place)
+        return len(flight) <= until

@@ -1,0 +1,70 @@
+"""Dumps of shards, and how their rows are dealt out to another number of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from rlbuf_td.checkpoint import open_checkpoint
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+
+if TYPE_CHECKING:
+    from rlbuf_td.buffers.replay import ReplayBuffer
+
+Segment: TypeAlias = tuple[str, int, int | None]
+"""The folder of a dump, and which of its time steps: the first one, oldest first, and how many (``None``: all)."""
+
+
+def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
+    """Deal the time steps of some dumps out to a number of shards, as evenly as can be, in order.
+
+    Returns:
+        For each shard the segments that it gets: which dump, the first of its time steps, and how many.
+
+    Example:
+        >>> deal([4, 2], 3)
+        [[(0, 0, 2)], [(0, 2, 2)], [(1, 0, 2)]]
+    """
+    total, dealt, begin = sum(steps), [], 0
+    bounds = [round(place * total / shards) for place in range(shards + 1)]
+    for first, last in pairwise(bounds):
+        segments, begin = [], 0
+        for dump, count in enumerate(steps):
+            low, high = max(first, begin), min(last, begin + count)
+            if low < high:
+                segments.append((dump, low - begin, high - low))
+            begin += count
+        dealt.append(segments)
+    return dealt
+
+
+def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
+    """Fill a new buffer from parts of dumps, with their priorities; no trajectory goes on from one to the next."""
+    if len(segments) == 1 and segments[0][1:] == (0, None):
+        return buffer.loads(segments[0][0], progress=False)
+    for folder, first, count in segments:
+        found = open_checkpoint(folder, progress=False)
+        if found.rows is None:
+            continue
+        state: dict[str, Any] = found.sampler
+        while "sampler" in state:
+            state = state["sampler"]
+        steps, capacity = found.rows.batch_size[0], found.shape[0]
+        oldest = found.writer["_cursor"] if steps == capacity else 0
+        chosen = (torch.arange(first, steps if count is None else first + count, device="cpu") + oldest) % steps
+        for each in buffer.storage._attached_entities:
+            if isinstance(each, TrajectoryIndex):
+                each.part()
+        rows = found.rows[chosen]
+        index = buffer.extend(rows if buffer.storage.ndim == 1 else rows.transpose(0, 1), update_priority=False)
+        prioritized = buffer._parts.prioritized
+        if prioritized is not None:
+            lanes = rows.shape[1:].numel() if buffer.storage.ndim > 1 else 1
+            magnitude = state["priorities"]["magnitude"][: steps * lanes].view(steps, lanes)[chosen].flatten()
+            prioritized.alpha = state["alpha"]
+            priorities = prioritized.priorities
+            priorities.assign(index, magnitude, None, buffer.storage, counts=False)
+            priorities.largest = max(priorities.largest, float(state["largest"]))

@@ -1,0 +1,252 @@
+"""A shard: one ordinary buffer in a process of its own, and the requests that it answers."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from math import inf
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+from zlib import crc32
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from rlbuf_td.buffers.priorities import write_priorities
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.distributed.packing import layout_named, named, pack, unpack
+from rlbuf_td.distributed.segments import Segment, load_segments
+from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.indexing import merge_
+from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex
+
+_IDLE = 10.0  # seconds without a draw after which rows no longer wait for the next one
+_NOTHING = np.empty(0, np.float64)
+
+Errors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""TD errors on their way to a shard: flat rows, the clock when they were drawn, and the errors, ``[n]`` each."""
+
+
+class Report(NamedTuple):
+    """What a shard tells of itself with every answer."""
+
+    incarnation: int  # when its process began, in ns: another one after every restart
+    version: int  # changes whenever the mass does
+    mass: float  # the sum of p ** alpha; the number of rows under a uniform sampler
+    smallest: float  # p ** alpha of the least likely row; infinite without rows
+    rows: int  # that can be drawn
+    waiting: int  # rows that have been written, and enter after the next draw
+    written: int  # rows written so far, those included
+    largest: float  # magnitude of a TD error seen, -1 before any
+    stale: int  # TD errors skipped: their row has been replaced, or the shard has restarted
+    drifted: int  # rows drawn when the mass was no longer the one that the client knew
+    requests: int  # for draws
+
+
+class Request(NamedTuple):
+    """A draw, and what a client brings along to it."""
+
+    fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): where in its mass the shard draws
+    version: int = -1  # of the mass that the client knows
+    incarnation: int = -1  # of the shard that the TD errors are for
+    largest: float = -1.0  # magnitude seen by any shard: new rows enter with it
+    layout: int = 0  # the checksum of the rows' layout, if the client knows it
+    errors: Errors | None = None
+
+
+class Drawn(NamedTuple):
+    """Rows that were drawn."""
+
+    rows: np.ndarray  # [k * L, row_bytes] uint8, packed
+    flat: np.ndarray  # [k] int64: the flat rows drawn; of windows the anchors
+    weight: np.ndarray  # [k] float64, p ** alpha
+    cells: np.ndarray | None  # [k * L] int64: the flat rows of windows
+    layout: bytes | None  # unless the client knows it
+
+
+class Answer(NamedTuple):
+    """What a request has brought."""
+
+    drawn: Drawn | None  # None: there was nothing to draw, or from
+    stamp: int  # the storage's clock at the draw
+    before: Report  # as of the draw
+    after: Report
+
+
+class Shard:
+    """One ordinary buffer, and the rows that wait to enter it until the next draw.
+
+    A draw takes place at the mass that the last answer reported; only then TD errors and new rows are taken in, and the
+    new mass is reported. So the law of a single client is exact, whatever writers do meanwhile.
+
+    Args:
+        make_buffer: returns the buffer.
+        dump: the folder of the dump to continue from, if this is a restart and there is one.
+        restarted: whether this is a restart; ``None``: ask Ray.
+    """
+
+    def __init__(
+        self, make_buffer: Callable[[], ReplayBuffer], dump: str | None = None, restarted: bool | None = None
+    ) -> None:
+        self.make_buffer = make_buffer
+        self.incarnation, self.version = time.time_ns(), 0
+        self._set(make_buffer())
+        self._staged: list[tuple[int, TensorDictBase]] = []
+        self._waiting, self._writer, self._last_draw = 0, -1, -inf
+        self._stale = self._drifted = self._requests = 0
+        self._layout: tuple[RowLayout | None, bytes, int] = (None, b"", 0)  # of the last answer; its name and hash
+        if dump is not None and Path(dump).exists() and (_is_restart() if restarted is None else restarted):
+            self.load([(dump, 0, None)])
+
+    def _set(self, buffer: ReplayBuffer) -> None:
+        self.buffer, self.storage = buffer, buffer.storage
+        self._prioritized, self._wrapper = buffer._initialize().prioritized, buffer._parts.wrapper
+
+    # -- what clients ask for
+
+    def report(self) -> Report:
+        """Return the numbers by which clients know this shard."""
+        rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
+        if self._prioritized is not None:
+            self._prioritized.law.weigh()
+            tree, largest = self._prioritized.law.table, self._prioritized.priorities.largest
+            mass, smallest = float(tree.total), float(tree.smallest)
+        elif rows:
+            mass, smallest = float(rows), 1.0
+        lanes = self.storage.lanes.numel()
+        written = self.buffer.write_count * lanes + self._waiting
+        counts = self._stale + self.buffer.stale_updates.total(), self._drifted, self._requests
+        return Report(
+            self.incarnation, self.version, mass, smallest, rows, self._waiting, written, float(largest), *counts
+        )
+
+    def process(self) -> int:
+        """Return the id of the process that this shard runs in."""
+        return os.getpid()
+
+    def draw(self, request: Request) -> Answer:
+        """Draw, then take in TD errors and the rows that waited, and report the new mass."""
+        self._requests, self._last_draw = self._requests + 1, time.monotonic()
+        before, stamp, drawn = self.report(), self.storage.clock.now, None
+        if len(request.fractions) and before.mass > 0:
+            if request.version != before.version:
+                self._drifted += len(request.fractions)
+            drawn = self._drawn_at(request.fractions, request.layout)
+        self._learn(request)
+        self._enter()
+        return Answer(drawn, stamp, before, self.report())
+
+    def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
+        """Take transitions ``[*lead]``, which enter after the next draw, or at once if nobody draws.
+
+        Raises:
+            SchemaError: they do not match the rows; nothing has changed.
+        """
+        data = unpack(layout_named(layout), rows.copy(), lead)  # Ray's memory is read-only, and kept while it is used
+        count = lead.numel()
+        stored = None if self.storage.is_reserved else self.storage.layout
+        if stored not in (None, layout_named(layout)):
+            stored.collect(data, lead)
+            raise SchemaError("the rows of this writer have another layout than those of the shard")
+        self._staged.append((writer, data))
+        self._waiting += count
+        is_idle = time.monotonic() - self._last_draw > _IDLE
+        if not len(self.storage) or is_idle or 4 * self._waiting > self.storage.max_size:
+            self._enter()
+
+    def empty(self) -> Report:
+        """Forget all rows, those that wait included."""
+        self._staged, self._waiting = [], 0
+        self.buffer.empty()
+        self.version += 1
+        return self.report()
+
+    def dump(self, path: str) -> tuple[int, int]:
+        """Save the buffer, with the rows that waited; return its numbers of time steps and lanes."""
+        self._enter()
+        self.buffer.dumps(path, progress=False)
+        lanes = self.storage.lanes.numel()
+        return len(self.storage) // lanes, lanes
+
+    def load(self, segments: Sequence[Segment]) -> Report:
+        """Replace the rows by parts of dumps, one after the other. No trajectory goes on from one to the next."""
+        buffer = self.make_buffer()
+        load_segments(buffer, segments)
+        self._set(buffer)
+        self._staged, self._waiting = [], 0
+        self.version += 1
+        return self.report()
+
+    # -- how
+
+    def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
+        """Draw at fractions of the mass; the client knows the layout of this checksum."""
+        rows, where = len(self.storage), torch.from_numpy(fractions.copy())
+        if self._prioritized is None:
+            flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
+        else:
+            flat, _ = self._prioritized.law.draw(where, rows, False, None)
+            weight = self._prioritized.law.table.weight[flat]
+        cells, packed, layout = self._packed(flat)
+        if self._layout[0] is not layout:
+            name = named(layout)
+            self._layout = layout, name, crc32(name)
+        unknown = None if known == self._layout[2] else self._layout[1]
+        return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
+
+    def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
+        """Return the flat rows of windows, the packed rows of a batch, and their layout."""
+        if self._wrapper is None:
+            stored = self.storage.written_rows()
+            out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")
+            stored.pack_(flat, out.view(stored.layout.carrier))
+            return None, out.numpy(), stored.layout
+        cells, info, batch = self._wrapper.batch_of(self.storage, flat, {})
+        is_windowed = info.pop("anchor_index", None) is not None
+        merge_(batch, info)
+        layout = self._layout[0] or RowLayout(batch, 1)
+        return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
+
+    def _learn(self, request: Request) -> None:
+        """Take in TD errors; new rows enter with the largest magnitude that any shard has seen."""
+        if self._prioritized is None:
+            return
+        priorities = self._prioritized.priorities
+        priorities.largest = max(priorities.largest, request.largest)
+        if request.errors is not None and request.incarnation != self.incarnation:
+            self._stale += len(request.errors[0])
+        elif request.errors is not None:
+            flat, stamp, error = (torch.from_numpy(part.copy()) for part in request.errors)
+            write_priorities(self.buffer, flat, error, stamp, 1)
+            self.version += 1
+
+    def _enter(self) -> None:
+        """Write the rows that have waited."""
+        if not self._staged:
+            return
+        staged, self._staged, self._waiting = self._staged, [], 0
+        self.version += 1
+        for writer, data in staged:
+            if writer != self._writer:
+                self._part()
+            self._writer = writer
+            self.buffer.extend(data)
+
+    def _part(self) -> None:
+        """Let no trajectory go on: what follows is of another writer."""
+        for each in self.storage._attached_entities:
+            if isinstance(each, TrajectoryIndex):
+                each.part()
+
+
+def _is_restart() -> bool:
+    """Whether Ray has started this actor anew after its process had died."""
+    import ray
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray warns of something that it does itself
+        return ray.get_runtime_context().was_current_actor_reconstructed

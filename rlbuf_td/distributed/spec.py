@@ -1,0 +1,75 @@
+"""What the buffers of all shards have in common, and which buffers no shards can keep the law of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
+from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.writers import RingWriter
+
+
+class Spec(NamedTuple):
+    """What clients need to know of the buffers."""
+
+    ndim: int
+    capacity: int  # rows of a shard
+    batch_size: int | None
+    priority_key: Any
+    is_prioritized: bool
+    beta: float
+    norm: str | None
+    stratified: bool
+    reduction: Any
+    windows: SequenceSampler | None  # with the settings of the one in the shards; it draws nothing
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a batch for each draw."""
+        return 1 if self.windows is None else self.windows.window
+
+    def draws_of(self, batch_size: int) -> int:
+        """Return the number of draws for a batch; a ValueError if windows do not fill it."""
+        return batch_size if self.windows is None else self.windows._windows_of(batch_size)
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer) -> Spec:
+        """Return the spec of a buffer.
+
+        Raises:
+            TypeError: it is no ReplayBuffer of this package over a PackedStorage.
+            ValueError: its law cannot be kept over shards; says which part is in the way.
+        """
+        refuse(buffer)
+        outer = buffer.sampler
+        inner = outer.innermost if isinstance(outer, SamplerWrapper) else outer
+        windows = None
+        if isinstance(outer, SequenceSampler):
+            settings = {"burn_in": outer.burn_in, "boundary": outer.boundary, "priority": outer.priority_rule}
+            windows = SequenceSampler(UniformSampler(), outer.length, eta=outer.eta, **settings)
+        common = buffer.storage.ndim, buffer.storage.max_size, buffer._batch_size, buffer.priority_key
+        if not isinstance(inner, ProportionalSampler):
+            return cls(*common, False, 0.0, None, True, "max", windows)
+        return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
+
+
+def refuse(buffer: Any) -> None:
+    """Raise what :meth:`Spec.of` says of a buffer."""
+    if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
+        raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
+    sampler = buffer.sampler
+    inner = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
+    for is_there, what, remedy in (
+        (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
+        (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
+        (getattr(inner, "max_priority_within_buffer", False), "max_priority_within_buffer", "the largest ever seen"),
+        (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),
+        (type(buffer.writer) is not RingWriter, type(buffer.writer).__name__, "a RingWriter"),
+        (len(buffer._parts.transforms), "a transform", "transforms in the learner"),
+        (buffer._prefetcher is not None, "prefetch or device", "those of the ShardedReplayBuffer and the learner"),
+        (buffer._parts.has_units, "a sample unit", "a SequenceSampler"),
+        (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows in RAM"),
+    ):
+        if is_there:
+            raise ValueError(f"{what} has no exact form over shards: take {remedy}")

@@ -1,0 +1,151 @@
+"""Time batches from shards on Ray against TorchRL's ``RayReplayBuffer``, and fit what a batch costs.
+
+Run ``python -m tests.benchmarks.sharded`` for rows per second (sample + update, 4 shards, one learner) and
+``python -m tests.benchmarks.sharded --fit FILE.png`` for the time per batch against shards and batch size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.distributed import ShardedReplayBuffer
+
+BATCHES = 256, 4_096
+
+
+def rows(count: int) -> TensorDict:
+    """Return transitions of HalfCheetah's sizes."""
+    seen = torch.rand(count + 1, 17)
+    outcome = {"observation": seen[1:], "reward": torch.rand(count, 1), "done": torch.zeros(count, 1).bool()}
+    return TensorDict({"observation": seen[:-1], "action": torch.rand(count, 6), "next": outcome}, [count])
+
+
+def make_buffer(capacity: int) -> ReplayBuffer:
+    return ReplayBuffer(storage=PackedStorage(capacity), sampler=ProportionalSampler(capacity, alpha=0.6, beta=0.4))
+
+
+def sharded(shards: int, stored: int, prefetch: int = 0) -> ShardedReplayBuffer:
+    """Return a buffer of some shards that hold ``stored`` rows together."""
+    rb = ShardedReplayBuffer(shards, partial(make_buffer, stored // shards), prefetch=prefetch)
+    for client in rb.clients(shards):
+        for _ in range(10):
+            client.extend(rows(stored // shards // 10))
+        client.synchronize()
+    return rb
+
+
+def torchrls(stored: int) -> RayReplayBuffer:
+    rb = RayReplayBuffer(
+        replay_buffer_cls=TensorDictReplayBuffer,
+        storage=partial(LazyTensorStorage, stored),
+        sampler=partial(PrioritizedSampler, stored, alpha=0.6, beta=0.4),
+        remote_config={"num_cpus": 0},
+        batch_size=256,
+    )
+    for _ in range(10):
+        rb.extend(rows(stored // 10))
+    return rb
+
+
+def step(rb: Any, size: int) -> None:
+    """Sample a batch and update its priorities."""
+    batch = rb.sample(size)
+    batch["td_error"] = torch.rand(size)
+    rb.update_tensordict_priority(batch)
+
+
+def seconds(contenders: Sequence[Callable[[], None]], rounds: int, calls: int = 10) -> list[float]:
+    """Return the median time of a call of each; they take turns."""
+    for contender in contenders:
+        for _ in range(calls):
+            contender()
+    found: list[list[float]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for contender, times in zip(contenders, found, strict=True):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                contender()
+            times.append((time.perf_counter() - begin) / calls)
+    return [median(times) for times in found]
+
+
+def compare(stored: int, rounds: int) -> None:
+    """Print rows per second of both, and the ratio."""
+    buffers = {"RayReplayBuffer": torchrls(stored), "4 shards": sharded(4, stored)}
+    buffers["4 shards, prefetch=8"] = sharded(4, stored, prefetch=8)
+    for size in BATCHES:
+        times = seconds([partial(step, rb, size) for rb in buffers.values()], rounds)
+        for name, taken in zip(buffers, times, strict=True):
+            speed = f"{1e3 * taken:8.2f} ms  {size / taken:10,.0f} rows/s  x{times[0] / taken:.1f}"
+            print(f"{size:>6} rows  {name:<22} {speed}")
+    for rb in buffers.values():
+        rb.shutdown()
+
+
+def fit(picture: Path, rounds: int) -> None:
+    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes from 1 to 16 shards, and draw it."""
+    from matplotlib.figure import Figure
+
+    points = []
+    for stored in (20_000, 200_000):
+        for shards in (1, 2, 4, 8, 16):
+            with sharded(shards, stored) as rb:
+                sizes = 64, 256, 1_024, 4_096
+                points += [(stored, shards, size, seconds([partial(step, rb, size)], rounds)[0]) for size in sizes]
+    stored, shards, size, taken = np.array(points).T
+    design = np.stack([np.ones_like(taken), shards, size], 1)
+    (fixed, per_shard, per_row), *_ = np.linalg.lstsq(design, taken, rcond=None)
+    explained = 1 - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum() / ((taken - taken.mean()) ** 2).sum()
+    ratio = taken[stored == 200_000] / taken[stored == 20_000]
+    print(f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows")
+    print(f"R^2 {explained:.3f}; 10 times the rows stored: x{median(ratio):.2f}")
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for color, each in enumerate(sorted(set(size))):
+        chosen = (size == each) & (stored == 200_000)
+        axes.plot(shards[chosen], 1e3 * taken[chosen], "o", color=f"C{color}", label=f"{int(each):,} rows")
+        axes.plot(shards[chosen], 1e3 * (fixed + per_shard * shards[chosen] + per_row * each), color=f"C{color}")
+    axes.set(xlabel="shards", ylabel="ms per batch: sample and update", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--fit", type=Path, help="fit the cost of a batch, and draw it here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=500_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": paths},
+    )
+    if options.fit is None:
+        compare(options.rows, options.rounds)
+    else:
+        fit(options.fit, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Shards in this process: what a client takes for Ray, fast and deterministic."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+from ray.exceptions import ActorUnavailableError
+
+from rlbuf_td import ReplayBuffer
+from rlbuf_td.distributed.client import Client
+from rlbuf_td.distributed.shard import Shard
+from rlbuf_td.distributed.spec import Spec
+
+_METHODS = "report", "draw", "write", "empty", "dump", "load"
+
+
+class Method:
+    def __init__(self, handle: LocalHandle, name: str) -> None:
+        self.handle, self.name = handle, name
+
+    def remote(self, *given: Any) -> Any:
+        """Call the method at once; return what came out of it, as bytes."""
+        handle = self.handle
+        handle.calls.append(self.name)
+        if handle.is_lost:
+            return ActorUnavailableError("lost", None)
+        try:
+            answer = getattr(handle.shard, self.name)(*pickle.loads(pickle.dumps(given)))
+        except Exception as error:  # noqa: BLE001  as Ray does, the caller gets it
+            return error
+        return answer
+
+
+class LocalHandle:
+    """A shard, and the calls that have reached it."""
+
+    def __init__(self, make_buffer: Callable[[], ReplayBuffer]) -> None:
+        self.make_buffer, self.is_lost = make_buffer, False
+        self.calls: list[str] = []
+        self.shard = Shard(make_buffer, None, False)
+        for name in _METHODS:
+            setattr(self, name, Method(self, name))
+
+    def restart(self, dump: str | None = None) -> None:
+        """Lose everything, and begin anew, perhaps from a dump."""
+        self.shard, self.is_lost = Shard(self.make_buffer, dump, True), False
+
+
+class LocalEngine:
+    """Ray's ``get`` and ``wait``, for answers that are there already."""
+
+    def get(self, answer: Any, timeout: float | None = None) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return pickle.loads(pickle.dumps(answer))
+
+    def wait(self, answers: list[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        return answers, []
+
+
+def connect(handles: list[LocalHandle]) -> tuple[list[LocalHandle], None, LocalEngine]:
+    return handles, None, LocalEngine()
+
+
+class World:
+    """Some shards, and clients of them."""
+
+    def __init__(self, shards: int, make_buffer: Callable[[], ReplayBuffer], **options: Any) -> None:
+        self.handles = [LocalHandle(make_buffer) for _ in range(shards)]
+        self.spec, self.options = Spec.of(make_buffer()), options
+
+    def client(self, home: int | None = None, prefetch: int = 0) -> Client:
+        connection = partial(connect, self.handles)
+        return Client(connection, self.spec, None, prefetch, self.options.get("on_loss", "continue"), home)
+
+    @property
+    def shards(self) -> list[Shard]:
+        return [handle.shard for handle in self.handles]

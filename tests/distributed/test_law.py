@@ -1,0 +1,192 @@
+"""The joint law of batches over shards, and their weights, against one buffer with all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
+from tests.distributed.local import World
+from tests.statistics import assert_follows, power
+
+ALPHA, BETA = 0.7, 0.5
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    return TensorDict({"id": number, "next": {"reward": number[:, None].float()}}, [count])
+
+
+def proportional(stratified: bool = True, weight_norm: Any = "buffer") -> ReplayBuffer:
+    sampler = ProportionalSampler(400, ALPHA, BETA, stratified=stratified, weight_norm=weight_norm)
+    return ReplayBuffer(storage=PackedStorage(400), sampler=sampler, batch_size=64)
+
+
+def uniform() -> ReplayBuffer:
+    return ReplayBuffer(storage=PackedStorage(400), sampler=UniformSampler(), batch_size=64)
+
+
+def fill(world: World, count: int) -> int:
+    """Write rows, of each shard some more than of the one before, and give them priorities of their own."""
+    first = 0
+    shares = torch.arange(1, len(world.handles) + 1)
+    for place, share in enumerate(shares.tolist()):
+        number = max(1, count * share // int(shares.sum()))
+        world.client(home=place).extend(rows(first, number))
+        shard = world.shards[place]
+        if shard._prioritized is not None:
+            shard.buffer.update_priority(torch.arange(number), (1.0 + place) * torch.rand(number) ** 3)
+            shard.version += 1
+        first += number
+    return first
+
+
+def magnitudes(world: World, count: int) -> torch.Tensor:
+    """Return the magnitude of each row by its id, 0 where it is not stored."""
+    found = torch.zeros(count, dtype=torch.float64)
+    for shard in world.shards:
+        stored = shard.storage[:]["id"].flatten()
+        found[stored] = shard.buffer.sampler.law.table.magnitude[: len(stored)]
+    return found
+
+
+def law(world: World, count: int) -> torch.Tensor:
+    weight = torch.zeros(count, dtype=torch.float64)
+    for shard in world.shards:
+        stored = shard.storage[:]["id"] if len(shard.storage) else torch.empty(0, dtype=torch.int64)
+        prioritized = shard._prioritized
+        flat = torch.arange(len(stored))
+        weight[stored] = torch.ones(len(stored)).double() if prioritized is None else prioritized.law.table.weight[flat]
+    return weight / weight.sum()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("make_buffer", [proportional, uniform])
+def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
+    world = World(shards, make_buffer)
+    count, learner, draws, size = fill(world, 120), world.client(), 200, 4_096
+    expected, counts = law(world, count), torch.zeros(count)
+    for _ in range(draws):
+        counts += torch.bincount(learner.sample(size)["id"], minlength=count)
+    assert power(expected.numpy(), draws * size, bias=0.02) > 0.99
+    assert_follows(counts, expected)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_each_batch_follows_the_law_of_its_time_while_others_write_and_priorities_change(shards, prefetch, monkeypatch):
+    world = World(shards, proportional)
+    fill(world, 120)
+    learner, writers = world.client(prefetch=prefetch), [world.client(home=place) for place in range(shards)]
+    total, size, seen = 400, 2_048, 120
+    expected, counts = torch.zeros(total, dtype=torch.float64), torch.zeros(total)
+    laws = [law(world, total)]  # of each request: with prefetch one brings several batches
+    send = learner._send
+
+    def noted(size: int) -> Any:
+        laws.append(law(world, total))
+        return send(size)
+
+    monkeypatch.setattr(learner, "_send", noted)
+    served = 0
+    for step in range(200):
+        before = len(laws)
+        batch = learner.sample(size)
+        # The batch at hand was drawn by the request before the one that is under way now.
+        served = (before if prefetch == 0 else max(1, len(laws) - 2)) if len(laws) > before else served
+        expected += laws[served]
+        counts += torch.bincount(batch["id"], minlength=total)
+        if step % 20 == 0:
+            writers[step % shards].extend(rows(seen, 3))
+            seen += 3
+        part = batch[:32]
+        part["td_error"] = torch.rand(32)
+        learner.update_tensordict_priority(part)
+    written = expected > 0
+    expected = expected / expected.sum()
+    assert power(expected[written].numpy(), 200 * size, bias=0.02) > 0.95
+    assert_follows(counts, expected)
+    assert sum(shard.report().drifted for shard in world.shards) == 0
+    assert int((counts[120:seen] > 0).sum()) > 20
+
+
+def test_a_client_whose_masses_are_old_draws_by_them_and_its_weights_say_so():
+    world = World(2, proportional)
+    count, learner = fill(world, 60), world.client()
+    learner.sample()
+    before = torch.tensor([report.mass for report in learner.links.known if report is not None])
+    other = world.client()
+    batch = other.sample(512)
+    batch["td_error"] = 5.0 * torch.rand(512)
+    other.update_tensordict_priority(batch)
+    other.synchronize()
+    shares, now = before / before.sum(), [shard.report() for shard in world.shards]
+    p = torch.zeros(count, dtype=torch.float64)
+    for place, shard in enumerate(world.shards):
+        stored = shard.storage[:]["id"]
+        p[stored] = shares[place] * shard.buffer.sampler.law.table.weight[: len(stored)] / now[place].mass
+    batch = learner.sample(4_096)
+    assert sum(shard.report().drifted for shard in world.shards) == 4_096
+    expected = (p[batch["id"]] / p.min()) ** -BETA
+    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("weight_norm", ["buffer", "batch", None])
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_weights_are_those_of_one_buffer(shards, weight_norm):
+    world = World(shards, lambda: proportional(weight_norm=weight_norm))
+    count = fill(world, 100)
+    single = proportional(weight_norm=weight_norm)
+    single.extend(rows(0, count))
+    single.update_priority(torch.arange(count), magnitudes(world, count))
+    batch = world.client().sample(256)
+    p = single.sampler.probability(batch["id"])
+    unit = {"buffer": single.sampler.probability(torch.arange(count)).min(), "batch": p.min(), None: 1 / count}
+    expected = (p / unit[weight_norm]) ** -BETA
+    torch.testing.assert_close(batch["priority_weight"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_is_stratified_over_all_shards():
+    world = World(4, uniform)
+    count = fill(world, 200)
+    counts = torch.bincount(world.client().sample(count * 5)["id"], minlength=count)
+    assert set(counts.tolist()) <= {4, 5, 6}
+    first_half = world.client().sample(count)["id"][: count // 2]
+    assert int((first_half >= count // 2).sum()) in range(count // 4 - 2, count // 4 + 3)
+
+
+def test_new_rows_enter_with_the_largest_error_that_any_shard_has_seen():
+    world = World(2, proportional)
+    fill(world, 30)
+    learner, writer = world.client(), world.client(home=0)
+    batch = learner.sample()
+    batch["td_error"] = torch.where(batch["index"][:, 0] == 1, 9.0, 0.1)
+    learner.update_tensordict_priority(batch)
+    learner.sample()  # brings the errors to shard 1
+    writer.extend(rows(300, 1))
+    learner.sample()
+    learner.sample()
+    shard = world.shards[0]
+    where = int((shard.storage[:]["id"] == 300).nonzero())
+    assert float(shard.buffer.sampler.priority(torch.tensor([where]))) == pytest.approx(9.0)
+
+
+def test_td_errors_travel_with_the_next_request_one_to_each_shard():
+    world = World(4, proportional)
+    fill(world, 200)
+    learner = world.client()
+    learner.sample()
+    for handle in world.handles:
+        handle.calls.clear()
+    for _ in range(10):
+        batch = learner.sample()
+        batch["td_error"] = torch.rand(64)
+        learner.update_tensordict_priority(batch)
+        learner.links.heard = [np.inf] * 4  # however slow this machine is
+    touched = [handle.calls for handle in world.handles]
+    assert all(set(calls) == {"draw"} and len(calls) <= 10 for calls in touched)
+    assert touched[3] == ["draw"] * 10

@@ -1,0 +1,255 @@
+"""Shards on a Ray of this machine: clients in other processes, losses, flow control, dumps, collectors."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv
+
+import rlbuf_td
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.checkpoint import CheckpointError
+
+ray = pytest.importorskip("ray")
+
+from rlbuf_td import distributed  # noqa: E402
+from rlbuf_td.distributed import ShardedReplayBuffer  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
+#: A checksum is in each row, so that a torn or mixed one is seen.
+FACTOR = 7_919
+
+
+def rows(first: int, count: int) -> TensorDict:
+    number = torch.arange(first, first + count)
+    checks = {"check": number * FACTOR, "wide": number[:, None].expand(count, 40).float()}
+    return TensorDict({"id": number, "next": checks}, [count])
+
+
+def assert_whole(batch: TensorDict) -> None:
+    assert torch.equal(batch["next", "check"], batch["id"] * FACTOR)
+    assert torch.equal(batch["next", "wide"], batch["id"][:, None].expand(len(batch), 40).float())
+
+
+def make_buffer(capacity: int = 2_000) -> ReplayBuffer:
+    return ReplayBuffer(storage=PackedStorage(capacity), sampler=ProportionalSampler(capacity), batch_size=64)
+
+
+def process_of(rb: ShardedReplayBuffer, place: int) -> int:
+    return ray.get(rb.links.handles[place].process.remote())
+
+
+def learn(rb: Any, seconds: float) -> tuple[int, float]:
+    """Sample and update; return the number of batches, and the longest that one took."""
+    end, batches, longest = time.monotonic() + seconds, 0, 0.0
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        batch = rb.sample(wait=True, timeout=20.0)
+        assert_whole(batch)
+        batch["td_error"] = torch.rand(len(batch))
+        rb.update_tensordict_priority(batch)
+        batches, longest = batches + 1, max(longest, time.monotonic() - begin)
+    return batches, longest
+
+
+class Writer:
+    """A collector in a process of its own."""
+
+    def __init__(self, client: Any, first: int) -> None:
+        self.client, self.next = client, first
+
+    def write(self, seconds: float, count: int = 50) -> int:
+        """Write for some time; return how many rows."""
+        end, written = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            self.client.extend(rows(self.next, count))
+            self.next += count
+            written += count
+            time.sleep(0.002)
+        return written
+
+
+def start_writers(clients: Iterable[Any]) -> list[Any]:
+    return [ray.remote(Writer).options(num_cpus=0).remote(each, 10**7 * place) for place, each in enumerate(clients)]
+
+
+@pytest.fixture(scope="module")
+def two_shards(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedReplayBuffer]:
+    """Two shards, which tests share: to start one takes seconds."""
+    with ShardedReplayBuffer(2, make_buffer, dump_dir=tmp_path_factory.mktemp("shards")) as rb:
+        yield rb
+
+
+@pytest.fixture
+def rb(two_shards: ShardedReplayBuffer) -> ShardedReplayBuffer:
+    two_shards.empty()
+    return two_shards
+
+
+def fill(rb: ShardedReplayBuffer, count: int) -> None:
+    for place, client in enumerate(rb.clients(len(rb.links.handles))):
+        client.extend(rows(10_000 * place, count))
+        client.synchronize()
+
+
+def test_a_client_in_another_process_writes_what_a_learner_samples(rb):
+    (writer,) = start_writers([pickle.loads(pickle.dumps(rb.client()))])
+    written = writer.write.remote(1.0)
+    batches, _ = learn(rb, 1.0)
+    assert batches > 0
+    total = ray.get(written)
+    assert rb.write_count == total
+    health = rb.health()
+    assert sum(shard["inserts"] for shard in health["shards"]) == total
+    assert sum(shard["drifted"] for shard in health["shards"]) == 0
+    assert "0: " in repr(rb)
+    assert [client._home for client in rb.clients(2)] in ([0, 1], [1, 0])
+    with pytest.raises(ValueError, match="n must be a whole number"):
+        rb.clients(0)
+
+
+def test_a_dump_is_loaded_into_another_number_of_shards(rb, tmp_path):
+    fill(rb, 300)
+    learn(rb, 0.2)
+    rb.dumps(tmp_path)
+    mass = sum(shard["mass"] for shard in rb.health()["shards"])
+    with ShardedReplayBuffer(1, partial(make_buffer, 600)) as other:
+        other.loads(tmp_path)
+        (shard,) = other.health()["shards"]
+        assert (shard["rows"], shard["mass"]) == (600, pytest.approx(mass))
+        learn(other, 0.1)
+        with pytest.raises(CheckpointError, match="no dump of a ShardedReplayBuffer"):
+            other.loads(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match="say where the dump is"):
+            other.dumps()
+        other.spec = other.spec._replace(capacity=500)
+        with pytest.raises(ValueError, match="has room for 500"):
+            other.loads(tmp_path)
+
+
+def test_a_collector_of_torchrl_writes_into_shards():
+    with ShardedReplayBuffer(1, make_buffer) as rb:
+        env = GymEnv("CartPole-v1")
+        collector = Collector(env, None, frames_per_batch=50, total_frames=200, replay_buffer=rb.client())
+        for _ in collector:
+            pass
+        collector.shutdown()
+        assert rb.write_count == 200
+        assert rb.sample(32)["observation"].shape == (32, 4)
+
+
+def test_a_killed_shard_comes_back_from_its_dump(two_shards):
+    rb = two_shards  # whose rows are replaced by other ones
+    ray.get([handle.load.remote([]) for handle in rb.links.handles])
+    rb.empty()
+    fill(rb, 500)
+    rb.dumps()
+    more = rb.clients(2)[1]
+    more.extend(rows(50_000, 100))
+    more.synchronize()
+    learn(rb, 0.2)
+    before = {place: report.rows for place, report in enumerate(rb.links.known) if report is not None}
+    assert sum(before.values()) == 1_100
+    lost = more._home or 0
+    os.kill(process_of(rb, lost), signal.SIGKILL)
+    _, longest = learn(rb, 1.0)
+    deadline = time.monotonic() + 60
+    while len(rb.links.live) < 2 and time.monotonic() < deadline:
+        longest = max(longest, learn(rb, 0.1)[1])
+    assert longest < 5
+    assert len(rb) == 1_000
+    health = rb.health()
+    assert (health["lost_shards"], health["shards"][lost]["lost_rows"]) == (1, 100)
+    assert set(rb.sample(256)["index"][:, 0].tolist()) == {0, 1}
+
+
+def test_flow_control_holds_for_a_racing_writer_and_a_learner():
+    with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
+        with pytest.raises(RuntimeError, match="lets no batch of 64 rows pass"):
+            rb.sample()
+        with pytest.raises(TimeoutError, match="no permission"):
+            rb.sample(wait=True, timeout=0.05)
+        writer = Writer(rb.client(), 0)
+        thread = threading.Thread(target=writer.write, args=(2.0, 20))
+        thread.start()
+        worst, end = 0.0, time.monotonic() + 1.5
+        while time.monotonic() < end:
+            assert_whole(rb.sample(wait=True, timeout=10.0))
+            flow = ray.get(rb._flow.report.remote())
+            worst = max(worst, abs(flow["samples"] - 4.0 * (flow["inserts"] - 100)))
+        thread.join()
+        assert worst <= 500
+        assert rb.health()["flow"]["samples"] > 0
+        stopper = threading.Timer(0.5, rb.shutdown)
+        stopper.start()
+        with pytest.raises((RuntimeError, ray.exceptions.RayError)):
+            learn(rb, 30.0)
+        stopper.join()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 0}, "num_shards must be a whole number"),
+        ({"on_loss": "ignore"}, "on_loss must be"),
+        ({"samples_per_insert": -1}, "samples_per_insert must be a positive number"),
+        ({"tolerance": 5}, "tolerance needs samples_per_insert"),
+        ({"samples_per_insert": 8, "tolerance": 5}, "tolerance must be at least 8"),
+        ({"min_size": -1}, "min_size must be a whole number"),
+        ({"prefetch": -1}, "prefetch must be a whole number"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    given: dict[str, Any] = {"num_shards": 2, "make_buffer": make_buffer} | arguments
+    with pytest.raises(ValueError, match=message):
+        ShardedReplayBuffer(**given)
+
+
+@pytest.mark.parametrize("name", distributed.__all__)
+def test_the_examples_of_the_room_run_as_they_are_pasted(name):
+    known = {"torch": torch, **{each: getattr(rlbuf_td, each) for each in rlbuf_td.__all__}}
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    said: list[str] = []
+    for example in doctest.DocTestFinder(recurse=False).find(getattr(distributed, name), name, globs=known):
+        runner.run(example, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@pytest.mark.slow
+def test_60_seconds_of_killed_shards_cost_no_row_and_stop_nobody(tmp_path):
+    with ShardedReplayBuffer(4, make_buffer, dump_dir=tmp_path) as rb:
+        written = [writer.write.remote(60.0) for writer in start_writers(rb.clients(2))]
+        stop = threading.Event()
+        handles = list(rb.links.handles)
+
+        def kill() -> None:
+            turn = 0
+            while not stop.wait(3.0):
+                turn += 1
+                try:
+                    process = ray.get(handles[turn * 7 % 4].process.remote(), timeout=2.0)
+                    os.kill(process, signal.SIGKILL)
+                except (ray.exceptions.RayError, ProcessLookupError):
+                    continue
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        batches, longest = learn(rb, 60.0)
+        stop.set()
+        killer.join()
+        assert longest < 5
+        assert batches > 500
+        assert min(ray.get(written, timeout=30)) > 10_000
+        assert rb.health()["lost_shards"] > 5

@@ -1,0 +1,361 @@
+"""Handles, trajectories, losses, dumps and refusals, with shards in this process."""
+
+from __future__ import annotations
+
+import pickle
+from zlib import crc32
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import (
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RolloutWriter,
+    SchemaError,
+    SequenceSampler,
+    UniformSampler,
+)
+from rlbuf_td.distributed import ShardLost
+from rlbuf_td.distributed.packing import named
+from rlbuf_td.distributed.segments import deal
+from rlbuf_td.distributed.shard import Request
+from rlbuf_td.distributed.spec import Spec
+from tests.distributed.local import World
+from tests.distributed.test_law import fill, magnitudes, proportional, rows, uniform
+
+
+def updated(client, batch, error=7.0):
+    batch["td_error"] = torch.full(batch.shape, error)
+    client.update_tensordict_priority(batch)
+    client.synchronize()
+
+
+def stale(world, client):
+    return client.stale + sum(shard.report().stale for shard in world.shards)
+
+
+def test_what_is_sampled_is_what_was_written():
+    world = World(3, proportional)
+    count = fill(world, 90)
+    batch = world.client().sample(300)
+    assert torch.equal(batch["next", "reward"][:, 0], batch["id"].float())
+    assert set(batch["id"].tolist()) <= set(range(count))
+    shard, incarnation, row, clock = batch["index"].unbind(-1)
+    for place, each in enumerate(world.shards):
+        mine = shard == place
+        assert torch.equal(each.storage[:]["id"][row[mine]], batch["id"][mine])
+        assert set(incarnation[mine].tolist()) == {each.incarnation}
+        assert set(clock[mine].tolist()) == {each.storage.clock.now}
+
+
+def test_updates_reach_their_rows():
+    world = World(3, proportional)
+    count, learner = fill(world, 90), world.client()
+    batch = learner.sample(32)
+    updated(learner, batch)
+    assert (magnitudes(world, count)[batch["id"]] == 7).all()
+    assert int((magnitudes(world, count) == 7).sum()) == len(set(batch["id"].tolist()))
+
+
+def test_updates_of_replaced_rows_are_skipped_and_counted():
+    world = World(2, proportional)
+    fill(world, 60)
+    learner, writer = world.client(), world.client(home=0)
+    batch = learner.sample()
+    writer.extend(rows(1_000, 400))
+    learner.synchronize()
+    learner.sample()
+    updated(learner, batch)
+    assert stale(world, learner) == int((batch["index"][:, 0] == 0).sum()) > 0
+    assert not (magnitudes(world, 1_400)[1_000:] == 7).any()
+
+
+def test_updates_for_a_restarted_shard_are_skipped_and_counted():
+    world = World(2, proportional)
+    fill(world, 60)
+    learner, batch = world.client(), world.client().sample()
+    world.handles[1].restart()
+    world.client(home=1).extend(rows(0, 50))
+    updated(learner, batch)
+    learner.sample()
+    assert stale(world, learner) == int((batch["index"][:, 0] == 1).sum()) > 0
+    assert not (world.shards[1].buffer.sampler.priority(torch.arange(50)) == 7).any()
+
+
+def test_a_lost_shard_costs_its_rows_and_one_retry():
+    world = World(3, proportional)
+    fill(world, 90)
+    learner = world.client()
+    learner.sample()
+    world.handles[2].is_lost = True
+    batch = learner.sample()
+    assert (learner.retries, learner.links.losses) == (1, 1)
+    assert set(batch["index"][:, 0].tolist()) == {0, 1}
+    writer = world.client(home=2)
+    writer.extend(rows(500, 5))
+    assert writer._home == 0
+    world.handles[2].restart()
+    learner.links._probes[2] = 0.0, None
+    for _ in range(3):
+        learner.sample()
+        learner.links._probes = {place: (0.0, probe) for place, (_, probe) in learner.links._probes.items()}
+    assert learner.links.live == [0, 1, 2]
+    assert learner.links.lost_rows[2] > 0
+
+
+def test_a_loss_is_raised_where_that_is_wanted():
+    world = World(2, proportional, on_loss="raise")
+    fill(world, 60)
+    learner = world.client()
+    learner.sample()
+    world.handles[0].is_lost = True
+    with pytest.raises(ShardLost, match="shard 0 of 2 is lost"):
+        learner.sample()
+
+
+def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
+    world = World(2, proportional)
+    fill(world, 60)
+    learner = world.client()
+    learner.sample()
+    world.shards[1].empty()
+    assert set(learner.sample()["index"][:, 0].tolist()) == {0}
+    world.shards[0].empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        learner.sample()
+    with pytest.raises(TimeoutError, match="no rows within"):
+        learner.sample(wait=True, timeout=0.05)
+
+
+def test_wire_bytes_are_those_of_the_rows_and_64_each():
+    def wide():
+        return ReplayBuffer(storage=PackedStorage(400), sampler=ProportionalSampler(400), batch_size=16)
+
+    world = World(1, wide)
+    keys = {f"key{number}": torch.rand(100, 3) for number in range(20)}
+    world.client().extend(TensorDict(keys, [100]))
+    shard = world.shards[0]
+    layout = crc32(named(shard.storage.layout))
+    for size in (16, 256, 4_096):
+        request = Request(torch.rand(size).double().numpy(), 0, 0, 1.0, layout)
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(shard.draw(request), protocol=5, buffer_callback=buffers.append)
+        nbytes = len(head) + sum(memoryview(buffer).nbytes for buffer in buffers)
+        assert nbytes <= 1.1 * size * shard.storage.row_bytes + 64 * size
+
+
+def test_an_unfit_write_is_refused_at_once():
+    world = World(2, proportional)
+    writer = world.client(home=0)
+    writer.extend(rows(0, 5))
+    with pytest.raises(SchemaError, match="'id' came as float32"):
+        writer.extend(TensorDict({"id": torch.rand(3), "next": {"reward": torch.zeros(3, 1)}}, [3]))
+    with pytest.raises(SchemaError, match="unknown key 'other'"):
+        world.client(home=0).extend(rows(0, 3).set("other", torch.zeros(3)))
+    with pytest.raises(ValueError, match="batch dims"):
+        writer.extend(rows(0, 5)[:0])
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        world.client(home=1).extend(rows(0, 2).set("td_error", torch.tensor([1.0, float("nan")])))
+    assert sum(len(shard.storage) for shard in world.shards) == 5
+    world.client(home=1).extend(TensorDict({"other": torch.zeros(3)}, [3]))
+    with pytest.raises(SchemaError, match="shard 1 holds rows of another layout"):
+        world.client().sample()
+
+
+def test_updates_without_errors_or_with_bad_ones_are_refused():
+    world = World(2, proportional)
+    fill(world, 60)
+    learner = world.client()
+    batch = learner.sample()
+    with pytest.raises(KeyError, match="no 'td_error'"):
+        learner.update_tensordict_priority(batch)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        learner.update_tensordict_priority(batch.set("td_error", torch.full((64,), torch.nan)))
+    with pytest.raises(KeyError, match="no 'index'"):
+        learner.update_tensordict_priority(batch.set("td_error", torch.zeros(64)).exclude("index"))
+    assert not learner._errors
+
+
+@pytest.mark.parametrize(
+    ("make_buffer", "name"),
+    [
+        (lambda: ReplayBuffer(sampler=RankSampler(1_000)), "RankSampler"),
+        (lambda: ReplayBuffer(sampler=UniformSampler(unique=True)), "unique=True"),
+        (lambda: ReplayBuffer(sampler=UniformSampler(replacement=False)), "MinibatchSampler"),
+        (lambda: ReplayBuffer(sampler=SequenceSampler(UniformSampler(), 3, boundary="strict")), "strict"),
+        (lambda: ReplayBuffer(sampler=ProportionalSampler(9, max_priority_within_buffer=True)), "within_buffer"),
+        (lambda: ReplayBuffer(writer=RolloutWriter()), "RolloutWriter"),
+        (lambda: ReplayBuffer(transform=lambda data: data), "a transform"),
+        (lambda: ReplayBuffer(prefetch=2), "prefetch"),
+    ],
+)
+def test_buffers_whose_law_cannot_be_sharded_are_refused_by_name(make_buffer, name):
+    with pytest.raises(ValueError, match=name):
+        Spec.of(make_buffer())
+
+
+def test_what_is_no_buffer_of_this_package_is_refused():
+    with pytest.raises(TypeError, match="must return a ReplayBuffer of this package"):
+        Spec.of("buffer")  # type: ignore[arg-type]
+
+
+# -- trajectories
+
+
+def episode(first: int, count: int, ends: bool = True) -> TensorDict:
+    number = torch.arange(first, first + count)
+    done = torch.zeros(count, 1, dtype=torch.bool)
+    done[-1] = ends
+    outcome = {"id": number + 1, "reward": torch.ones(count, 1), "done": done}
+    return TensorDict({"id": number, "next": outcome}, [count])
+
+
+def test_n_step_returns_are_computed_in_shards_and_stop_where_another_writer_follows():
+    def make_buffer():
+        sampler = NStepSampler(ProportionalSampler(200), 3, 1.0)
+        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)
+
+    world = World(2, make_buffer)
+    one, other = world.client(home=0), world.client(home=0)
+    one.extend(episode(0, 5, ends=False))
+    other.extend(episode(100, 5, ends=False))
+    world.client(home=1).extend(episode(200, 10, ends=False))
+    batch = world.client().sample(512)
+    first = batch["id"]
+    last = torch.where(first < 100, 4, torch.where(first < 200, 104, 209))
+    steps = (last - first + 1).clamp(max=3)
+    assert torch.equal(batch["steps_to_next_obs"].flatten(), steps)
+    assert torch.equal(batch["next", "id"], first + steps)
+    assert set(first.tolist()) == {*range(5), *range(100, 105), *range(200, 210)}
+
+
+@pytest.mark.parametrize("priority", ["max", "mix"])
+def test_sequences_come_whole_and_their_errors_go_to_the_anchors(priority):
+    def make_buffer():
+        sampler = SequenceSampler(ProportionalSampler(200), 3, burn_in=1, priority=priority)
+        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)
+
+    world = World(2, make_buffer)
+    for place in range(2):
+        world.client(home=place).extend(episode(100 * place, 20))
+    learner = world.client()
+    batch = learner.sample()
+    windows = batch["id"].view(16, 4)
+    real = batch["mask"].view(16, 4)
+    assert ((windows[:, 1:] - windows[:, :-1] == 1) | ~(real[:, 1:] & real[:, :-1])).all()
+    anchors = batch["anchor_index"].view(16, 4, 4)[:, 0]
+    assert torch.equal(anchors[:, 2] + 100 * anchors[:, 0], windows[:, 1])
+    batch["td_error"] = torch.rand(64)
+    learner.update_tensordict_priority(batch)
+    learner.synchronize()
+    error = batch["td_error"].view(16, 4)[:, 1:] * real[:, 1:]
+    largest = error.amax(1)
+    if priority == "mix":
+        largest = 0.9 * largest + 0.1 * error.sum(1) / real[:, 1:].sum(1)
+    latest = dict(zip(windows[:, 1].tolist(), largest.tolist(), strict=True))
+    stored = magnitudes(world, 120)
+    assert {row: float(stored[row]) for row in latest} == pytest.approx(latest)
+
+
+def test_hindsight_relabels_inside_shards():
+    def make_buffer():
+        sampler = HindsightSampler(
+            UniformSampler(),
+            lambda batch: (batch["next", "achieved_goal"] == batch["desired_goal"]).float(),
+            her_ratio=1.0,
+        )
+        return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=256)
+
+    world = World(2, make_buffer)
+    for place in range(2):
+        position = torch.arange(11.0)[:, None] + 100 * place
+        done = torch.arange(10)[:, None] == 9
+        outcome = {"achieved_goal": position[1:], "reward": torch.zeros(10, 1), "done": done}
+        data = TensorDict({"position": position[:-1], "desired_goal": torch.zeros(10, 1), "next": outcome}, [10])
+        world.client(home=place).extend(data)
+    batch = world.client().sample()
+    ahead = batch["desired_goal"] - batch["position"]
+    assert batch["relabeled"].all()
+    assert ((ahead >= 1) & (ahead <= 10)).all()
+    reached = batch["desired_goal"] == batch["next", "achieved_goal"]
+    assert torch.equal(batch["next", "reward"], reached.float())
+
+
+def test_lanes_are_written_as_collectors_give_them():
+    def make_buffer():
+        return ReplayBuffer(storage=PackedStorage(60, ndim=2), sampler=ProportionalSampler(60), batch_size=64)
+
+    world = World(2, make_buffer)
+    client, number = world.client(home=0), torch.arange(12).view(3, 4)
+    client.extend(TensorDict({"id": number}, [3, 4]))
+    client.add(TensorDict({"id": torch.arange(12, 15)}, [3]))
+    assert torch.equal(world.shards[0].storage[:]["id"], torch.cat([number.T, torch.arange(12, 15)[None]]))
+    learner = world.client()
+    batch = learner.sample()
+    flat = world.shards[0].storage[:]["id"].flatten()
+    assert torch.equal(flat[batch["index"][:, 2]], batch["id"])
+    updated(learner, batch)
+    assert (world.shards[0].buffer.sampler.law.table.magnitude[batch["index"][:, 2]] == 7).all()
+
+
+def test_one_row_can_be_added():
+    world = World(2, uniform)
+    client = world.client(home=1)
+    client.add(rows(3, 1)[0])
+    assert (len(client), client.write_count) == (1, 1)
+    assert world.client().sample(4)["id"].tolist() == [3] * 4
+
+
+# -- dumps
+
+
+def test_time_steps_are_dealt_out_in_order():
+    assert deal([10, 10, 10, 10], 3) == [[(0, 0, 10), (1, 0, 3)], [(1, 3, 7), (2, 0, 7)], [(2, 7, 3), (3, 0, 10)]]
+    assert deal([0, 2], 1) == [[(1, 0, 2)]]
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_dump_of_4_shards_is_loaded_into_3(tmp_path, ndim):
+    def make_buffer():
+        sampler = ProportionalSampler(80, alpha=0.7)
+        return ReplayBuffer(storage=PackedStorage(80, ndim=ndim), sampler=sampler, batch_size=64)
+
+    world, count = World(4, make_buffer), 0
+    for place, steps in enumerate((40, 20, 12, 50)):  # the last ring has wrapped
+        shape = [steps] if ndim == 1 else [2, steps]
+        data = torch.arange(count, count + steps * (1 if ndim == 1 else 2)).view(shape)
+        client = world.client(home=place)
+        client.extend(TensorDict({"id": data, "next": {"done": torch.zeros(*shape, 1, dtype=torch.bool)}}, shape))
+        client.synchronize()
+        shard = world.shards[place]
+        flat = torch.arange(len(shard.storage))
+        shard.buffer.update_priority(flat, torch.rand(len(flat)))
+        count += data.numel()
+    saved = [shard.dump(str(tmp_path / f"{place}"))[0] for place, shard in enumerate(world.shards)]
+    other = World(3, make_buffer)
+    for shard, parts in zip(other.shards, deal(saved, 3), strict=True):
+        shard.load([(str(tmp_path / f"{dump}"), first, number) for dump, first, number in parts])
+    before, after = magnitudes(world, count), magnitudes(other, count)
+    assert torch.equal(before, after)
+    assert int((before > 0).sum()) == sum(len(shard.storage) for shard in other.shards)
+    masses = [sum(shard.report().mass for shard in each.shards) for each in (world, other)]
+    assert masses[0] == pytest.approx(masses[1])
+    batch = other.client().sample()
+    assert set(batch["id"].tolist()) <= set((before > 0).nonzero().flatten().tolist())
+
+
+def test_a_restarted_shard_goes_on_from_its_dump(tmp_path):
+    world = World(1, proportional)
+    count = fill(world, 50)
+    before = magnitudes(world, count)
+    world.shards[0].dump(str(tmp_path))
+    first = world.shards[0].incarnation
+    world.handles[0].restart(str(tmp_path))
+    assert torch.equal(magnitudes(world, count), before)
+    assert world.shards[0].incarnation > first
