@@ -184,6 +184,8 @@ class PrioritizedPlan(Plan, ABC):
             and self.holds()
         ):
             return None
+        if self.law.min_priority:
+            error = self.law.floored(error)
         where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
         with self.lock:
             now = self.length.value, self.clock[NOW], self.clock[LAST]

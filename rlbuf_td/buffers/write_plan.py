@@ -171,6 +171,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     if (
         type(sampler) not in (UniformSampler, ProportionalSampler, RankSampler)  # which need not be told of a write
         or getattr(sampler, "max_priority_within_buffer", False)
+        or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel lets the first rows enter with 1
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
         or buffer.episode_stats is not None
         or buffer.dim_extend > len(storage.lanes)

@@ -26,6 +26,9 @@ class Law(ABC):
     """The magnitudes of all rows, -1 for a row without a priority, in the data structure that the law draws from."""
     blank: ClassVar[dict[str, float]]
     """The tensors of the table that determine its state, each with its value for a row without a priority."""
+    min_priority = 0.0
+    """What smaller magnitudes count as."""
+    first = property(lambda self: max(1.0, self.min_priority), doc="What rows enter with before any TD error was seen.")
 
     def __init__(self, settings: SharedNumbers) -> None:
         self.settings = settings
@@ -105,8 +108,8 @@ class Priorities:
             self._find_largest()
         largest = self.largest
         if isinstance(largest, Tensor):
-            return torch.where(largest < 0, 1.0, largest)
-        return 1.0 if largest < 0 else largest
+            return torch.where(largest < 0, self.law.first, largest)
+        return self.law.first if largest < 0 else largest
 
     def _find_largest(self) -> None:
         """Search the rows for the largest magnitude, unless the row found last time still has it."""

@@ -53,7 +53,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     default_priority = property(attrgetter("priorities.entry"), doc="The magnitude that a new row enters with.")
     device = property(attrgetter("priorities.device"), doc="Where the priorities live: with the rows.")
     _max_capacity = property(attrgetter("priorities.capacity"))
-    _shown: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
+    _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
     _setting_names: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
 
     def __init__(

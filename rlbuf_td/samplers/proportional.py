@@ -17,14 +17,14 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 
 
 class ProportionalLaw(Law):
-    """Weights ``(magnitude + eps) ** alpha`` in a sum tree."""
+    """Weights ``(magnitude + eps) ** alpha`` in a sum tree, of magnitudes that are at least ``min_priority``."""
 
     table: sum_tree.SumTree
     blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
 
-    def __init__(self, settings: SharedNumbers, eps: float) -> None:
+    def __init__(self, settings: SharedNumbers, eps: float, min_priority: float) -> None:
         super().__init__(settings)
-        self.eps = exponent("eps", eps)
+        self.eps, self.min_priority = exponent("eps", eps), exponent("min_priority", min_priority)
 
     def make(self, capacity: int, device: torch.device | str) -> sum_tree.SumTree:
         return sum_tree.SumTree.empty(capacity, device)
@@ -38,7 +38,12 @@ class ProportionalLaw(Law):
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
 
+    def floored(self, td_error: Tensor) -> Tensor:
+        """Return the magnitudes of TD errors, at least ``min_priority``; without one the errors themselves."""
+        return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
+
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
+        td_error = self.floored(td_error)
         return sum_tree.update_(self.table, flat, td_error, rows, self.settings[WEIGHED], self.eps, counts)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
@@ -59,7 +64,7 @@ class ProportionalLaw(Law):
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
         settings = self.settings
         largest = sum_tree.prepare_capture(self.table, settings[ALPHA], self.eps, settings[BETA], rows)
-        return largest, largest is not None and self.table.device_state
+        return largest, (self.min_priority, largest is not None and self.table.device_state)
 
 
 class ProportionalSampler(Prioritized):
@@ -84,9 +89,16 @@ class ProportionalSampler(Prioritized):
         device: priorities live with the rows; another device than theirs is refused.
         max_priority_within_buffer: new rows enter with the highest magnitude now stored, rather than the highest ever
             seen. Finding it is O(N) whenever the highest row has lost its place.
+        min_priority: magnitudes below it count as it, at least 0. ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0``,
+            with a Huber loss, is loss-adjusted prioritized replay (LAP).
 
-    New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
-    magnitude.
+    New rows enter with the highest magnitude seen so far, before any with 1.0 or a higher ``min_priority``. TD errors
+    are raw: the sampler takes the magnitude.
+
+    **Loss-adjusted replay.** Importance weights undo a part of what priorities do; LAP does without them (``beta=0``).
+    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss of rows so drawn has the expected gradient of the PAL loss of
+    rows drawn uniformly: :math:`\delta^2 / 2\lambda` where :math:`|\delta| \le 1`, else
+    :math:`|\delta|^{1 + \alpha} / ((1 + \alpha) \lambda)`, with :math:`\lambda` the mean of :math:`p_j^\alpha`.
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves the rows of another one, or ``device``
@@ -96,7 +108,9 @@ class ProportionalSampler(Prioritized):
 
     Cost: O(B log N) to draw and to update; 20 bytes a row. Changing alpha is O(N).
 
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. Unlike TorchRL's
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; of
+    ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
+    Experience Replay, NeurIPS 2020. Unlike TorchRL's
     ``PrioritizedSampler``: negative TD errors count by magnitude, sums are float64 and recomputed (they do not drift),
     ``torch.manual_seed`` reaches it, draws are stratified unless told otherwise, and no row of weight 0 is returned.
 
@@ -114,6 +128,7 @@ class ProportionalSampler(Prioritized):
     """
 
     law: ProportionalLaw
+    _shown: ClassVar[tuple[str, ...]] = (*Prioritized._shown, "min_priority")
 
     def __init__(
         self,
@@ -128,14 +143,16 @@ class ProportionalSampler(Prioritized):
         *,
         stratified: bool = True,
         weight_norm: WeightNorm = "buffer",
+        min_priority: float = 0.0,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-        law = partial(ProportionalLaw, eps=eps)
+        law = partial(ProportionalLaw, eps=eps, min_priority=min_priority)
         rules = stratified, weight_norm, reduction, device, max_priority_within_buffer
         super().__init__(max_capacity, law, alpha, beta, *rules)
 
     eps = property(attrgetter("law.eps"), doc="What is added to every magnitude.")
+    min_priority = property(attrgetter("law.min_priority"), doc="What smaller magnitudes count as.")
     max_priority_within_buffer = property(
         attrgetter("priorities.within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
     )
@@ -153,7 +170,8 @@ class ProportionalSampler(Prioritized):
 
     def snapshot(self) -> dict[str, Any]:
         """See :class:`~rlbuf_td.samplers.common.StatefulSampler`."""
-        return super().snapshot() | {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
+        own = {"eps": self.eps, "max_priority_within_buffer": self.max_priority_within_buffer}
+        return super().snapshot() | own | {"min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`, or from that of TorchRL's ``PrioritizedSampler``.
@@ -167,8 +185,9 @@ class ProportionalSampler(Prioritized):
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)
         eps = exponent("eps", state_dict["eps"])
+        min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
         super().load_state_dict(state_dict)
-        self.law.eps = eps
+        self.law.eps, self.law.min_priority = eps, min_priority
         self.priorities.within_buffer = bool(
             state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
         )
