@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from rlbuf_td.buffers import graph as capture
-from rlbuf_td.kernels.dispatch import Backend, forced
+from rlbuf_td.kernels.dispatch import Backend
+from tests.backends import forced
 from tests.interpreter import why_not as why_no_interpreter
 
 #: Operations whose result the host needs, as a value or as a shape.

@@ -15,8 +15,8 @@ from torchrl.envs.transforms import DoubleToFloat
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter
 from rlbuf_td.kernels import rows as row_kernels
-from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.storages.write_clock import SAMPLED_AT, WriteClock
+from tests.backends import forced
 
 CAPACITY = 30
 ERROR = 1000.0  # larger than what any row enters with

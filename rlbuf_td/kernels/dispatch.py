@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ from torch import Tensor
 
 Backend: TypeAlias = Literal["numba", "torch", "triton"]
 
-_forced: Backend | None = None
+_forced: Backend | None = None  # by tests, on every device
 _triton_is_enabled = os.environ.get("RLBUF_TD_TRITON", "1") != "0"
 _agrees: dict[tuple[str, torch.device], bool] = {}
 _is_compiling = torch.compiler.is_compiling
@@ -85,21 +85,6 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 def loops(name: str) -> ModuleType:
     """Return a module of kernels, which is imported at its first use: numba and Triton take seconds."""
     return import_module(f"rlbuf_td.kernels.{name}")
-
-
-@contextmanager
-def forced(backend: Backend) -> Iterator[None]:
-    """Use one backend on every device, for tests and comparisons.
-
-    ``"triton"`` on the CPU needs Triton's interpreter: ``TRITON_INTERPRET=1``, set before anything imports Triton.
-    Objects remember which backend they were made for: make them inside.
-    """
-    global _forced
-    before, _forced = _forced, backend
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from rlbuf_td.kernels import dispatch, sum_tree
 from rlbuf_td.kernels.episodes import FlagBoundaries
+from tests.backends import forced
 
 compiled: set[str] = set()
 
@@ -47,7 +48,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     dispatch._agrees.update({("sum tree", cpu): True, ("reach of trajectories", cpu): True})
     cells = torch.zeros(6, dtype=torch.int64)
-    with dispatch.forced("triton"):
+    with forced("triton"):
         for capacity in (5, 100, 5_003):
             tree = sum_tree.SumTree.empty(capacity)
             for batch in (7, 3_000):

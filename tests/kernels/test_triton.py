@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlbuf_td.kernels import dispatch, sum_tree
-from rlbuf_td.kernels.dispatch import backend_of, enable_triton, forced
+from rlbuf_td.kernels.dispatch import backend_of, enable_triton
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.sum_tree import SumTree
+from tests.backends import forced
 from tests.kernels.invariants import check_tree
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer
-from rlbuf_td.kernels.dispatch import Backend, forced
+from rlbuf_td.kernels.dispatch import Backend
+from tests.backends import forced
 from tests.capture.rows import data
 
 both = pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])

@@ -23,8 +23,8 @@ from rlbuf_td import (
     UniformSampler,
     functional,
 )
-from rlbuf_td.kernels.dispatch import forced
 from rlbuf_td.storages.indexing import moved
+from tests.backends import forced
 from tests.capture.rows import data
 from tests.graphs import RefuseWaiting
 from tests.waiting import waiting_is_an_error

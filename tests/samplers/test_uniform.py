@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from rlbuf_td import PackedStorage, UniformSampler
-from rlbuf_td.kernels.dispatch import forced
+from tests.backends import forced
 from tests.statistics import assert_follows, power
 
 
