@@ -55,21 +55,14 @@ def address_of(typing_context: Any, array: Any) -> Any:
     return types.int64(array), generate
 
 
-def _copier(emit: Callable[..., Any]) -> Any:
-    """Return a function that copies ``count`` bytes from one address to another."""
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, since, arguments[2], 1)
+        return context.get_dummy_value()
 
-    def copy(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            to, since = (builder.inttoptr(address, cgutils.voidptr_t) for address in arguments[:2])
-            emit(builder, to, since, arguments[2], 1)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    return intrinsic(copy)
-
-
-copy_bytes, move_bytes = _copier(cgutils.raw_memcpy), _copier(cgutils.raw_memmove)  # move_bytes: they may overlap
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -106,29 +99,16 @@ def store(typing_context: Any, address: Any, value: Any, kind: Any) -> Any:
     return types.void(types.int64, kind.dtype, kind), generate
 
 
+_ON_BYTES = types.int64, types.int64, types.int64
+move_bytes = types.ExternalFunction("memmove", types.int64(*_ON_BYTES))  # as copy_bytes; they may overlap
+_compare_bytes = types.ExternalFunction("memcmp", types.int32(*_ON_BYTES))
+
+
 @inlined
 def same_bytes(first, second, count):
-    at = np.int64(0)
-    while at + 64 <= count:
-        difference = np.int64(0)
-        for word in range(8):
-            difference |= load(first + at + 8 * word, np.int64) ^ load(second + at + 8 * word, np.int64)
-        if difference != 0:
-            return False
-        at += 64
-    while at + 8 <= count:
-        if load(first + at, np.int64) != load(second + at, np.int64):
-            return False
-        at += 8
-    while at + 4 <= count:
-        if load(first + at, np.int32) != load(second + at, np.int32):
-            return False
-        at += 4
-    while at < count:
-        if load(first + at, np.uint8) != load(second + at, np.uint8):
-            return False
-        at += 1
-    return True
+    if count >= 8 and load(first, np.int64) != load(second, np.int64):  # what differs mostly does so at once
+        return False
+    return count == 8 or count == 0 or _compare_bytes(first, second, count) == 0
 
 
 @inlined
