@@ -11,29 +11,13 @@ which takes longer than the look-up.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
+from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros  # of a word that is not 0
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, same_bytes, store
 
 _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uint64(63)
-
-
-def _counter(instruction: str) -> Any:
-    def count(typing_context: Any, word: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return getattr(builder, instruction)(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-        return types.uint64(types.uint64), generate
-
-    return intrinsic(count)
-
-
-_trailing_zeros, _leading_zeros = _counter("cttz"), _counter("ctlz")  # of a word that is not 0
 
 
 @inlined
@@ -65,7 +49,7 @@ def _descend(bitmap, lane, level, position, first):
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
-        bit = _trailing_zeros(word) if first else _63 - _leading_zeros(word)
+        bit = trailing_zeros(word) if first else _63 - leading_zeros(word)
         position = (position << _SIX) + bit
     return np.int64(position)
 
@@ -80,7 +64,7 @@ def _next(bitmap, lane, t):
             return np.int64(-1)
         word = _word(bitmap, lane, at) & (_ALL << (position & _63))
         if word != 0:
-            position = ((position >> _SIX) << _SIX) + _trailing_zeros(word)
+            position = ((position >> _SIX) << _SIX) + trailing_zeros(word)
             return _descend(bitmap, lane, level, position, True)
         position = (position >> _SIX) + _ONE
     return np.int64(-1)
@@ -95,7 +79,7 @@ def _previous(bitmap, lane, t):
     for level in range(bitmap[3]):
         word = _word(bitmap, lane, _start(bitmap, level) + (position >> _SIX)) & (_ALL >> (_63 - (position & _63)))
         if word != 0:
-            position = ((position >> _SIX) << _SIX) + (_63 - _leading_zeros(word))
+            position = ((position >> _SIX) << _SIX) + (_63 - leading_zeros(word))
             return _descend(bitmap, lane, level, position, False)
         position >>= _SIX
         if position == 0:
@@ -118,7 +102,7 @@ def steps_ahead(bitmap, lane, t):
     window = _word(bitmap, lane, position) >> bit  # of 64 steps: the answer is there more often than in a word
     if position + _ONE < _start(bitmap, 1):
         window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
-    return np.int64(_trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
+    return np.int64(trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
 
 
 @kernel
