@@ -13,7 +13,7 @@ from numba import carray
 
 from rlbuf_td.kernels.batch.cpu import batch_at, gather_batch
 from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, prefetch, prefetch_row, store
-from rlbuf_td.kernels.episodes.batches_cpu import choose, sum_rewards, walk
+from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
 _SOON, _AHEAD = 16, 9  # rows whose bits, and whose memory, are asked for before they are needed
@@ -62,11 +62,8 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
                 copy_few(target, rows + (cell if kind == ROOT else ends[i]) * row_bytes + offset, width)
                 continue
             for part in range(0, width, size):
-                total = sum_rewards(rows + offset + part, row_bytes, cell, across, cells, k, gamma, size == 8)
-                if size == 8:
-                    store(target + part, total, np.float64)
-                else:
-                    store(target + part, np.float32(total), np.float32)
+                rewards = rows + offset + part
+                put_sum(target + part, rewards, row_bytes, cell, across, cells, k, gamma, size == 8)
 
 
 @kernel

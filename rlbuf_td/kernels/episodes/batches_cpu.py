@@ -63,14 +63,17 @@ def walk(bitmap, cell, n):
 
 
 @inlined
-def sum_rewards(rewards, row_bytes, cell, lanes, cells, k, gamma, double):
-    """Return the discounted sum of ``k`` rewards from row ``cell`` on."""
+def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
+    """Write the discounted sum of ``k`` rewards from row ``cell`` on."""
     total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
     for _ in range(1, k):
         cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
         discount *= gamma
         total += discount * _reward_at(rewards + cell * row_bytes, double)
-    return total
+    if double:
+        store(target, total, np.float64)
+    else:
+        store(target, np.float32(total), np.float32)
 
 
 @kernel
@@ -89,8 +92,5 @@ def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamm
         store(taken + 8 * i, k, np.int64)
         store(last + 8 * i, end, np.int64)
         for feature in range(features):
-            found = sum_rewards(reward + feature * width, row_bytes, cell, lanes, cells, k, gamma, double)
-            if double:
-                store(total + (i * features + feature) * 8, found, np.float64)
-            else:
-                store(total + (i * features + feature) * 4, np.float32(found), np.float32)
+            target, rewards = total + (i * features + feature) * width, reward + feature * width
+            put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double)
