@@ -33,24 +33,17 @@ class SortedOrder:
         self._behind = -1  # updates since the last sort; -1 before the first
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        self._device_state: PriorityState | None = None
-        self._captured_law: RankLaw | None = None  # which captured graphs read
-        self._copied_law: RankLaw | None = None  # what was copied there last
+        #: What captured graphs read and change; of the law, a copy of the one that was put there last.
+        self.device_state = PriorityState(("alpha", "shift", "beta", "named"), magnitude.device)
+        with outside_inference_mode():
+            head = torch.zeros(HEAD, dtype=torch.float64, device=magnitude.device)
+        self._captured_law = RankLaw(self.device_state["alpha"], head, self.device_state["shift"])
+        self._copied_law: RankLaw | None = None
 
     @property
-    def device_state(self) -> PriorityState:
-        """What captured graphs read and change, made at first use."""
-        if self._device_state is None:
-            self._device_state = PriorityState(("alpha", "shift", "beta", "named"), self._magnitude.device)
-            with outside_inference_mode():
-                head = torch.zeros(HEAD, dtype=torch.float64, device=self._magnitude.device)
-            self._captured_law = RankLaw(self._device_state["alpha"], head, self._device_state["shift"])
-        return self._device_state
-
-    @property
-    def refused(self) -> Tensor | int:
+    def refused(self) -> Tensor:
         """How many NaN or infinite errors have been left out."""
-        return 0 if self._device_state is None else self._device_state.refused
+        return self.device_state.refused
 
     @property
     def magnitude(self) -> Tensor:
@@ -64,14 +57,13 @@ class SortedOrder:
     def assign_(self, magnitude: Tensor) -> None:
         """Take over other magnitudes, and forget the largest that was seen."""
         self._magnitude.copy_(magnitude)
-        if self._device_state is not None:
-            self._device_state.largest.fill_(-1.0)
+        self.device_state.largest.fill_(-1.0)
         self.forget_order()
 
-    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor | None:
+    def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor:
         """Copy settings to where captured graphs read them; return where the largest magnitude seen is kept."""
         state = self.device_state
-        if law is not self._copied_law and self._captured_law is not None:
+        if law is not self._copied_law:
             self._copied_law = law
             self._captured_law.head.copy_(law.head)
             state.put(alpha=law.alpha, shift=law.shift)
@@ -116,7 +108,7 @@ class SortedOrder:
         """
         self._refresh()
         power: float | Tensor = beta
-        if is_capturing() and self._captured_law is not None:
+        if is_capturing():
             law, power = self._captured_law, self.device_state["beta"]
         ranks, weight = _draw_ranks(law, self._count, uniform, stratified, power, norm)
         return self._by_rank[ranks - 1], weight
