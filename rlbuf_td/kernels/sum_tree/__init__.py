@@ -38,18 +38,12 @@ def update_(
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
     or infinite. On other devices, where looking would wait for the device, they are skipped, and bad errors counted.
 
-    Args:
-        tree: changed in place.
-        index: ``[B]`` int64; -1 means "skip".
-        td_error: ``[B]`` float32 or float64; the sign does not matter.
-        rows: number of rows that may be named; it, alpha and eps may be 0-dim tensors, for graphs that see them change.
-        alpha: exponent, not negative.
-        eps: added to the magnitude, not negative.
-        counts: on devices, whether the largest error is remembered.
+    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign does not matter.
+    ``rows`` may be named; it, ``alpha`` and ``eps``, none negative, may be 0-dim tensors, for graphs that see them
+    change. ``counts``: on devices, whether the largest error is remembered.
 
-    Returns:
-        The largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest seen since the tree was
-        cleared, a 0-dim tensor that later updates change.
+    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest seen since the tree
+    was cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -76,7 +70,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 def rebuild_(tree: SumTree) -> None:
     """Compute everything above the weights anew. O(N)."""
     if backend_of(tree.weight) == "numba":
-        loops("sum_tree.cpu").rebuild(tree.addresses)
+        loops("sum_tree.cpu").repair_range(tree.addresses, 0, tree.weight.shape[0])
     else:
         _device_kernels(tree).repair_range(tree, 0, tree.weight.shape[0])
 

@@ -138,13 +138,13 @@ def fill(tree, start, count, value, alpha, eps):
     magnitude, weight = _arrays(tree)[1:3]
     magnitude[start : start + count] = value
     weight[start : start + count] = _weight(value, alpha, eps)
-    first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
-    _repair_range(tree, first, last)
+    repair_range(tree, start, count)
 
 
 @kernel
-def _repair_range(tree, first, last):
-    """Recompute blocks from ``first`` to ``last``, and everything above."""
+def repair_range(tree, start, count):
+    """Recompute the blocks of ``count`` rows from ``start`` on, and everything above."""
+    first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
         _set_block(weight, sums, minima, uint64(block))
@@ -154,11 +154,6 @@ def _repair_range(tree, first, last):
             members, above = starts[k] + (uint64(g) << _SHIFT), starts[k + 1] + uint64(g)
             _set_group(sums, before, members, above)
             minima[above] = _smallest_of(minima, members)
-
-
-@kernel
-def rebuild(tree):
-    _repair_range(tree, uint64(0), uint64(tree[1] // BLOCK) - _ONE)
 
 
 @kernel
