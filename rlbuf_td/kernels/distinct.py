@@ -13,19 +13,11 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     ``k .. rows - 1``, and puts there what lies at place ``k``. A place holds its own row until a step puts another one
     there, which it has from an earlier step. All these chains are followed at once, in doubled strides.
 
-    Args:
-        uniform: ``[B]`` float64 in ``[0, 1)``, one number a step.
-        rows: how many there are, at least ``B``: a number, or a 0-dim float64 tensor, for graphs that see it change.
-
-    Returns:
-        ``[B]`` int64.
+    ``uniform``, ``[B]`` float64 in ``[0, 1)``, is one number a step; ``rows``, at least ``B``, is a number, or a 0-dim
+    float64 tensor, for graphs that see it change.
 
     Cost: O(B log B), whatever the number of rows, without waiting for the device.
     Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.
-
-    Example:
-        >>> distinct_rows(torch.tensor([0.9, 0.0, 0.9, 0.4], dtype=torch.float64), 4)
-        tensor([3, 1, 0, 2])
     """
     batch = uniform.shape[0]
     step = torch.arange(batch, device=uniform.device)

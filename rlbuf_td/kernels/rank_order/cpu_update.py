@@ -94,8 +94,7 @@ def arrange(order, keys):
         g, s = c // ROOM, c % ROOM
         begin = c * ROOM
         n = min(ROOM, len(keys) - begin)
-        for t in range(n):
-            st.keys[c, t] = keys[begin + t]
+        st.keys[c, :n] = keys[begin : begin + n]
         st.first[g, s] = keys[begin] if c else 0
         if s == 0:
             st.before[g, 0] = 0
@@ -124,8 +123,7 @@ def _arrange_afresh(order, st):
     for p in range(st.head[GROUPS]):
         for s in range(st.size[st.top_group[p]]):
             c, count = chunk_at(st, p, s)
-            for t in range(count):
-                keys[n + t] = st.keys[c, t]
+            keys[n : n + count] = st.keys[c, :count]
             n += count
     arrange(order, keys)
 

@@ -12,7 +12,8 @@ kernels per time step, and the host does not wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -75,25 +76,24 @@ class Table:
     stacks: list[Tensor]  # per group ``[M + 1]`` int32, the free names that were used before
     counters: tuple[Tensor, ...]  # per group ``[2]`` int64: names on the stack, and the largest name used
     is_compiled: bool = True
-    _arrays: list[np.ndarray] = field(default_factory=list)
 
     def ids(self, g: int) -> Tensor:
         """Return the names that rows hold of a group, ``[N, names]`` int32, as a view."""
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
-    def arrays(self) -> list[np.ndarray]:
-        if not self._arrays:
-            groups: list[list[int]] = []
-            parts: list[list[int]] = []
-            for g, group in enumerate(self.groups):
-                first = len(parts)
-                parts += [[p.into, p.inner, p.outer, p.pitch, p.root, p.next] for p in group.parts]
-                base, stack, counters = (x[g].data_ptr() for x in (self.entries, self.stacks, self.counters))
-                where = [base, stack, counters, first, len(parts), group.reach]
-                groups.append([group.ids, group.pieces, group.sides, group.names, group.nbytes, *where])
-            self._arrays.extend((np.array(groups, np.int64), np.array(parts, np.int64)))
-        return self._arrays
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The groups and their parts, as compiled loops take them."""
+        groups: list[list[int]] = []
+        parts: list[list[int]] = []
+        for g, group in enumerate(self.groups):
+            first = len(parts)
+            parts += [[p.into, p.inner, p.outer, p.pitch, p.root, p.next] for p in group.parts]
+            base, stack, counters = (x[g].data_ptr() for x in (self.entries, self.stacks, self.counters))
+            where = [base, stack, counters, first, len(parts), group.reach]
+            groups.append([group.ids, group.pieces, group.sides, group.names, group.nbytes, *where])
+        return np.array(groups, np.int64), np.array(parts, np.int64)
 
 
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], order: Tensor | None = None) -> bool:
@@ -107,7 +107,7 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], orde
     own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
     places = np.array([(leaf.data_ptr(), leaf.nbytes // max(1, count)) for leaf in leaves], np.int64)
     given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
-    return loops("rows.pool_cpu").read(*table.arrays(), table.runs, *given)
+    return loops("rows.pool_cpu").read(*table.arrays, table.runs, *given)
 
 
 def write_(
@@ -123,7 +123,7 @@ def write_(
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
-    loops("rows.pool_cpu").write(*table.arrays(), *given)
+    loops("rows.pool_cpu").write(*table.arrays, *given)
 
 
 def grow_(table: Table, g: int, most: int) -> None:
@@ -134,7 +134,7 @@ def grow_(table: Table, g: int, most: int) -> None:
         table.stacks[g] = stack.new_empty(most + 1)
     table.entries[g][: len(entries) - 1] = entries[:-1]
     table.stacks[g][: len(stack) - 1] = stack[:-1]
-    table._arrays.clear()
+    table.__dict__.pop("arrays", None)
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
