@@ -141,23 +141,17 @@ def _set_free(group, name, freed, kept):
 
 
 @inlined
-def _holds(group, row, name):
-    found = False
-    for j in range(group[NAMES]):
-        found |= load(row + 4 * j, np.int32) == name
-    return found
-
-
-@inlined
 def _is_held(group, rows, cell, name):
     """Return whether a row near ``cell``, in its lane, holds an entry."""
     for d in range(1, group[REACH] + 1):
-        if d * rows[LANES] >= rows[TOTAL]:
+        away = d * rows[LANES]
+        if away >= rows[TOTAL]:
             return False
-        if _holds(group, _row(group, rows, cell + d * rows[LANES]), name):
-            return True
-        if _holds(group, _row(group, rows, cell - d * rows[LANES]), name):
-            return True
+        for step in (away, -away):
+            row = _row(group, rows, cell + step)
+            for j in range(group[NAMES]):
+                if load(row + 4 * j, np.int32) == name:
+                    return True
     return False
 
 
@@ -230,15 +224,11 @@ def _fill_root(group, parts, sources, row, before, t, lane):
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
-    is_shared = load(others, np.int32) != 0
-    if is_shared:
-        for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
-            name = load(others + 4 * piece, np.int32)
-            if is_shared and not _is_entry(group, parts, sources, name, piece, side, t, lane):
-                is_shared = False
-    if not is_shared:
-        _fresh(group, parts, sources, side, t, lane, row)
-        return
+    for piece in range(common - 1, -1, -1):  # the newest first: it differs soonest
+        name = load(others + 4 * piece, np.int32)
+        if name == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
+            _fresh(group, parts, sources, side, t, lane, row)
+            return
     for piece in range(common):
         store(row + 4 * piece, load(others + 4 * piece, np.int32), np.int32)
     if common < pieces:
