@@ -61,10 +61,6 @@ def reach(boundaries: Any, cells: Tensor, within: int | None) -> tuple[Tensor, T
         with launching_on(cells):
             most = steps if within is None else min(steps, within)
             given = boundaries.cut, boundaries.over, cells, steps, lanes, most, back, ahead, over
-            _reach[(cells.numel(),)](*given, STRETCH=stretch(most), **OPTIONS)
+            stretch = min(STRETCH, triton.next_power_of_2(max(1, most)))
+            _reach[(cells.numel(),)](*given, STRETCH=stretch, **OPTIONS)
     return back, ahead, over
-
-
-def stretch(steps: int) -> int:
-    """Return how many flags a program that is to read so many at most reads at a time."""
-    return min(STRETCH, triton.next_power_of_2(max(1, steps)))
