@@ -17,8 +17,8 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. A write starts the
-    epochs anew. It is a ``SamplerWithoutReplacement``, for which TorchRL's on-policy trainers ask; unlike TorchRL's, it
-    counts epochs, and notices new rows even when their number is the same.
+    epochs anew. It is a ``SamplerWithoutReplacement``, for which TorchRL's on-policy trainers ask, and draws the same
+    rows for equal seeds; unlike TorchRL's, it counts epochs, and does not finish an epoch after its rows were replaced.
 
     Args:
         epochs: how often each row is drawn, at least 1. May be set at any time.
@@ -44,14 +44,16 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """
 
     epochs: int = setting(whole(1))
+    shuffle: bool = setting(lambda _, value: bool(value))
+    _order: Tensor | None = None  # the rows in the order of this epoch; None: not known yet
+    _position = 0
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
     def __init__(self, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False) -> None:
         super().__init__(drop_last=drop_last, shuffle=shuffle)
         self.epochs = epochs
         self.len_storage: int = 0
-        self._epoch = self._position = 0
-        self._order: Tensor | None = None  # the rows in the order of this epoch; None between epochs
+        self._epoch = 0
         self._in_pass = False  # within a `for` over a buffer
         self._resumes = False  # a state was loaded that was saved within one
         self._serves = OneStorage()
@@ -60,9 +62,11 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
     def restart(self) -> None:
-        """Begin with the first epoch, in a new order."""
+        """Begin with the first epoch, in an order of which no row has been drawn."""
         self.begun = object()  # what was drawn ahead before is of no use
-        self._order, self._position, self._epoch = None, 0, 0
+        if self._position:
+            self._order, self._position = None, 0
+        self._epoch = 0
         self._resumes = self.ran_out = False
         self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
 
@@ -76,10 +80,12 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         order, start = self.order(storage), self._position
         per_epoch = rows // batch_size if self.drop_last else -(-rows // batch_size)
         self._position = stop = min(start + batch_size, rows)
-        if stop == rows or (self.drop_last and rows - stop < batch_size):
-            self._order, self._position = None, 0
+        ends = stop == rows or (self.drop_last and rows - stop < batch_size)
+        if ends:
+            # The next order is drawn when TorchRL draws it: the generator's later numbers are the same, too.
+            self._order, self._position = self._new_order(storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
-        self.ran_out = self._order is None and self._epoch == 0
+        self.ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads draw no further ahead than this.
         self._remaining_batches = 0 if self.ran_out else self.epochs * per_epoch - drawn
@@ -91,13 +97,20 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
             self.restart()
-            self.len_storage = rows
+            self._order, self.len_storage = None, rows
         if self._order is None:
-            shuffle = self.shuffle
-            self._order = permutation(rows, self._rng, device) if shuffle else torch.arange(rows, device=device)
+            self._order = self._new_order(storage)
         elif self._order.device != device:  # one that was loaded
             self._order = self._order.to(device)
         return self._order
+
+    def _new_order(self, storage: Storage) -> Tensor:
+        rows, device = len(storage), device_of(storage)
+        return permutation(rows, self._rng, device) if self.shuffle else torch.arange(rows, device=device)
+
+    def _changed(self) -> None:
+        if not self._position:  # no row of the order has been drawn, and it may be another kind of order now
+            self._order = None
 
     def add(self, index: Any) -> None:
         """Start the epochs anew: the rows have changed."""
@@ -109,6 +122,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         super()._empty()
         self._serves.release()
         self.restart()
+        self._order = None
 
     def begin_pass(self) -> bool:
         """Begin a run through all epochs, or go on with a loaded one; return whether a batch is left to draw."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from rlbuf_td import PackedStorage, ReplayBuffer, RingWriter
 from rlbuf_td.samplers import MinibatchSampler
@@ -58,6 +59,29 @@ def test_each_epoch_has_an_order_of_its_own_and_the_generator_decides_it():
         orders.append([batch["x"].tolist() for batch in rb])
     assert orders[0] == orders[1]
     assert len({tuple(x) for x in orders[0]}) == 3
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_rows_and_later_random_numbers_are_those_of_torchrl_for_equal_seeds(drop_last):
+    seen = []
+    for sampler in (MinibatchSampler(drop_last=drop_last), SamplerWithoutReplacement(drop_last=drop_last)):
+        rb = ReplayBuffer(storage=PackedStorage(12), sampler=sampler, batch_size=5)
+        torch.manual_seed(3)
+        found = []
+        for rows in (9, 12, 12, 12):
+            rb.extend(TensorDict({"x": torch.arange(rows) + torch.rand(rows)}, [rows]))
+            found += [batch["x"].tolist() for _ in range(2) for batch in rb]
+        rb.empty()
+        rb.extend(TensorDict({"x": torch.rand(12)}, [12]))
+        seen.append((found, rb.sample()["x"].tolist(), torch.rand(3).tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_the_kind_of_order_may_be_changed_between_epochs():
+    rb = buffer(8, MinibatchSampler(), 8)
+    assert sorted(rb.sample()["x"].tolist()) == list(range(8))
+    rb.sampler.shuffle = False
+    assert rb.sample()["x"].tolist() == list(range(8))
 
 
 def test_all_orders_are_equally_likely():
