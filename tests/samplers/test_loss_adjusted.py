@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch.nn.functional import huber_loss
 
 from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.kernels.dispatch import forced
+from tests.backends import forced
 from tests.statistics import assert_follows, power
 
 ROWS, ALPHA = 40, 0.4
