@@ -91,7 +91,7 @@ def test_draws_by_rank_compile_once_while_the_buffer_fills(device):
 
 
 def test_goals_and_n_step_sums_compile_once_while_the_buffer_fills(device):
-    law = Law((0.3, 0.4, 0.5, 0.8), False)
+    law = Law((0.3, 0.4, 0.5, 0.8), False, -0.1)
 
     def step(boundaries: FlagBoundaries, rows: Tensor, uniform: Tensor, reward: Tensor, live: Any) -> Any:
         return choose_goals(boundaries, rows, uniform, law, live), sums_ahead(boundaries, rows, reward, 3, 0.9)

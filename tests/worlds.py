@@ -192,6 +192,7 @@ class Recipe:
     sequence: bool = False
     strategy: str = "future"
     her_ratio: float = 0.6
+    future_gamma: float = 1.0
     n: int = 3
     gamma: float = 0.9
     length: int = 4

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import log
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryInd
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
+_LEAST_GAMMA = 1e-300  # as good as 0, whose logarithm kernels could not multiply
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class HindsightSampler(SamplerWrapper):
         strategy: which row of the trajectory gives the goal: ``"future"``, the row itself or a later one;
             ``"final"``, the last one so far; ``"episode"``, any; ``"random"``, any row of the buffer. Or a mixture,
             ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally likely.
+        future_gamma: below 1, ``"future"`` prefers near rows: the row k steps ahead gives the goal with probability
+            ``future_gamma**k``, up to a factor, of those that the trajectory has. With the discount factor of the
+            return, goals follow the discounted occupancy of states (contrastive RL). 0 to 1.
         goal_key: the desired goal, of any shape; in ``"next"`` too, where it is stored there.
         achieved_goal_key: the achieved goal, of the same dtype and shape, stored in ``"next"``.
         reward_key: the reward. A relabelled reward has its dtype and shape.
@@ -62,7 +67,7 @@ class HindsightSampler(SamplerWrapper):
         only_finished: relabel rows of trajectories that have ended only (``"random"`` goals are not affected).
         done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
 
-    ``her_ratio`` and ``only_finished`` may be set at any time.
+    ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
 
     Raises:
         ValueError: an argument is out of range; (at the first draw) dtypes or shapes of the goals differ, or a reward
@@ -72,7 +77,8 @@ class HindsightSampler(SamplerWrapper):
 
     Cost: O(B) beside the wrapped draw. Randomness: the buffer's generator, else torch's default one.
 
-    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5. Unlike in TorchRL's
+    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; of ``future_gamma``:
+    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Unlike in TorchRL's
     ``HERReplayBuffer``, goals are outcomes (``"next"``), each row is chosen by itself, lanes and wraps are kept apart,
     and unfinished trajectories take part.
 
@@ -95,9 +101,10 @@ class HindsightSampler(SamplerWrapper):
     """
 
     _level = 1
-    _setting_names = ("her_ratio", "only_finished")
-    _shown = ("her_ratio", "strategy")
+    _setting_names = ("her_ratio", "only_finished", "future_gamma")
+    _shown = ("her_ratio", "strategy", "future_gamma")
     only_finished: bool = setting(lambda name, value: bool(value))
+    future_gamma: float = setting(fraction)
     her_ratio: float = setting(fraction)
 
     def __init__(
@@ -112,19 +119,22 @@ class HindsightSampler(SamplerWrapper):
         reward_key: NestedKey = ("next", "reward"),
         terminated_fn: TransitionFn | None = None,
         only_finished: bool = False,
+        future_gamma: float = 1.0,
         done_key: NestedKey = DONE_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self.strategy, self._shares = strategy, _cumulative(strategy)
-        self.only_finished, self.her_ratio = only_finished, her_ratio
+        self.only_finished, self.future_gamma, self.her_ratio = only_finished, future_gamma, her_ratio
         self.goal_key, self.achieved_goal_key = as_tuple(goal_key), as_tuple(achieved_goal_key)
         self.reward_key = as_tuple(reward_key)
 
     def _changed(self) -> None:
         if "her_ratio" in self.__dict__:  # which is set last
-            self.law = Law(tuple(self.her_ratio * share for share in self._shares), self.only_finished)
+            thresholds = tuple(self.her_ratio * share for share in self._shares)
+            log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
+            self.law = Law(thresholds, self.only_finished, log_gamma)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""

@@ -171,7 +171,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
                 stays as it was.
         """
         before, settings = self._settings(), state_dict["settings"]
-        if settings.keys() != before.keys():
+        if not settings.keys() <= before.keys():  # an older version may have had fewer
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
         with self._set(settings):
             self.sampler.load_state_dict(state_dict["sampler"])

@@ -68,6 +68,7 @@ def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
             reward_fn,
             her_ratio=recipe.her_ratio,
             strategy=recipe.strategy,  # type: ignore[arg-type]
+            future_gamma=recipe.future_gamma,
             terminated_fn=terminated_fn,
         )
     if recipe.n_step:
@@ -206,6 +207,7 @@ def test_with_the_boundaries_of_other_devices(fill, ndim, recipe, monkeypatch):
 
 OTHERS = {
     **{name: replace(RECIPES["n-step over hindsight"], strategy=name) for name in ("final", "episode", "random")},
+    "near goals": replace(RECIPES["all"], future_gamma=0.6),
     **{f"{n} steps": replace(RECIPES["n-step"], n=n, gamma=gamma) for n, gamma in ((1, 0.5), (30, 0.97), (5, 0.0))},
     **{
         f"{boundary} {burn_in}+{length}": replace(RECIPES["all"], length=length, burn_in=burn_in, boundary=boundary)

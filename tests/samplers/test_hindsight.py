@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import HindsightSampler, PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
-from tests.statistics import assert_follows
+from tests.statistics import assert_follows, power
 from tests.worlds import World, reward_fn, terminated_fn
 
 
@@ -39,7 +39,9 @@ def chosen(made: World, draws: int) -> np.ndarray:
     return counts
 
 
-def law(made: World, mixture: dict[str, float], her_ratio: float, only_finished: bool = False) -> np.ndarray:
+def law(
+    made: World, mixture: dict[str, float], her_ratio: float, only_finished: bool = False, gamma: float = 1.0
+) -> np.ndarray:
     """Return the probability of the same, by definition."""
     cells = made.history.written()
     probability = np.zeros((len(cells), len(cells) + 1))
@@ -51,8 +53,9 @@ def law(made: World, mixture: dict[str, float], her_ratio: float, only_finished:
                 probability[row, -1] += her_ratio * share
                 continue
             allowed = made.allowed(cell, strategy)
-            for goal in allowed:
-                probability[row, made.flat(goal)] += her_ratio * share / len(allowed)
+            weight = [gamma**k if strategy == "future" else 1.0 for k in range(len(allowed))]
+            for goal, mine in zip(allowed, weight, strict=True):
+                probability[row, made.flat(goal)] += her_ratio * share * mine / sum(weight)
         probability[row, -1] += 1 - her_ratio
     return probability / len(cells)
 
@@ -65,6 +68,39 @@ MIXTURES = [
     ({"future": 0.75, "random": 0.25}, 0.9, True),
     ({"episode": 0.1, "final": 0.2, "future": 0.3, "random": 0.4}, 1.0, False),
 ]
+
+
+@pytest.mark.usefixtures("boundaries")
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 0.999999])
+def test_near_rows_are_preferred_by_a_truncated_geometric_law(gamma):
+    mixture: Any = {"future": 0.75, "episode": 0.25}
+    made = world(
+        HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, strategy=mixture, future_gamma=gamma),
+        lanes=1,
+        often=(0.03, 0.02, 0.01),
+    )
+    torch.manual_seed(0)
+    probability = law(made, mixture, 1.0, gamma=gamma).flatten()
+    assert max(len(made.allowed(cell, "future")) for cell in made.history.written()) > 5
+    assert power(probability[probability > 0], 800_000, bias=0.02) > 0.95
+    assert_follows(chosen(made, 800_000).flatten(), probability)
+
+
+def test_the_preference_for_near_rows_may_change_and_is_saved(tmp_path):
+    def made(gamma: float) -> ReplayBuffer:
+        return world(HindsightSampler(UniformSampler(), reward_fn, her_ratio=1.0, future_gamma=gamma)).rb
+
+    rb, other = made(1.0), made(0.5)
+    rb.sampler.future_gamma = 0.0
+    rb.sample(8)
+    batch = rb.sample(500)
+    assert torch.equal(batch["desired_goal"], batch["next", "achieved_goal"])
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert other.sampler.future_gamma == 0.0
+    assert "future_gamma=0.0" in repr(other)
+    with pytest.raises(ValueError, match="future_gamma must be between 0 and 1"):
+        rb.sampler.future_gamma = 1.1
 
 
 @pytest.mark.usefixtures("boundaries")

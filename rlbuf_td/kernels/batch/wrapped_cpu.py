@@ -67,7 +67,7 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 
 @kernel
-def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, live, outcome, goals):
+def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
     """Gather rows and give some the outcomes of others as goals; the last target takes which.
 
     ``outcome`` and ``goals`` are the positions of leaves: of the outcome, and of the one or two goals.
@@ -80,7 +80,8 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, li
         cells[i] = _row(index, batch.lanes, i)
         expect(bitmap, cells[i])
     for i in range(count):
-        chosen[i] = choose(bitmap, thresholds, only_finished, live, cells[i], load(batch.uniform + 8 * i, np.float64))
+        pick = load(batch.uniform + 8 * i, np.float64)
+        chosen[i] = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], pick)
         store(targets[batch.leaves] + i, chosen[i] >= 0, np.bool_)
         if chosen[i] >= 0:
             prefetch(rows + chosen[i] * row_bytes + offset)

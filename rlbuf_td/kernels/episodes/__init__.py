@@ -110,8 +110,8 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """What captured graphs read along with the flags: a law of goals, a discount factor."""
-        return DeviceScalars(7, self.cut.device)
+        """What captured graphs read along with the flags: a law of goals, and the discount factor of returns."""
+        return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
         """Return the steps back and ahead of all rows, ``[T, E]`` each."""

@@ -13,7 +13,15 @@ _SOON = 16  # rows whose bits and rewards begin to come before they are needed
 
 
 @inlined
-def choose(bitmap, thresholds, only_finished, live, cell, pick):
+def steps_to_goal(share, ahead, log_gamma):
+    """Return how far ahead of a row the share of the mass lies: uniformly, or by a truncated geometric law."""
+    if log_gamma < 0:
+        return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
+    return min(np.int64(share * (ahead + 1)), ahead)
+
+
+@inlined
+def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
     """Return the row that gives ``cell`` its goal, -1 for none."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
@@ -24,7 +32,7 @@ def choose(bitmap, thresholds, only_finished, live, cell, pick):
     if only_finished and not is_over(bitmap, lane, t + ahead):
         return np.int64(-1)
     if pick < future:
-        t += min(np.int64(pick / future * (ahead + 1)), ahead)
+        t += steps_to_goal(pick / future, ahead, log_gamma)
     elif pick < final:
         t += ahead
     else:
@@ -34,10 +42,10 @@ def choose(bitmap, thresholds, only_finished, live, cell, pick):
 
 
 @kernel
-def choose_goals(bitmap, thresholds, only_finished, live, cells, uniform, rows, mask):
+def choose_goals(bitmap, thresholds, only_finished, log_gamma, live, cells, uniform, rows, mask):
     """Write the rows chosen for ``cells``, and whether each is relabelled."""
     for i in range(len(cells)):
-        row = choose(bitmap, thresholds, only_finished, live, cells[i], uniform[i])
+        row = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
 

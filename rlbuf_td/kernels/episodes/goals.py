@@ -13,6 +13,7 @@ from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 #: The strategies, in the order of the thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
+_LOG_GAMMA = 7  # its place among the numbers of boundaries, behind the discount factor of n-step returns
 
 
 class Law(NamedTuple):
@@ -24,12 +25,14 @@ class Law(NamedTuple):
 
     thresholds: tuple[float, ...]
     only_finished: bool  # leave rows of unfinished trajectories alone, except for ``random``
+    log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
     """Copy a law and the number of rows to the device, where captured graphs read them."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
+    boundaries.numbers.set_(_LOG_GAMMA, law.log_gamma)
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
@@ -46,10 +49,12 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
         return torch.from_numpy(rows), torch.from_numpy(mask)
     steps, lanes = boundaries.cut.shape
     back, ahead, over = boundaries.reach(cells)
-    edges, live, only_finished = _law_of(boundaries, law, live)
+    edges, live, only_finished, log_gamma = _law_of(boundaries, law, live)
     strategy = torch.searchsorted(edges[1:-1], uniform, right=True)
     where = (uniform - edges[strategy]) / (edges[strategy + 1] - edges[strategy])
-    within = (where * (ahead + 1)).long().clamp(max=ahead)
+    soon = torch.where(log_gamma < 0, log_gamma, -1.0)
+    share = torch.log1p(where * torch.expm1((ahead + 1) * soon)) / soon
+    within = torch.where(log_gamma < 0, share, where * (ahead + 1)).long().clamp(max=ahead)
     around = (where * (back + ahead + 1)).long().clamp(max=back + ahead) - back
     offset = torch.where(strategy == 0, within, torch.where(strategy == 1, ahead, around))
     rows = (cells + offset * lanes) % (steps * lanes)
@@ -59,12 +64,14 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
     return torch.where(mask, rows, cells), mask
 
 
-def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor]:
-    """Return the edges between strategies, the number of rows, and ``only_finished``, as graphs read them."""
+def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor, Tensor]:
+    """Return the edges between strategies, the number of rows, and the rest of the law, as graphs read them."""
     if torch.compiler.is_compiling():
-        edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=boundaries.cut.device)
-        return edges, live, torch.full((), law.only_finished, device=boundaries.cut.device)
+        device = boundaries.cut.device
+        edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=device)
+        log_gamma = torch.full((), law.log_gamma, dtype=torch.float64, device=device)
+        return edges, live, torch.full((), law.only_finished, device=device), log_gamma
     put_law(boundaries, law, live)
     numbers = boundaries.numbers.tensor
     edges = torch.cat((numbers.new_zeros(1), numbers[: len(law.thresholds)], numbers.new_ones(1)))
-    return edges, numbers[4], numbers[5] != 0
+    return edges, numbers[4], numbers[5] != 0, numbers[_LOG_GAMMA]
