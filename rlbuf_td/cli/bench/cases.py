@@ -22,11 +22,12 @@ Calls = dict[str, Callable[[], object]]
 LEAF_ROWS = 100_000
 LANES, RECORDED_ROWS = 16, 16_000  # soon full, so that no page is new
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
+LEAVES = {"leaves-12": 4, "leaves-3": 1}  # parts of each observation
 SHAPES = ((8, 2048), (4096, 32), (1, 128))
 
 OPERATIONS = {
-    "leaves-12": "sample a Dict of 12 leaves [+]",
-    "leaves-3": "sample the same bytes in 3 leaves [+]",
+    "leaves-12": "sample a Dict of 12 leaves",
+    "leaves-3": "sample the same bytes in 3 leaves",
     "record": f"record a step of {LANES} environments [#]",
     "gae": "GAE, TorchRL's default (loop)",
     "gae-vectorized": "GAE, TorchRL's vectorized form",
@@ -45,16 +46,13 @@ def dict_rows(count: int, parts: int) -> TensorDict:
     return TensorDict({"camera": split(camera), "body": {"joints": split(joints), "counts": split(counts)}}, [count])
 
 
-def leaves(batch: int) -> dict[str, Calls]:
-    result: dict[str, Calls] = {}
-    for operation, parts in (("leaves-12", 4), ("leaves-3", 1)):
-        ours = ReplayBuffer(storage=PackedStorage(LEAF_ROWS), batch_size=batch)
-        theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(LEAF_ROWS), batch_size=batch)
-        data = dict_rows(LEAF_ROWS, parts)
-        for buffer in (ours, theirs):
-            buffer.extend(data)
-        result[operation] = {"rlbuf_td": ours.sample, "TorchRL": theirs.sample}
-    return result
+def leaves(parts: int, batch: int) -> Calls:
+    ours = ReplayBuffer(storage=PackedStorage(LEAF_ROWS), batch_size=batch)
+    theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(LEAF_ROWS), batch_size=batch)
+    data = dict_rows(LEAF_ROWS, parts)
+    for buffer in (ours, theirs):
+        buffer.extend(data)
+    return {"rlbuf_td": ours.sample, "TorchRL": theirs.sample}
 
 
 class Replayed(VectorEnv):

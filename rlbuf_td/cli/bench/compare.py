@@ -39,7 +39,6 @@ REPLAY = {
 }
 
 OPERATIONS = REPLAY | cases.OPERATIONS
-LEAVES = {"leaves-12", "leaves-3"}
 
 
 def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
@@ -71,29 +70,13 @@ def _available() -> int:
 def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
     """Time what is not replay, one thread; yield each result as it is there."""
     with one_thread():
-        if LEAVES & set(operations):  # many leaves and few take turns, too: their ratio is of interest
-            calls = cases.leaves(batch)
-            together = {f"{name}/{operation}": call for operation in calls for name, call in calls[operation].items()}
-            timed = measure("leaves", cases.LEAF_ROWS, "Dict", together, rounds, batch)
-            for operation, sides in calls.items():
-                both = [{n: times[f"{n}/{operation}"] for n in sides} for times in (timed.blocks, timed.tight)]
-                yield Timing(operation, timed.rows, timed.kind, *both)
+        for operation, parts in cases.LEAVES.items():
+            if operation in operations:
+                yield measure(operation, cases.LEAF_ROWS, "Dict", cases.leaves(parts, batch), rounds, batch)
         if "record" in operations:
             yield measure("record", cases.RECORDED_ROWS, "small", cases.record(), rounds, batch)
         for operation, rows, kind, both_sides in cases.on_policy(operations, batch):
             yield measure(operation, rows, kind, both_sides, rounds, batch)
-
-
-def leaves_note(timings: Sequence[Timing]) -> str:
-    """Return how many times as much 12 leaves cost as 3, for each side."""
-    found = {timing.operation: timing.blocks for timing in timings if timing.operation in LEAVES}
-    if not found:
-        return ""
-    many, few = found["leaves-12"], found["leaves-3"]
-    ratios = (
-        f"{name} {statistics.median(a / b for a, b in zip(many[name], few[name], strict=True)):.2f}x" for name in many
-    )
-    return f"[+] 12 leaves cost as much as 3 leaves of the same bytes times: {', '.join(ratios)}\n"
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
@@ -134,8 +117,7 @@ def main(options: argparse.Namespace) -> int:
     console.print(
         f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, "
         f"torch {torch.__version__}; rlbuf_td[bench] installs the other libraries\n"
-        + leaves_note(timings)
-        + "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
+        "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
         "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
         markup=False,
     )

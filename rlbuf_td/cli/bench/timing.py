@@ -133,23 +133,3 @@ def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
         torch.cuda.synchronize()
         blocks.append((time.perf_counter() - start) / count * 1e6)
     return statistics.median(blocks)
-
-
-def on_device(call: Callable[[], object], count: int = 20) -> float:
-    """Return the device's microseconds per call: ``count`` calls as one CUDA graph, so that launches cost nothing."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            call()
-    graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / count

@@ -49,22 +49,11 @@ def count_steps(
 ):  # fmt: skip
     """Count the steps of one write from number ``start`` on; return how many of them are done, fewer if slots ran out.
 
-    Args:
-        start: number of the first step, time-major.
-        shape: time steps and lanes of the data.
-        strides: rows from one time step, and from one lane, to the next.
-        inputs: addresses of contiguous blocks: trajectory numbers (int64; 0: lanes are trajectories), ends (one byte),
-            then M metrics (float32 or float64), then R reasons (one byte).
-        is_double: which of the metrics are float64, ``[M]``.
-        reduction: ``SUM``, ``MEAN`` or ``LAST``, ``[M]``.
-        keys: of the open episodes, ``[S]``, ``FREE`` where there is none.
-        lengths: steps of the open episodes so far, ``[S]``.
-        touched: the write that added to them last, ``[S]``.
-        sums: their metrics so far, ``[S, M]``.
-        lane_slot: the slot that each lane used last: where to look first.
-        records: a ring of finished episodes, ``[H, 2 + M]``.
-        ends: the reasons for their ends, ``[H, R]``.
-        counters: steps, episodes and writes so far.
+    ``strides``: rows from one time step, and from one lane, to the next. ``inputs``: addresses of contiguous blocks:
+    trajectory numbers (int64; 0: lanes are trajectories), ends (one byte), M metrics, R reasons (one byte). ``keys``,
+    ``lengths``, ``touched`` (the write that added last) and ``sums`` (``[S, M]``) are those of open episodes, ``FREE``
+    where there is none; ``lane_slot``: the slot that each lane used last. ``records``, ``[H, 2 + M]``, and ``ends``,
+    ``[H, R]``: a ring of finished episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]
