@@ -254,7 +254,8 @@ def health(rb: Any) -> dict[str, float]:
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
         report = health_of_parts(storage, sampler, writer, rb.last_draw, rb.replay_count)
-    return report | {"stale_updates": float(rb.stale_updates.total())}
+    report["stale_updates"] = float(rb.stale_updates.total())
+    return report if rb.flow is None else report | rb.flow.report()
 
 
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
@@ -386,6 +387,8 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     with storage.lock:
         share_parts(storage, rb.sampler, rb.writer)
         rb.stale_updates.share_memory_()
+        if rb.flow is not None:
+            rb.flow.share_memory_()
         TensorDictReplayBuffer.share(rb, True)
         rb._write_lock = nullcontext()  # the storage's lock serves processes, too
     return rb

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import inf, isfinite
 from typing import Any
+
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -114,50 +117,46 @@ class FlowControl:
 
     def report(self) -> dict[str, float]:
         """Return the counters, as a flat dict for loggers."""
-        inserted, sampled, _, _, sample_waits, insert_waits, _ = self._numbers
-        names = "inserts", "samples", "samples_per_insert", "sample_waits", "insert_waits"
-        return dict(
-            zip(
-                names,
-                map(float, (inserted, sampled, sampled / max(1, inserted), sample_waits, insert_waits)),
-                strict=True,
-            )
-        )
-
-    # -- in one process, or several that share
+        inserted, sampled, _, _, sample_waits, insert_waits, _ = map(float, self._numbers)
+        counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
+        return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
     @contextmanager
-    def sampling(
-        self, rows: int, lock: AbstractContextManager[Any], wait: bool, timeout: float | None
-    ) -> Iterator[None]:
-        """Let a batch pass, waiting if ``wait``; if the ``with`` block fails, it has not been sampled.
-
-        Raises:
-            RuntimeError: it may not pass, and is not to wait; or the buffer has been shut down.
-            TimeoutError: it was not allowed to pass in time.
-        """
-        if not wait:
-            with lock:
-                if not self.admit_sample(rows):
-                    raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
-        else:
-            wait_until(lambda: self.admit_sample(rows), lock, timeout, lambda: self.count_wait(of_sample=True))
-        try:
-            yield
-        except BaseException:
-            with lock:
-                self.take_back(sampled=rows)
-            raise
-
-    @contextmanager
-    def inserting(self, rows: int, lock: AbstractContextManager[Any], timeout: float | None = None) -> Iterator[None]:
-        """Let a write pass, once it may; if the ``with`` block fails, it has not been written. Raises as sampling."""
-        wait_until(lambda: self.admit_insert(rows), lock, timeout, lambda: self.count_wait(of_sample=False))
+    def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
+        """Let a write pass, once it may; if the ``with`` block fails, it has not been written."""
+        wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
         try:
             yield
         except BaseException:
             with lock:
                 self.take_back(inserted=rows)
+            raise
+
+    @contextmanager
+    def sampling(
+        self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
+    ) -> Iterator[None]:
+        """Let a batch pass when it may, and rows are ``ready``; if the ``with`` block fails, it has not been sampled.
+
+        Raises:
+            RuntimeError: it may not pass, and is not to wait; or the buffer has been shut down.
+            TimeoutError: it was not allowed to pass in time.
+        """
+
+        def admit() -> bool:
+            return ready() and self.admit_sample(rows)
+
+        if wait:
+            wait_until(admit, lock, timeout, partial(self.count_wait, of_sample=True))
+        else:
+            with lock:
+                if not admit():
+                    raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
+        try:
+            yield
+        except BaseException:
+            with lock:
+                self.take_back(sampled=rows)
             raise
 
 
@@ -168,16 +167,55 @@ def wait_until(
     admit: Callable[[], bool],
     lock: AbstractContextManager[Any],
     timeout: float | None,
-    count_wait: Callable[[], None] = lambda: None,
+    count_wait: Callable[[], None] | None = None,
 ) -> None:
     """Wait until ``admit``, called with the lock held, returns True; a TimeoutError if it does not in time."""
     deadline = inf if timeout is None else time.monotonic() + timeout
-    for attempt in range(1 << 62):
+    while True:
         with lock:
             if admit():
                 return
-            if not attempt:
+            if count_wait is not None:
                 count_wait()
+        count_wait = None
         if time.monotonic() >= deadline:
             raise TimeoutError(f"there was no permission, or no row, within {timeout} seconds")
         time.sleep(_POLL)
+
+
+# -- of a ReplayBuffer
+
+
+def make_flow(
+    samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
+) -> FlowControl | None:
+    """Return the flow control that a buffer's arguments ask for, if any; raises as :class:`FlowControl`."""
+    if samples_per_insert is None and tolerance is None and min_size == 0:
+        return None
+    if prefetch:
+        raise ValueError("flow control counts batches when they are sampled: take prefetch=0")
+    return FlowControl(samples_per_insert, min_size, tolerance)
+
+
+@contextmanager
+def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
+    """Wait until a buffer has rows, and its flow control lets a batch pass; raises as :meth:`FlowControl.sampling`."""
+
+    def ready() -> bool:
+        if rb._service_shutdown:
+            raise RuntimeError("the buffer has been shut down")
+        return len(rb) > 0
+
+    if rb.flow is not None and rows is not None:
+        with rb.flow.sampling(rows, ready, rb._replay_lock, wait, timeout):
+            yield
+    else:
+        wait_until(ready, rb._replay_lock, timeout)
+        yield
+
+
+def shutdown(rb: Any, timeout: float | None = None) -> None:
+    """Stop the buffer's threads, and wake whoever waits for flow control, in any process, with a RuntimeError."""
+    if rb.flow is not None:
+        rb.flow.shutdown()
+    TensorDictReplayBuffer.shutdown(rb, timeout)

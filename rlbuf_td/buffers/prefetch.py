@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from operator import is_
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import BufferOfParts, Parts
 from rlbuf_td.buffers.priorities import write_priorities
@@ -239,3 +240,41 @@ def _finished(sample: Sample) -> Future[Sample]:
 def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Begin to copy a leaf to a GPU."""
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
+
+
+def iterate(rb: Any) -> Iterator[TensorDictBase]:
+    """Yield batches until the sampler has run out (of an epoch, for example)."""
+    ahead = rb._prefetcher
+    if ahead is None or not rb._initialize().draws or rb._batch_size is None:
+        yield from TensorDictReplayBuffer.__iter__(rb)
+        return
+    if rb._sampler.ran_out and not ahead.has_batches:
+        rb._sampler.ran_out = False
+    while not rb._sampler.ran_out or ahead.has_batches:
+        yield rb.sample()
+
+
+def synchronize(rb: Any) -> None:
+    """Wait for asynchronous updates, and for TD errors on their way from a device."""
+    TensorDictReplayBuffer.synchronize(rb)
+    if rb._prefetcher is not None:
+        rb._prefetcher.flush()
+
+
+def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
+    """Refuse saved batches that were drawn ahead, as TorchRL does, where they do not fit the buffer."""
+    if rb._prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
+        prefetch_state = prefetch_state | {"queue": ()}  # of a buffer without ``device``: batches are drawn anew
+    TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)
+
+
+def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
+    """Continue with saved batches that were drawn ahead."""
+    if prefetch_state is None:
+        return
+    queue, parts = restamped(prefetch_state["queue"], rb._parts, 1), rb._parts
+    if rb._prefetcher is None or not parts.draws:
+        state = prefetch_state | {"queue": queue}
+        TensorDictReplayBuffer._restore_prefetch_queue_locked(rb, state, clone_queue=clone_queue)
+    elif rb._prefetch:
+        rb._prefetcher.restore(map(rb._clone_prefetch_result, queue) if clone_queue else queue)

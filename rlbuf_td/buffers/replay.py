@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers import abilities, parts, priorities, writing
+from rlbuf_td.buffers import abilities, flow, parts, prefetch, priorities, writing
 from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan
@@ -57,6 +57,10 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batches, random transforms in threads aside. Without transforms a batch is drawn when it is asked for:
             that costs less than a thread. After :meth:`empty`, a load, another storage or a new rollout, batches
             drawn ahead are dropped. TorchRL's general path takes its threads, and gives no such order.
+        samples_per_insert: rows sampled per row written: writes wait, and so do batches, or are refused. Such a buffer
+            takes the general path.
+        min_size: rows that must have been written before the first batch.
+        tolerance: by how many sampled rows samples may be off; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
             ``sample_unit``, ``collate_fn``, ``shared`` ...
 
@@ -90,6 +94,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
         count_replays: bool = False,
         include_info: bool = True,
         device: torch.device | str | None = None,
+        samples_per_insert: float | None = None,
+        min_size: int = 0,
+        tolerance: float | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("checkpointer") is not None:
@@ -104,6 +111,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
+        self.flow = flow.make_flow(samples_per_insert, min_size, tolerance, ahead)
         device = None if device is None else torch.device(device)
         self._prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
@@ -143,6 +151,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
     repair = abilities.repair
     state_dict = abilities.state_dict
     load_state_dict = abilities.load_state_dict
+    shutdown = flow.shutdown
+    synchronize = prefetch.synchronize
+    __iter__ = prefetch.iterate
     capture = capture
     _repr_html_ = html_of
     __repr__ = abilities.describe
@@ -184,7 +195,15 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     # -- sampling
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
         """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
 
         A batch has no lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
@@ -193,9 +212,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
             batch_size: default: the buffer's.
             return_info: return ``(batch, info)``, with the sampler's report.
             include_info: ``False`` leaves the report out of the batch (deprecated in TorchRL).
+            wait: wait until there are rows, and until flow control lets the batch pass.
+            timeout: seconds to wait at most, else a TimeoutError.
 
         Raises:
-            RuntimeError: the buffer is empty, or there is no batch size.
+            RuntimeError: the buffer is empty, or there is no batch size; or, without ``wait``, no permission.
         """
         include_info = self._include_info if include_info is None else include_info
         plan = self._plan
@@ -204,6 +225,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
             planned = self._sample_by(plan)
             if planned is not None:
                 return planned[0]
+        if wait or self.flow is not None:
+            with flow.permission(self, batch_size or self._batch_size, wait, timeout):
+                return self._sample_unplanned(batch_size, return_info, include_info)
+        return self._sample_unplanned(batch_size, return_info, include_info)
+
+    def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
+        """Sample without the plan, and make one for the next call."""
         if not (self._parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -239,7 +267,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _make_plan(self) -> None:
         """Prepare the next call, if there is a plan for these parts."""
         rows = getattr(self._storage, "rows", None)
-        if rows is self._rows_without_plan or self.replay_count is not None:
+        if rows is self._rows_without_plan or self.replay_count is not None or self.flow is not None:
             return
         with self._locked():
             self._plan = make_plan(self._storage, self._sampler, self._batch_size)
@@ -343,23 +371,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Whether batches are copied to another device than that of the rows."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until the sampler has run out (of an epoch, for example)."""
-        ahead = self._prefetcher
-        if ahead is None or not self._initialize().draws or self._batch_size is None:
-            yield from super().__iter__()
-            return
-        if self._sampler.ran_out and not ahead.has_batches:
-            self._sampler.ran_out = False
-        while not self._sampler.ran_out or ahead.has_batches:
-            yield self.sample()
-
-    def synchronize(self) -> None:
-        """Wait for asynchronous updates, and for TD errors on their way from a device."""
-        super().synchronize()
-        if self._prefetcher is not None:
-            self._prefetcher.flush()
-
     @contextmanager
     def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
         with self._futures_lock:
@@ -373,19 +384,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if self._prefetcher is not None:
             self._prefetcher.drop()
 
-    def _validate_prefetch_state(self, prefetch_state: Any) -> None:
-        if self._prefetcher is not None and isinstance(prefetch_state, dict) and not self._prefetch:
-            prefetch_state = prefetch_state | {"queue": ()}  # of a buffer without ``device``: batches are drawn anew
-        super()._validate_prefetch_state(prefetch_state)
-
-    def _restore_prefetch_queue_locked(self, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-        if prefetch_state is None:
-            return
-        queue = restamped(prefetch_state["queue"], self._parts, 1)
-        if self._prefetcher is None or not self._parts.draws:
-            super()._restore_prefetch_queue_locked(prefetch_state | {"queue": queue}, clone_queue=clone_queue)
-        elif self._prefetch:
-            self._prefetcher.restore(map(self._clone_prefetch_result, queue) if clone_queue else queue)
+    _validate_prefetch_state = prefetch.validate_prefetched
+    _restore_prefetch_queue_locked = prefetch.restore_prefetched
 
     # -- state
 

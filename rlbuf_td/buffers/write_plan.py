@@ -174,6 +174,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
         or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel lets the first rows enter with 1
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
         or buffer.episode_stats is not None
+        or buffer.flow is not None
         or buffer.dim_extend > len(storage.lanes)
         or any(leaf.dtype.is_complex for leaf in storage.layout.leaves)  # they may be conjugate
         or [type(each) for each in listeners] not in ([], [TrajectoryIndex])

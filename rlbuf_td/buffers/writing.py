@@ -24,13 +24,12 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
 
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
-        ValueError: a TD error in the data is NaN or infinite; nothing has changed.
+        ValueError: a TD error in the data is NaN or infinite, or flow control could never let the write pass.
+        RuntimeError: the buffer was shut down while the write waited.
     """
     plan = rb._write_plan
     index = None if plan is None else plan.write(data, True)
-    if index is not None:
-        return index
-    return (_write if rb.episode_stats is None else _write_and_count)(rb, data, "add", True)
+    return _write_in_turn(rb, data, "add", True) if index is None else index
 
 
 def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
@@ -46,10 +45,17 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
     """
     plan = rb._write_plan
     index = None if plan is None else plan.write(tensordicts, False)
-    if index is not None:
-        return index
+    return _write_in_turn(rb, tensordicts, "extend", update_priority is not False) if index is None else index
+
+
+def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
+    """Write on the general path, once flow control lets the write pass."""
     write = _write if rb.episode_stats is None else _write_and_count
-    return write(rb, tensordicts, "extend", update_priority is not False)
+    if rb.flow is None:
+        return write(rb, data, how, update_priority)
+    rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
+    with rb.flow.inserting(rows, rb._replay_lock):
+        return write(rb, data, how, update_priority)
 
 
 def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
