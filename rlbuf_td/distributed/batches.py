@@ -55,7 +55,7 @@ class Batches:
         cells = rank if window == 1 else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
         leaves = self.layout.blank(cells.shape, cells.device)
         gather_leaves(self.rows, cells, self.layout.extents, leaves)
-        report = {"index": self.cells[cells]}
+        report = {"index": self.cells.index_select(0, cells)}
         if self.spec.windows is not None:
             report["anchor_index"] = self.drawn[rank].repeat_interleave(window, 0)
         if self.spec.is_prioritized:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class Split(NamedTuple):
 
     rank: Tensor  # ``[B]`` int64: which of the draws in the order of the shards each place of the batch is
     counts: Tensor  # ``[shards]`` int64: the number of draws from each shard
-    fractions: Tensor  # ``[B]`` float64 in [0, 1), ascending within a shard: the mass before each draw
+    fractions: Tensor  # ``[B]`` float64 in [0, 1): of the mass of its shard, what lies before each draw
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
@@ -34,14 +35,13 @@ def split(positions: Tensor, masses: Tensor) -> Split:
         positions: ``[B]`` float64, from 0 to the sum of the masses.
         masses: ``[shards]`` float64; a shard of mass 0 gets no draw, at least one is positive.
     """
-    order = positions.argsort()
-    ascending, ends = positions[order], masses.cumsum(0)
-    last = int(masses.nonzero()[-1])  # by rounding a position may lie on the end
-    place = torch.searchsorted(ends, ascending, right=True).clamp(max=last)
-    fractions = (ascending - (ends - masses)[place]) / masses[place]
+    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # by rounding a position may lie on the end
+    place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
+    order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
+    fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(0.0, _BELOW_ONE)[order]
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
-    return Split(rank, torch.bincount(place, minlength=len(masses)), fractions.clamp(0.0, _BELOW_ONE))
+    return Split(rank, torch.bincount(place, minlength=len(masses)), fractions)
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
