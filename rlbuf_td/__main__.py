@@ -62,7 +62,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--rows", type=_number(1), nargs="+", default=rows, help="default: 1e4 1e5 1e6 1e7 (18 GB)")
     bench.add_argument("--images", type=_number(0), default=5_000, help="images; 0: none (default: %(default)s)")
     bench.add_argument("--batch", type=_number(1), default=256, help="rows of a batch (default: %(default)s)")
-    bench.add_argument("--rounds", type=_number(1), default=15, help="of 10 calls each (default: %(default)s)")
+    bench.add_argument("--rounds", type=_number(1), default=15, help="of 16 calls each (default: %(default)s)")
     bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
     bench.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios, too: a .png or .svg")
 
