@@ -39,7 +39,7 @@ from rlbuf_td.samplers import (
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.memory_budget import MemoryWarning
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.writers import RingWriter, RolloutWriter
+from rlbuf_td.writers import ReservoirWriter, RingWriter, RolloutWriter
 
 __all__ = [
     "CheckpointError",
@@ -54,6 +54,7 @@ __all__ = [
     "ProportionalSampler",
     "RankSampler",
     "ReplayBuffer",
+    "ReservoirWriter",
     "RingWriter",
     "RolloutBuffer",
     "RolloutWriter",

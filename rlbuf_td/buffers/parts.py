@@ -46,6 +46,7 @@ class Parts(NamedTuple):
         """Return the parts; ``collates``: the buffer has a collate function of the user's."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
+        refuse_unordered(sampler, writer)
         if wrapper is not None:
             wrapper.watch(storage)  # before rows are loaded, whose trajectories end then
         prioritized = innermost if isinstance(innermost, Prioritized) else None
@@ -102,6 +103,13 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
     return ""
 
 
+def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
+    """Refuse a sampler that needs rows in the order of time together with a writer that keeps none (ValueError)."""
+    if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
+        kinds = type(sampler).__name__, type(writer).__name__
+        raise ValueError("a {} needs rows in the order of time, a {} keeps none: use a RingWriter".format(*kinds))
+
+
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
     """Move rows, what is attached to them, and priorities into shared memory; a killed write undoes writer's counters.
 
@@ -111,7 +119,8 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     storage.share_memory_()
     counters = vars(writer)
     if storage.shared_rows is not None:
-        watched = (counters[name] for name in ("_cursor_value", "_write_count_value") if name in counters)
+        names = "_cursor_value", "_write_count_value", "_following_value", "_threshold_value"
+        watched = (counters[name] for name in names if name in counters)
         storage.shared_rows.journal.watch(*watched)
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
@@ -147,6 +156,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
     Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
     """
     _refuse_if_shared(rb, "sampler")
+    refuse_unordered(sampler, rb._writer)
     with rb._emptied_of_prefetched():
         previous = TensorDictReplayBuffer.set_sampler(rb, sampler)
         sampler._rng = rb._rng
@@ -157,6 +167,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 def set_writer(rb: Any, writer: Writer) -> Writer:
     """Replace the writer, and return the old one."""
     _refuse_if_shared(rb, "writer")
+    refuse_unordered(rb._sampler, writer)
     with rb._replay_lock:
         previous = TensorDictReplayBuffer.set_writer(rb, writer)
         rb._connect()

@@ -71,6 +71,9 @@ class StatefulSampler(Sampler):
     _setting_names: ClassVar[tuple[str, ...]] = ()
     """The attributes that a user may change between draws, and that are saved."""
 
+    needs_order: ClassVar[bool] = False
+    """Whether rows must lie in the order of time."""
+
     def _changed(self) -> None:
         """Follow a change of a setting."""
 

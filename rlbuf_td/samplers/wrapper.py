@@ -46,6 +46,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     priorities, updates do nothing.
     """
 
+    needs_order = True
     sampler: Sampler
     innermost: Sampler
     """The sampler that draws the rows."""

@@ -1,6 +1,7 @@
 """Writers: where the next transition goes."""
 
+from rlbuf_td.writers.reservoir import ReservoirWriter
 from rlbuf_td.writers.ring import RingWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
-__all__ = ["RingWriter", "RolloutWriter"]
+__all__ = ["ReservoirWriter", "RingWriter", "RolloutWriter"]

@@ -62,7 +62,7 @@ class TimeWriter(RoundRobinWriter):
         if isinstance(storage, PackedStorage):
             storage.write(cursor, data, single=True)
         else:
-            storage.set(cursor, _without_index(data))
+            storage.set(cursor, without_index(data))
         self._bump_generation(cursor, data)
         self._cursor_value.value = (cursor + 1) % steps
         self._write_count_value.value += 1
@@ -83,7 +83,7 @@ class TimeWriter(RoundRobinWriter):
         storage = self._storage
         if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
             data = torch.stack(data) if data else data
-        count = _length(data)
+        count = length_of(data)
         if count == 0:
             raise ValueError("extend needs at least one transition, got none")
         steps = storage._max_size_along_dim0(batched_data=data)
@@ -96,10 +96,10 @@ class TimeWriter(RoundRobinWriter):
         if isinstance(storage, PackedStorage):
             storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         else:
-            data = _without_index(data)
+            data = without_index(data)
             for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
                 last = first + steps
-                storage.set(index[first:last], data if count <= steps else _part(data, first, last))
+                storage.set(index[first:last], data if count <= steps else part_of(data, first, last))
         self._cursor_value.value = (cursor + count) % steps
         self._write_count_value.value += count
         self._bump_generation(index, data)
@@ -124,7 +124,7 @@ class TimeWriter(RoundRobinWriter):
         """Write at given time steps without moving the cursor, and return their index, as TorchRL's writer does."""
         count = self._write_count_value.value
         try:
-            return super().write_at(index, _without_index(data))
+            return super().write_at(index, without_index(data))
         except Exception:
             self._write_count_value.value = count
             raise
@@ -176,9 +176,10 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tenso
     return torch.arange(end - (steps if n is None else n), end, device="cpu") % steps
 
 
-def _without_index(data: Any) -> Any:
+def without_index(data: Any) -> Any:
+    """Return the data without the index that a sampled batch holds."""
     if isinstance(data, list):
-        return [_without_index(item) for item in data]
+        return [without_index(item) for item in data]
     if isinstance(data, TensorDictBase) and "index" in data.keys():
         return data.exclude("index")
     return data
@@ -189,9 +190,11 @@ def _is_one(data: Any) -> bool:
     return is_tensor_collection(data) or isinstance(data, torch.Tensor | list)
 
 
-def _part(data: Any, first: int, last: int) -> Any:
+def part_of(data: Any, first: int, last: int) -> Any:
+    """Return some of the time steps."""
     return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
 
 
-def _length(data: Any) -> int:
+def length_of(data: Any) -> int:
+    """Return how many time steps there are."""
     return len(data if _is_one(data) else tree_leaves(data)[0])

@@ -1,0 +1,241 @@
+"""A writer that keeps a uniform sample of all that was ever written."""
+
+from __future__ import annotations
+
+import json
+from math import expm1, log, log1p
+from pathlib import Path
+from struct import pack, unpack
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import is_tensor_collection
+from torchrl.data.replay_buffers import Storage, Writer
+
+from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.interrupts import held_back
+from rlbuf_td.storages.schema import reshaped
+from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.writers.common import length_of, part_of, without_index
+
+_FILE = "reservoir.json"
+_LEAST, _MOST = 2.0**-54, 1 << 62  # of a uniform number, whose logarithm must be negative; of the time steps to come
+
+
+class Choice(NamedTuple):
+    """Which time steps of a write are kept, and how the algorithm goes on after it."""
+
+    filled: int  # the first ones take the slots that are free
+    slots: dict[int, int]  # later ones take the place of others: their position in the write, by slot
+    kept: list[tuple[int, int]]  # all of those, also where a later one takes the same slot: (position, slot)
+    following: int  # the number of the next time step to keep, counted from the first ever written
+    log_threshold: float
+
+
+class ReservoirWriter(Writer):
+    r"""Keep a uniform sample of all time steps ever written: each is in the buffer with the same probability.
+
+    The first T time steps fill the buffer. Of N written after that, each is stored with probability ``T / N``, and
+    every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all its lanes.
+    Rows lie in no order of time: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler` and
+    ``rb.last`` need a :class:`RingWriter`; a transition that holds its ``"next"`` is whole.
+
+    ``add`` and ``extend`` return -1 for what is not stored, which priorities skip. :attr:`ReplayBuffer.write_count`
+    counts all time steps, stored or not.
+
+    Raises:
+        SchemaError: (on writing) the data does not match the rows, whether or not it would be stored; nothing has
+            changed.
+        ValueError: (on writing) there is nothing to write; (in a buffer) the sampler needs rows in order.
+
+    Cost: per write O(1 + stored rows); of N time steps, O(T log(N / T)) are stored in all. Random numbers are drawn
+    for stored rows only, from the buffer's generator, else torch's default one.
+
+    Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
+    Complexity O(n(1 + log(N/n))), 1994. For average policies (NFSP, Heinrich and Silver 2016) and distillation. TorchRL
+    has no such writer.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), writer=ReservoirWriter(), batch_size=4)
+        >>> index = rb.extend(TensorDict({"x": torch.arange(10_000)}, [10_000]))
+        >>> len(rb), rb.write_count, bool((index[100:] == -1).any())
+        (100, 10000, True)
+    """
+
+    keeps_order = False
+
+    def __init__(self) -> None:
+        super().__init__(compilable=False)
+        # Time steps written, the number of the next one to keep once the buffer is full, and the bits of a float.
+        self.numbers = SharedNumbers("q", [0, 0, 0])
+        self._write_count_value, self._following_value, self._threshold_value = self.numbers.counters()
+
+    @property
+    def _write_count(self) -> int:
+        return self._write_count_value.value
+
+    @_write_count.setter
+    def _write_count(self, count: int) -> None:
+        self._write_count_value.value = count
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write into ``storage`` from now on; rows that it holds count as all that was written.
+
+        Raises:
+            ValueError: the writer belongs to another storage.
+        """
+        if self._storage not in (None, storage):
+            raise ValueError("this writer writes to the storage of another buffer: give each buffer one of its own")
+        super().register_storage(storage)
+        if not self._write_count and len(storage):
+            self._write_count = len(storage) // lanes_of(storage).numel()
+
+    def share_memory_(self) -> None:
+        """Share the counters with processes that are forked, or spawned with this writer, from now on."""
+        self.numbers.share_memory_()
+
+    # -- which time steps are kept
+
+    def choose(self, count: int, steps: int) -> Choice:
+        """Decide which of the next ``count`` time steps a reservoir of ``steps`` keeps; changes nothing."""
+        written, following, bits = self.numbers
+        (log_threshold,) = unpack("d", pack("q", bits))
+        filled = max(0, min(steps - written, count))
+        kept: list[tuple[int, int]] = []
+        end = written + count
+        if end >= steps and not log_threshold:  # the reservoir is full with this write: begin
+            log_threshold, following, _ = self._skip(steps, 0.0, max(steps, written) - 1)
+        while end >= steps and following < end:
+            at = following
+            log_threshold, following, slot = self._skip(steps, log_threshold, at)
+            kept.append((at - written, slot))
+        return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
+
+    def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
+        """Return the next threshold, the time step after ``at`` to keep next, and a slot, all at random.
+
+        The threshold is distributed as the largest of the ``steps`` smallest of as many uniform numbers as there are
+        time steps; one that comes is kept if its own number lies below.
+        """
+        source = "cpu" if self._rng is None else self._rng.device
+        shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
+        log_threshold += log1p(-max(shrink, _LEAST)) / steps
+        skipped = log1p(-max(ahead, _LEAST)) / log(-expm1(log_threshold))
+        return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
+
+    def note(self, written: int, choice: Choice) -> None:
+        """Go on after a write that has followed a choice."""
+        (bits,) = unpack("q", pack("d", choice.log_threshold))
+        for place, value in enumerate((written, choice.following, bits)):
+            self.numbers[place] = value
+
+    # -- writes
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Write one time step (``[]``, or ``[*lanes]`` when ``ndim > 1``); return its index, -1 if it is not stored.
+
+        Raises:
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        index = self.extend(data.unsqueeze(0))
+        return int(index) if self._storage.ndim == 1 else index
+
+    @held_back
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
+
+        It is -1 for those that are not stored. Of several that were given the same slot the last one is stored.
+
+        Raises:
+            ValueError: there is nothing to write.
+            SchemaError: the data does not match the rows; nothing has changed.
+        """
+        storage = self._storage
+        if isinstance(data, list) and isinstance(storage, PackedStorage) and all(map(is_tensor_collection, data)):
+            data = torch.stack(data) if data else data
+        count = length_of(data)
+        if count == 0:
+            raise ValueError("extend needs at least one transition, got none")
+        if isinstance(storage, PackedStorage) and storage.rows is not None and not storage.is_reserved:
+            storage.rows.layout.collect(data, data.batch_size[:1] + storage.rows.lanes)  # refuses what does not fit
+        choice = self.choose(count, storage._max_size_along_dim0(batched_data=data))
+        written = self._write_count
+        index = torch.full((count,), -1, dtype=torch.int64, device=getattr(data, "device", None) or "cpu")
+        if choice.filled:
+            index[: choice.filled] = torch.arange(written, written + choice.filled, device=index.device)
+            self._write(written, data, choice.filled)
+        if choice.slots:
+            slots, rows = torch.tensor([[*choice.slots], [*choice.slots.values()]], device="cpu")
+            storage.set(slots, self._rows(without_index(data), rows))
+            for position, slot in choice.kept:
+                index[position] = slot
+        self.note(written + count, choice)
+        self._announce(written, choice)
+        return index if storage.ndim == 1 else self._replicate(index)
+
+    def _write(self, start: int, data: Any, count: int) -> None:
+        """Write the first time steps of the data to free slots."""
+        storage, part = self._storage, part_of(data, 0, count)
+        if isinstance(storage, PackedStorage):
+            storage.write(start, part)
+        else:
+            storage.set(torch.arange(start, start + count, device="cpu"), without_index(part))
+
+    def _rows(self, data: Any, rows: torch.Tensor) -> Any:
+        """Return time steps of the data."""
+        if isinstance(self._storage, PackedStorage):
+            return reshaped(data, lambda each: each[rows.to(each.device)])
+        return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
+
+    def _replicate(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the index of all lanes of each time step; the lanes of one that is not stored are -1, too."""
+        every = self._replicate_index(index)
+        return torch.where(every[:, :1] < 0, -1, every)
+
+    def _announce(self, written: int, choice: Choice) -> None:
+        """Tell everything attached to the storage which rows were written."""
+        shared_rows = getattr(self._storage, "shared_rows", None)
+        if shared_rows is not None:
+            shared_rows.journal.written()
+        filled = torch.arange(written, written + choice.filled, device="cpu")
+        slots = torch.cat((filled, torch.tensor([*choice.slots], dtype=torch.int64, device="cpu")))
+        if len(slots):
+            index = self._replicate_index(slots)
+            for listener in self._storage._attached_entities:
+                listener.mark_update(index)
+
+    # -- state
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        """Begin again: what was written before counts no more, whatever ``empty_write_count`` says."""
+        for place in range(len(self.numbers)):
+            self.numbers[place] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters; the buffer saves the generator."""
+        count, following, threshold = self.numbers
+        return {"_write_count": count, "following": following, "threshold": threshold}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; ValueError if it is not one."""
+        values = [state_dict[name] for name in ("_write_count", "following", "threshold")]
+        are_whole = all(type(value) is int and abs(value) < 1 << 63 for value in values)
+        if not are_whole or not unpack("d", pack("q", values[2]))[0] <= 0:
+            raise ValueError(f"the state is not that of a ReservoirWriter: {state_dict}")
+        for place, value in enumerate(values):
+            self.numbers[place] = value
+
+    def dumps(self, path: str | Path) -> None:
+        """Save the counters in the folder ``path``."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
+
+    def loads(self, path: str | Path) -> None:
+        """Continue from what :meth:`dumps` saved."""
+        self.load_state_dict(json.loads((Path(path) / _FILE).read_text()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(write_count={self._write_count})"

@@ -1,0 +1,226 @@
+"""The reservoir: every set of rows is equally likely to be what is left, and what is left is what was written."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+
+from rlbuf_td import (
+    CheckpointError,
+    HindsightSampler,
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    SchemaError,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests.statistics import assert_follows, power
+
+
+def numbered(first: int, count: int, lanes: int = 0) -> TensorDict:
+    """Return time steps that know their number, ``[count]`` or ``[lanes, count]``."""
+    step = torch.arange(first, first + count)
+    if not lanes:
+        return TensorDict({"step": step, "lane": step * 0}, [count])
+    lane = torch.arange(lanes)[:, None].expand(lanes, count).clone()
+    return TensorDict({"step": step.expand(lanes, count).clone(), "lane": lane}, [lanes, count])
+
+
+def buffer(capacity: int, lanes: int = 0, storage: Any = PackedStorage, cls: Any = ReplayBuffer, **parts: Any) -> Any:
+    return cls(
+        storage=storage(capacity * max(lanes, 1), ndim=2 if lanes else 1),
+        writer=ReservoirWriter(),
+        batch_size=8,
+        generator=torch.Generator().manual_seed(0),
+        **parts,
+    )
+
+
+@pytest.mark.parametrize(("steps", "parts"), [(2, (1, 2, 1, 2)), (1, (4, 1))])
+def test_every_set_of_time_steps_is_equally_likely_to_be_left(steps, parts):
+    writer, total, rounds = ReservoirWriter(), sum(parts), 120_000
+    writer._rng = torch.Generator().manual_seed(1)
+    counts = dict.fromkeys(combinations(range(total), steps), 0)
+    for _ in range(rounds):
+        writer._empty()
+        left: dict[int, int] = {}
+        for count in parts:
+            written, choice = writer._write_count, writer.choose(count, steps)
+            left |= {written + place: written + place for place in range(choice.filled)}
+            left |= {slot: written + place for slot, place in choice.slots.items()}
+            writer.note(written + count, choice)
+        counts[tuple(sorted(left.values()))] += 1
+    law = torch.full((len(counts),), 1 / len(counts), dtype=torch.float64)
+    assert power(law.numpy(), rounds, bias=0.02) > 0.9
+    assert_follows(list(counts.values()), law)
+
+
+@pytest.mark.parametrize("storage", [PackedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_what_is_left_is_what_the_index_says(lanes, cls, storage):
+    """With whole time steps of all lanes, each of them left as often as any other."""
+    capacity, total, rounds = 10, 60, 12
+    left = torch.zeros(total)
+    rb = buffer(capacity, lanes, storage, cls)
+    for _ in range(rounds):
+        rb.empty()
+        wanted, step = torch.full((capacity, max(lanes, 1)), -1), 0
+        while step < total:
+            count = (5, 7, 2, 6)[step % 4]  # TorchRL's buffer fails with single steps of several lanes
+            count = total - step if total - step < count + 2 else count
+            index = rb.extend(numbered(step, count, lanes))
+            flat = index if not lanes else index.view(count, lanes, 2)[:, 0, 0]
+            if lanes:
+                assert (index.view(count, lanes, 2)[:, :, 0] == flat[:, None]).all()
+            for place, slot in enumerate(flat.tolist()):
+                if slot >= 0:
+                    wanted[slot] = step + place
+            step += count
+        assert torch.equal(rb.storage[:]["step"].view(capacity, -1), wanted)
+        assert (rb.storage[:]["lane"].view(capacity, -1) == torch.arange(max(lanes, 1))).all()
+        assert len(rb) == capacity * max(lanes, 1)
+        left += torch.bincount(wanted[:, 0], minlength=total)
+    assert left.sum() == rounds * capacity
+    assert abs(float(left[:30].sum()) / (rounds * capacity) - 0.5) < 0.2
+    assert rb.write_count == total
+
+
+def test_single_steps_are_added_and_refused_alike():
+    rb = buffer(4)
+    index = [rb.add(TensorDict({"step": torch.tensor(step)})) for step in range(200)]
+    assert index[:4] == [0, 1, 2, 3]
+    assert set(index) == {-1, 0, 1, 2, 3}
+    assert index.count(-1) > 150
+    last = {slot: step for step, slot in enumerate(index)}
+    assert rb.storage["step"].tolist() == [last[slot] for slot in range(4)]
+    with pytest.raises(SchemaError, match="other"):
+        rb.add(TensorDict({"other": torch.tensor(0)}))
+
+
+def test_a_refused_write_changes_nothing_stored_or_not():
+    rb = buffer(4)
+    rb.extend(numbered(0, 1_000))
+    before, state, generator = rb.storage[:].clone(), rb.writer.state_dict(), rb._rng.get_state()
+    for _ in range(50):
+        with pytest.raises(SchemaError, match="step"):
+            rb.extend(TensorDict({"step": torch.zeros(3), "lane": torch.zeros(3)}, [3]))
+    with pytest.raises(ValueError, match="at least one transition, got none"):
+        rb.extend(numbered(0, 0))
+    assert (rb.storage[:] == before).all()
+    assert rb.writer.state_dict() == state
+    assert torch.equal(rb._rng.get_state(), generator)
+
+
+def test_priorities_go_to_rows_that_are_stored_and_stale_ones_are_skipped():
+    rb = buffer(6, sampler=ProportionalSampler(6, eps=0.0))
+    for first in range(0, 400, 5):
+        rows = numbered(first, 5)
+        rows["td_error"] = rows["step"].float() + 1
+        batch = rb.sample() if first else None
+        rb.extend(rows)
+        priority = rb.sampler.priority(torch.arange(len(rb)))
+        assert torch.equal(priority, rb.storage["step"].double() + 1)
+        if batch is not None:
+            same = rb.storage["step"][batch["index"]] == batch["step"]
+            batch["td_error"] = batch["step"].float() + 1.5
+            rb.update_tensordict_priority(batch)
+            found = rb.sampler.priority(batch["index"])
+            assert torch.equal(found[same], batch["step"][same] + 1.5)
+            rb.update_priority(torch.arange(len(rb)), rb.storage["step"].float() + 1)
+    assert rb.health()["stale_updates"] > 0
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "writer's dumps", "deepcopy"])
+def test_a_saved_reservoir_goes_on_as_the_original(how, tmp_path: Path):
+    rb = buffer(5)
+    rb.extend(numbered(0, 77))
+    other = buffer(5)
+    if how == "state_dict":
+        other.load_state_dict(rb.state_dict())
+        other._rng.set_state(rb._rng.get_state())
+    elif how == "dumps":
+        rb.dumps(tmp_path)
+        other.loads(tmp_path)
+    elif how == "deepcopy":
+        other = copy.deepcopy(rb)
+        other.set_rng(rb._rng.clone_state())
+    else:
+        rb.writer.dumps(tmp_path / "writer")
+        other.extend(rb.storage[:])
+        other.writer.loads(tmp_path / "writer")
+        other._rng.set_state(rb._rng.get_state())
+    for first in range(77, 400, 17):
+        assert torch.equal(rb.extend(numbered(first, 17)), other.extend(numbered(first, 17)))
+    assert (rb.storage[:] == other.storage[:]).all()
+    assert (other.write_count, repr(other.writer)) == (rb.write_count, f"ReservoirWriter(write_count={rb.write_count})")
+
+
+def test_a_dump_of_another_capacity_and_a_malformed_state_are_refused(tmp_path: Path):
+    rb, other = buffer(5), buffer(9)
+    rb.extend(numbered(0, 77))
+    rb.dumps(tmp_path)
+    with pytest.raises(CheckpointError, match=r"keeps no order of age.*same capacity"):
+        other.loads(tmp_path)
+    with pytest.raises(ValueError, match="not that of a ReservoirWriter"):
+        rb.writer.load_state_dict(rb.writer.state_dict() | {"following": 1.5})
+    assert rb.write_count == 77
+
+
+def test_rows_that_a_storage_brings_along_count_as_written():
+    storage = PackedStorage(50)
+    storage.set(range(50), numbered(0, 50))
+    rb = ReplayBuffer(storage=storage, writer=ReservoirWriter(), batch_size=4)
+    rb.extend(numbered(50, 10_000))
+    assert rb.write_count == 10_050
+    assert 0 <= int((rb.storage["step"] < 50).sum()) < 5
+
+
+@pytest.mark.parametrize("wrapper", [NStepSampler, SequenceSampler, HindsightSampler])
+def test_samplers_that_need_rows_in_order_refuse_it(wrapper):
+    further: Any = {HindsightSampler: [lambda batch: batch["x"]], NStepSampler: [3, 0.9], SequenceSampler: [3]}[wrapper]
+    with pytest.raises(ValueError, match=f"a {wrapper.__name__} needs rows in the order of time, .* use a RingWriter"):
+        buffer(5, sampler=wrapper(UniformSampler(), *further))
+    rb = buffer(5)
+    with pytest.raises(ValueError, match="use a RingWriter"):
+        rb.set_sampler(wrapper(UniformSampler(), *further))
+    rb.extend(numbered(0, 20))
+    assert isinstance(rb.sampler, UniformSampler)
+    assert len(rb.sample()) == 8
+    with pytest.raises(TypeError, match=r"keeps no order of age"):
+        rb.last(2)
+
+
+def _write(rb: ReplayBuffer, seed: int) -> None:
+    rb.set_rng(torch.Generator().manual_seed(seed))
+    for first in range(0, 1_000, 10):
+        rb.extend(numbered(10_000 * seed + first, 10))
+
+
+def test_processes_fill_one_reservoir():
+    rb = buffer(200)
+    rb.extend(numbered(0, 10))
+    rb.share()
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_write, args=(rb, seed)) for seed in (1, 2, 3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert (rb.write_count, len(rb)) == (3_010, 200)
+    step = rb.storage["step"]
+    assert len(step.unique()) == 200
+    by_writer = torch.bincount(step // 10_000, minlength=4)[1:]
+    assert (by_writer > 30).all()  # 66 each, with a deviation of 6.4
