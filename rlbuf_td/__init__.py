@@ -9,6 +9,7 @@ a writer, which work in TorchRL's own buffers as well. For Gymnasium, ``ReplayBu
 - ``rlbuf_td.diagnostics.health``: what the numbers of ``rb.health()`` mean;
 - ``rlbuf_td.diagnostics.doctor.CODES``: what :func:`check` looks for;
 - ``rlbuf_td.checkpoint.open_checkpoint``: what a dump holds, without a buffer to load it into;
+- ``rlbuf_td.distributed.ShardedReplayBuffer``: one replay buffer over many processes or machines (needs Ray);
 - ``python -m rlbuf_td {demo, bench, plan, doctor}``.
 
 In docstrings B is the size of a batch, N the number of rows, T time steps and E lanes (environments); ``[B]`` is a

@@ -45,10 +45,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    algos, samplers = ("dqn", "ppo"), ("uniform", "proportional", "rank")
-    demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default): prioritized replay; ppo: rollouts")
+    algos, samplers = ("dqn", "ppo", "apex"), ("uniform", "proportional", "rank")
+    demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex: dqn on Ray")
     demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment (default: %(default)s)")
     demo.add_argument("--sampler", default="proportional", choices=samplers, help="of dqn (default: %(default)s)")
+    demo.add_argument("--shards", type=_number(1, 64), default=2, help="of apex (default: %(default)s)")
+    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="of apex (default: %(default)s)")
     demo.add_argument("--steps", type=_number(1), help="environment steps at most (default: what the algorithm needs)")
     demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="default: %(default)s")
     demo.add_argument("--device", default="cpu", help="of network and buffer (default: %(default)s)")
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("rlbuf_td"):
             raise
-        extra = "bench" if options.command in ("bench", "train") else "demo"
+        extra = "ray" if error.name == "ray" else "bench" if options.command in ("bench", "train") else "demo"
         print(f"'{error.name}' is missing: pip install 'rlbuf_td[{extra}]'", file=sys.stderr)
         return 1
 

@@ -13,6 +13,7 @@ from rlbuf_td.__main__ import COMMANDS, _parser, main
     ("arguments", "module", "missing", "extra"),
     [
         (["demo"], "rlbuf_td.cli.demos.report", "tqdm", "demo"),
+        (["demo", "--algo", "apex"], "rlbuf_td.cli.demos.apex", "ray", "ray"),
         (["bench", "--rows", "10"], "rlbuf_td.cli.bench.compare", "rich.console", "bench"),
         (["bench", "--picture", "unwritten.png"], "rlbuf_td.cli.bench.picture", "matplotlib.figure", "bench"),
         (["plan", "--env", "CartPole-v1", "--capacity", "10"], "rlbuf_td.diagnostics.memory_plan", "gymnasium", "demo"),

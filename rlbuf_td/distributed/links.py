@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlbuf_td.distributed.shard import Report
 
@@ -99,8 +99,6 @@ class Links:
         try:
             self.hear(place, self.engine.get(probe))
             del self._probes[place]
-        except ActorDiedError:  # it has no restarts left: ask rarely
-            self._probes[place] = time.monotonic() + 10.0, None
         except RayActorError:
             self._probes[place] = time.monotonic(), None
 

@@ -21,6 +21,7 @@ from torchrl.envs import GymEnv
 
 import rlbuf_td
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td.__main__ import main
 from rlbuf_td.checkpoint import CheckpointError
 
 ray = pytest.importorskip("ray")
@@ -231,9 +232,12 @@ def test_the_examples_of_the_room_run_as_they_are_pasted(name):
 @pytest.mark.slow
 def test_60_seconds_of_killed_shards_cost_no_row_and_stop_nobody(tmp_path):
     with ShardedReplayBuffer(4, make_buffer, dump_dir=tmp_path) as rb:
-        written = [writer.write.remote(60.0) for writer in start_writers(rb.clients(2))]
-        stop = threading.Event()
-        handles = list(rb.links.handles)
+        fill(rb, 500)
+        rb.dumps()
+        writers = start_writers(rb.clients(2))
+        ray.get([writer.write.remote(0.1) for writer in writers])  # on a busy machine they take long to start
+        written = [writer.write.remote(60.0) for writer in writers]
+        stop, handles = threading.Event(), list(rb.links.handles)
 
         def kill() -> None:
             turn = 0
@@ -254,3 +258,12 @@ def test_60_seconds_of_killed_shards_cost_no_row_and_stop_nobody(tmp_path):
         assert batches > 500
         assert min(ray.get(written, timeout=30)) > 10_000
         assert rb.health()["lost_shards"] > 5
+
+
+@pytest.mark.slow
+def test_the_apex_demo_learns_a_little_and_shows_its_shards(tmp_path, capsys):
+    assert main(["demo", "--algo", "apex", "--steps", "3000", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "lost_rows stale_updates" in " ".join(shown.split())
+    assert "samples per insert" in shown
+    assert (tmp_path / "policy.pt").stat().st_size > 0
