@@ -47,8 +47,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         priority_key: where a batch holds its TD errors, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that is shown every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
-        include_info: ``False`` leaves the sampler's report (index, weights ...) out of batches, as TorchRL's plain
-            ``ReplayBuffer`` does; ``sample(return_info=True)`` returns it.
+        include_info: ``False`` leaves the report (index, weights ...) out; ``sample(return_info=True)`` returns it.
         device: where batches are wanted, for rows in host memory. Leaves are copied asynchronously, and transforms
             run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
             are on their way back, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
@@ -128,6 +127,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     from_schema = abilities.constructor(abilities.from_schema)
     add = writing.add
     extend = writing.extend
+    write_back = writing.write_back
     mark_update = writing.mark_update
     mark_range = writing.mark_range
     set_storage = parts.set_storage

@@ -13,10 +13,12 @@ from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.indexing import coordinates, one_a_row
+from rlbuf_td.storages.indexing import coordinates, first_of_row, flat_rows, inner_dims, one_a_row
 from rlbuf_td.storages.interrupts import held_back
-from rlbuf_td.storages.schema import reshaped
-from rlbuf_td.storages.write_clock import SAMPLED_AT
+from rlbuf_td.storages.schema import kind, reshaped, show_key
+from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
+from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
+from rlbuf_td.storages.writes import edit_entries, is_key
 
 
 def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
@@ -56,6 +58,79 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
     rows = _transitions(data, how).batch_size[: rb.storage.ndim - (how == "add")].numel()
     with rb.flow.inserting(rows, rb._replay_lock):
         return write(rb, data, how, update_priority)
+
+
+def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
+    """Store entries of a sampled batch in its rows again (recurrent states, say); return how many rows it has written.
+
+    Rows that have been replaced since they were sampled stay as they are, and so do rows that a sequence repeats, where
+    its ``"mask"`` is false. Of a row that is in the batch twice the last one counts. The rows stay the transitions that
+    they were, with their priorities. Any thread may call it.
+
+    Args:
+        batch: of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
+        keys: which entries, a list; each is stored, with the dtype and shape that it has in the batch.
+        sampled_at: for batches without ``"sampled_at"`` (of samplers without priorities): what
+            ``rb.storage.clock.now`` was before the batch was sampled.
+
+    Raises:
+        SchemaError: a key is not stored or not in the batch, or differs in dtype or shape; nothing has changed.
+        KeyError: the batch has no index, or nothing says when it was sampled; nothing has changed.
+        TypeError: the storage is not a :class:`PackedStorage`.
+
+    Cost: O(B) times the bytes of the entries, of whole rows if they are deduplicated; waits for a CUDA device. Batches
+    drawn ahead (``prefetch``) hold what was stored when they were drawn.
+
+    Example:
+        >>> from rlbuf_td import ReplayBuffer
+        >>> rb = ReplayBuffer(batch_size=2)
+        >>> _ = rb.extend(TensorDict({"x": torch.zeros(1), "state": torch.zeros(1)}, [1]))
+        >>> now = rb.storage.clock.now
+        >>> batch = rb.sample()
+        >>> batch["state"] += 1
+        >>> rb.write_back(batch, ["state"], sampled_at=now), rb.storage["state"]
+        (2, tensor([1.]))
+    """
+    parts = rb._parts or rb._initialize()
+    if not parts.is_packed:
+        raise TypeError(f"write_back needs the clock of a PackedStorage, got a {type(rb.storage).__name__}")
+    storage, dims = parts.storage, batch.ndim
+    inner = inner_dims(storage, dims)
+    index, stamp = batch.get("index", None), batch.get(SAMPLED_AT, None)
+    if sampled_at is not None:
+        stamp = torch.full(batch.batch_size, sampled_at, device=storage.device)
+    if index is None or stamp is None:
+        reason = "the rows are not known" if index is None else "rows may have been replaced since it was sampled"
+        remedy = "" if index is None else ": note rb.storage.clock.now before, and pass it as sampled_at="
+        raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
+    names = [as_tuple(key) for key in ([keys] if is_key(keys) else keys)]
+    with storage.lock:
+        values = {key: _entry_by_row(storage, batch, key, inner) for key in names}
+        flat = flat_rows(first_of_row(index, dims, inner), storage, storage.device)
+        flat = skip_stale(flat, stamp, dims, storage)[0]
+        kept = flat >= 0
+        if parts.wrapper is not None and "mask" in batch.keys() and ("mask",) not in storage.layout.places:
+            kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
+        flat = flat[kept]
+        edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
+        for each in storage._attached_entities:
+            if isinstance(each, TrajectoryIndex) and {*each.end_keys(), each.traj_key} & {*names}:
+                storage._bump_mutation_revision()  # which has it read the rows again
+    return len(flat)
+
+
+def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
+    """Return an entry of a batch, ``[B, ...]`` on the storage's device, if rows have one like it."""
+    layout, value = storage.layout, batch.get(key, None)
+    leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
+    if leaf is None or not isinstance(value, torch.Tensor):
+        raise SchemaError(f"cannot write back {show_key(key)}: the {'rows have' if leaf is None else 'batch has'} none")
+    rows = batch.ndim - inner
+    value = value.detach().flatten(0, rows - 1) if rows else value.detach()[None]
+    if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
+        kinds = [kind(value.dtype, value.shape[1:]), kind(leaf.dtype, leaf.shape)]
+        raise SchemaError("cannot write back {}: it is {} a row, the rows have {}".format(show_key(key), *kinds))
+    return value.to(storage.device)
 
 
 def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:

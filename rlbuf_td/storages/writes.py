@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlbuf_td.storages.allocate import make_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.rows import Rows
+from rlbuf_td.storages.rows import Rows, last_of_each
 from rlbuf_td.storages.schema import SchemaError, refuse_unfit
 
 _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
@@ -192,3 +192,29 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
         else:
             rows.replace_(cells, leaves)
         storage._bump_mutation_revision()
+
+
+def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+    """Set entries, ``[B, ...]`` by key, of flat rows; of a row that is named twice the last value stays.
+
+    Trajectories are not told: the caller sees to it if an entry ends them.
+
+    Raises:
+        IndexError: a row is out of range; nothing has been written.
+    """
+    with storage.lock, held_back:
+        rows = storage.written_rows()
+        numbers = cells.cpu().numpy()
+        if len(numbers) and numbers.max() >= rows.cells:
+            raise IndexError(f"row {numbers.max()} is out of range: rows 0 to {rows.cells - 1} have been written")
+        begin(storage, cells=cells)
+        if values.keys() & storage.deduplicated.keys():
+            data = rows.at_cells(cells)
+            for key, value in values.items():
+                data.set(key, value)
+            rows.replace_(cells, rows.layout.collect(data, cells.shape))
+            return
+        numbers, leaves = last_of_each(numbers, [*values.values()])
+        where, columns = torch.from_numpy(numbers).to(cells.device), rows.view()
+        for key, leaf in zip(values, leaves, strict=True):
+            columns[key].flatten(0, len(rows.lanes)).index_copy_(0, where, leaf)
