@@ -6,8 +6,9 @@ tensor; ``state`` is everything else; the last line is the checksum of all the t
 A state is plain (numbers, strings, lists, dicts, tensors): JSON and a list of tensors, no pickle. Values that JSON
 lacks become an object with one key that begins with ``$``: ``{"$tensor": 3}`` (index into the list), ``{"$float":
 "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``,
-``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, and ``{"$ordered":
-...}`` for a module's state dict with the ``_metadata`` that torch attaches.
+``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, ``{"$ordered": ...}``
+for a module's state dict with the ``_metadata`` that torch attaches, and ``{"$tree": ["SumSegmentTreeFp32", ...]}`` for
+the trees of TorchRL's prioritized sampler, which are C++ objects, with the numbers of their leaves.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data.replay_buffers import samplers
 
 FORMAT, VERSION = "rlbuf_td checkpoint", 3
 MANIFEST = "manifest.json"
@@ -216,6 +218,8 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         if all(type(key) is str and not key.startswith("$") for key, _ in encoded):
             return dict(encoded)
         return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
+    if type(value) in _TREES.values():
+        return {"$tree": [type(value).__name__, encode(value[_leaves(value.size)], tensors, where)]}
     content = "numbers, strings, lists, dicts and tensors, and nothing that loading would have to execute"
     raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
 
@@ -251,6 +255,22 @@ def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any
     return state
 
 
+def _leaves(count: int) -> torch.Tensor:
+    return torch.arange(count, device="cpu")
+
+
+def _tree(content: Any, tensor: Callable[[int], Any]) -> Any:
+    name, leaves = content
+    values = decode(leaves, tensor)
+    tree = _TREES[name](len(values))
+    tree[_leaves(len(values))] = values
+    return tree
+
+
+_TREE_NAMES = "SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"
+# Without TorchRL's extension they are not there, or None.
+_TREES: dict[str, Any] = {name: getattr(samplers, name) for name in _TREE_NAMES if getattr(samplers, name, None)}
+
 _KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
     "$tensor": lambda content, tensor: tensor(content),
     "$float": lambda content, tensor: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
@@ -260,5 +280,6 @@ _KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
     "$device": lambda content, tensor: torch.device(content),
     "$tensordict": _tensordict,
     "$ordered": _ordered,
+    "$tree": _tree,
     "$dict": lambda content, tensor: {decode(key, tensor): decode(item, tensor) for key, item in content},
 }

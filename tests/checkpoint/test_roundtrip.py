@@ -14,6 +14,7 @@ from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     RandomSampler,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -21,7 +22,15 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import Compose, ObservationNorm, RewardScaling
 
-from rlbuf_td import CheckpointError, EpisodeStats, PackedStorage, ReplayBuffer, RolloutBuffer, TrajectoryIndex
+from rlbuf_td import (
+    CheckpointError,
+    EpisodeStats,
+    NStepSampler,
+    PackedStorage,
+    ReplayBuffer,
+    RolloutBuffer,
+    TrajectoryIndex,
+)
 from rlbuf_td.checkpoint import open_checkpoint
 from tests.catalogue import SCHEMAS, assert_same
 from tests.catalogue import transitions as catalogue_transitions
@@ -168,6 +177,26 @@ def test_torchrls_own_parts_come_back_too(storage, sampler, tmp_path):
     assert found.storage is None
     assert found.rows is not None
     assert_same(found.rows["observation"], rb.storage[:]["observation"])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_priorities_of_torchrls_sampler_come_back(wrapped, tmp_path):
+    samplers = [PrioritizedSampler(20, 0.7, 0.5) for _ in range(2)]
+    rb, again = (
+        ReplayBuffer(storage=PackedStorage(20), sampler=NStepSampler(each, 2, 0.9) if wrapped else each, batch_size=4)
+        for each in samplers
+    )
+    rb.extend(transitions(26))
+    rb.sample()
+    samplers[0].update_priority(torch.arange(3, 15), torch.linspace(0.1, 5.0, 12))
+    rb.dumps(tmp_path)
+    again.loads(tmp_path)
+    trees, loaded = ([getattr(each, name) for name in ("_sum_tree", "_min_tree")] for each in samplers)
+    for left, right in zip(trees, loaded, strict=True):
+        assert right[torch.arange(20)].tolist() == left[torch.arange(20)].tolist()
+        assert right.query(2, 17) == left.query(2, 17)
+    assert samplers[1]._max_priority == samplers[0]._max_priority
+    assert again.sample()["priority_weight"].shape == (4,)
 
 
 def test_a_used_torchrl_storage_refuses_a_dump_of_other_content(tmp_path):
