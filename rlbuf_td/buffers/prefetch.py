@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from time import perf_counter
@@ -259,6 +260,23 @@ def synchronize(rb: Any) -> None:
     TensorDictReplayBuffer.synchronize(rb)
     if rb._prefetcher is not None:
         rb._prefetcher.flush()
+
+
+@contextmanager
+def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
+    """Hold back draws, and give the batches that were drawn ahead, to be saved."""
+    with rb._futures_lock:
+        ahead = [] if rb._prefetcher is None or not rb._parts.draws else rb._prefetcher.settle()
+        with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:
+            copied = map(rb._clone_prefetch_result, ahead) if clone_queue else ahead
+            yield state | {"queue": restamped((*state["queue"], *copied), rb._parts, -1)}
+
+
+def clear_prefetched(rb: Any) -> None:
+    """Drop the batches that were drawn ahead."""
+    TensorDictReplayBuffer._clear_prefetch_queue_locked(rb)
+    if rb._prefetcher is not None:
+        rb._prefetcher.drop()
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:

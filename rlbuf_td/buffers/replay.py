@@ -13,11 +13,11 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers import abilities, flow, parts, prefetch, priorities, writing
+from rlbuf_td.buffers import abilities, flow, minari_data, parts, prefetch, priorities, writing
 from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan
-from rlbuf_td.buffers.prefetch import Prefetcher, Sample, restamped
+from rlbuf_td.buffers.prefetch import Prefetcher, Sample
 from rlbuf_td.buffers.wrapped_plan import WrappedPlan, make_plan
 from rlbuf_td.buffers.write_plan import WritePlan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
@@ -125,6 +125,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
     from_env = abilities.constructor(abilities.from_env)
     from_spaces = abilities.constructor(abilities.from_spaces)
     from_schema = abilities.constructor(abilities.from_schema)
+    from_minari = abilities.constructor(minari_data.from_minari)
+    to_minari = minari_data.to_minari
     add = writing.add
     extend = writing.extend
     write_back = writing.write_back
@@ -371,19 +373,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Whether batches are copied to another device than that of the rows."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
-    @contextmanager
-    def _capture_prefetch_state(self, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-        with self._futures_lock:
-            ahead = [] if self._prefetcher is None or not self._parts.draws else self._prefetcher.settle()
-            with super()._capture_prefetch_state(clone_queue=clone_queue) as state:
-                copied = map(self._clone_prefetch_result, ahead) if clone_queue else ahead
-                yield state | {"queue": restamped((*state["queue"], *copied), self._parts, -1)}
-
-    def _clear_prefetch_queue_locked(self) -> None:
-        super()._clear_prefetch_queue_locked()
-        if self._prefetcher is not None:
-            self._prefetcher.drop()
-
+    _capture_prefetch_state = prefetch.capture_prefetched
+    _clear_prefetch_queue_locked = prefetch.clear_prefetched
     _validate_prefetch_state = prefetch.validate_prefetched
     _restore_prefetch_queue_locked = prefetch.restore_prefetched
 

@@ -16,3 +16,13 @@ def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture
         measured = {name: float(ratio) for name, ratio in found[case]}
         assert measured.keys() == {"memory", "sample", "extend", "add"}
         assert measured["memory"] <= most
+
+
+def test_loading_a_minari_set_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("h5py", reason="needs the extra minari")
+    pytest.importorskip("minari", reason="needs the extra minari")
+    from tests.benchmarks import minari_speed
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", "")  # which the script replaces
+    assert minari_speed.main(["--rows", "20000", "--rounds", "2"]) > 0
+    assert capsys.readouterr().out.startswith("20,000 rows in episodes of 1,000, 3 MiB")

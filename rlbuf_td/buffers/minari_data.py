@@ -1,0 +1,211 @@
+"""Minari's data sets in and out: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.checkpoint.folder import progress_bar
+from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_dataset, transitions_of
+from rlbuf_td.kernels.huge_pages import take_pages
+from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
+from rlbuf_td.storages.schema import walk
+from rlbuf_td.writers.common import steps_by_age
+
+_WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes; Minari opens its file for each write
+
+
+def from_minari(
+    cls: Any,
+    /,
+    dataset: Any,
+    capacity: int | None = None,
+    *,
+    infos: bool = False,
+    reward_dtype: torch.dtype | None = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a buffer ``[T]`` of all transitions of a Minari data set (needs the extra ``minari``).
+
+    Memory for all transitions is planned once the first episode is read. The episodes are read one by one: with
+    ``scratch_dir`` a set may be larger than RAM.
+
+    A Dict observation has its keys at the root, and a Tuple has the keys ``"0"``, ``"1"`` ..., as everywhere in this
+    package. ``("next", ...)`` of an episode's last row is its final observation, ``terminated`` and ``truncated`` are
+    kept apart, and ``("collector", "traj_ids")`` is the episode's id, so that an episode that has no end does not run
+    into the next. dtypes are those of the set: its rewards mostly are float64.
+
+    Args:
+        dataset: a ``MinariDataset``, perhaps with filtered episodes, or the name of one on this machine.
+        capacity: in transitions; ``None``: as many as the set has. More leaves room for others.
+        infos: store infos (numbers only) at ``"info"``, before a step, and at ``("next", "info")``, after it.
+        reward_dtype: of the rows; ``torch.float32`` fits what :class:`GymnasiumRecorder` writes.
+        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        **kwargs: as for :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size`` ...
+
+    Raises:
+        ImportError: Minari is not installed.
+        ValueError: the set has no transitions, or more than ``capacity``.
+        SchemaError: an observation, action or info is not made of numbers (``Text``, ``Sequence``, ``Graph``), or
+            episodes differ in dtypes or shapes. Says which.
+        MemoryError: the rows can never fit into RAM; with ``scratch_dir`` an OSError: the disk has less room.
+
+    Cost: that of Minari's reading, and about half as much again (``python tests/benchmarks/minari_speed.py``).
+
+    Example:
+        >>> from rlbuf_td import ReplayBuffer
+        >>> rb = ReplayBuffer.from_minari("D4RL/door/human-v2", batch_size=256)  # doctest: +SKIP
+    """
+    dataset = open_dataset(dataset)
+    steps = int(dataset.total_steps)
+    if capacity is not None and capacity < steps:
+        remedy = "raise it, or choose episodes with dataset.filter_episodes(...)"
+        raise ValueError(f"{dataset.id} has {steps:,} transitions, more than the capacity of {capacity:,}: {remedy}")
+    episodes = (
+        transitions_of(episode, infos=infos, reward_dtype=reward_dtype)
+        for episode in dataset.iterate_episodes()
+        if len(episode)
+    )
+    first = next(episodes, None)
+    if first is None:
+        raise ValueError(f"{dataset.id} has no transitions")
+    rb = cls.from_schema(first[0], capacity or steps, **kwargs)
+    if rb.storage.scratch_dir is None:
+        take_pages(rb.storage.all_rows().first(steps).matrix)  # one by one, as rows are written, takes twice as long
+    with progress_bar(f"loading {dataset.id}", steps * rb.storage.row_bytes, progress) as report:
+        for rows in chain([first], episodes):
+            _fit_reward_(rows, first["next", "reward"].dtype)
+            rb.extend(rows)
+            report(len(rows) * rb.storage.row_bytes)
+    return rb
+
+
+def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
+    """Cast rewards without loss: an environment may return ints at times, and floats at others."""
+    reward = rows["next", "reward"]
+    if reward.dtype is not dtype and torch.promote_types(reward.dtype, dtype) is dtype:
+        rows["next", "reward"] = reward.to(dtype)
+    elif reward.dtype is not dtype:
+        episode = int(rows[TRAJECTORY][0])
+        raise SchemaError(
+            f"episode {episode} has rewards of {reward.dtype}, those before it {dtype}: pass reward_dtype=torch.float64"
+        )
+
+
+def to_minari(
+    rb: Any,
+    dataset_id: str,
+    *,
+    env: Any = None,
+    observation_space: Any = None,
+    action_space: Any = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Write all rows, oldest first, as a new Minari data set on this machine, and return it (extra ``minari``).
+
+    An episode is a trajectory of one lane: rows of one number ``("collector", "traj_ids")``, else rows up to one that
+    is ``done``. Lanes come one after the other. What :meth:`from_minari` has loaded is written byte for byte. Rows
+    outside the two spaces and infos (a policy's outputs, for example) are left out, and so are transforms.
+
+    Args:
+        dataset_id: a new name, ``"namespace/name-v0"``.
+        env: the Gymnasium environment, its name or spec; Minari keeps the spec.
+        observation_space: default: that of ``env``.
+        action_space: default: that of ``env``.
+        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        **kwargs: as for Minari's ``create_dataset_from_buffers``: ``algorithm_name``, ``author``, ``data_format`` ...
+            Unlike there, ``jpeg_encoding`` is ``False``: images keep their bytes.
+
+    Returns:
+        the ``MinariDataset``.
+
+    Raises:
+        ImportError: Minari is not installed.
+        ValueError: neither ``env`` nor both spaces are given, Minari has a set of this name, or a next observation
+            differs from the observation of the row that follows, which Minari cannot hold.
+        SchemaError: the rows lack a part of an observation or action.
+        RuntimeError: the buffer is empty.
+
+        After an error there is no new set.
+
+    Example:
+        >>> import gymnasium
+        >>> from rlbuf_td import ReplayBuffer
+        >>> rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 1_000)
+        >>> dataset = rb.to_minari("cartpole/random-v0", env="CartPole-v1")  # doctest: +SKIP
+    """
+    spaces = _spaces(env, observation_space, action_space)
+    about = {"env": env, "observation_space": spaces[0], "action_space": spaces[1], "jpeg_encoding": False} | kwargs
+    library, dataset = minari(), None
+    with rb._locked():
+        steps = steps_by_age(rb.writer, rb.storage, None)
+        try:
+            with progress_bar(f"writing {dataset_id}", rb.storage.nbytes, progress) as report:
+                for some, nbytes in _together(_episodes(rb.storage, steps, spaces)):
+                    episodes = [library.data_collector.EpisodeBuffer(**episode) for episode in some]
+                    if dataset is None:
+                        dataset = library.create_dataset_from_buffers(dataset_id, episodes, **about)
+                    else:
+                        dataset.update_dataset_from_buffer(episodes)
+                    report(nbytes)
+        except BaseException:
+            if dataset is not None:
+                shutil.rmtree(dataset.storage.data_path.parent)
+            raise
+    return dataset
+
+
+def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
+    """Return the given spaces, or those of the environment in their place."""
+    if observation_space is not None and action_space is not None:
+        return observation_space, action_space
+    if env is None:
+        raise ValueError("give the Gymnasium environment as env, or both observation_space and action_space")
+    import gymnasium
+
+    env = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
+    return observation_space or env.observation_space, action_space or env.action_space
+
+
+def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each episode of the given time steps, and its bytes, lane by lane."""
+    lanes = lanes_of(storage).numel()
+    for lane in range(lanes):
+        flat = steps * lanes + lane
+        for cells in flat.tensor_split(_first_rows(storage, flat)):
+            rows = storage.get(coordinates(cells, storage)).cpu()
+            yield episode_of(rows, spaces), sum(value.nbytes for _, value in walk(rows))
+
+
+def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
+    """Return where in a lane's flat rows, in order of age, episodes begin; without the first one."""
+    columns: Any = stored_rows(storage)
+    numbers = columns.get(TRAJECTORY, None)
+    if numbers is None:
+        is_last = columns["next", "done"].flatten().cpu()[flat[:-1]]
+    else:
+        numbers = numbers.flatten().cpu()[flat]
+        is_last = numbers[1:] != numbers[:-1]
+    return is_last.nonzero()[:, 0] + 1
+
+
+def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Yield lists of episodes that are written at once, and their bytes."""
+    waiting: list[dict[str, Any]] = []
+    total = 0
+    for episode, nbytes in episodes:
+        waiting.append(episode)
+        total += nbytes
+        if total >= _WRITTEN_AT_ONCE:
+            yield waiting, total
+            waiting, total = [], 0
+    if waiting:
+        yield waiting, total

@@ -1,0 +1,138 @@
+"""Episodes of Minari data sets as transitions, and transitions as episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from rlbuf_td.envs.specs import OBSERVATION, tensors_of
+from rlbuf_td.envs.transition import make_transition
+from rlbuf_td.storages.schema import SchemaError, show_key, walk
+
+INFO = "info"
+TRAJECTORY = ("collector", "traj_ids")
+
+
+def open_dataset(dataset: Any) -> Any:
+    """Return a Minari data set; a name is that of one on this machine."""
+    if isinstance(dataset, str):
+        return minari().load_dataset(dataset)
+    if not hasattr(dataset, "iterate_episodes"):
+        raise TypeError(f"dataset must be the name of a Minari data set or a MinariDataset, got {dataset!r}")
+    return dataset
+
+
+def minari() -> Any:
+    try:
+        import minari
+    except ImportError:
+        raise ImportError("this needs Minari: pip install 'rlbuf_td[minari]'") from None
+    return minari
+
+
+def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | None) -> TensorDict:
+    """Return the n transitions of an episode, whose n + 1 observations they hold; the last is a next one alone."""
+    steps = len(episode)
+    before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
+    reward = tensors_of(episode.rewards, "rewards").to(reward_dtype)
+    flags = episode.terminations, episode.truncations
+    extras: dict[str, Any] = {"collector": {"traj_ids": torch.full((steps,), int(episode.id), device="cpu")}}
+    if infos and episode.infos:
+        extras |= _infos(tensors_of(episode.infos, INFO), steps)
+    rows = make_transition(before, episode.actions, reward, after, *flags, **extras)
+    if reward.is_floating_point():
+        return rows
+    return rows.set(("next", "reward"), reward.unsqueeze(-1))  # which make_transition has made float32
+
+
+def _part(values: Any, rows: slice) -> Any:
+    """Return some rows of nested dicts and tuples of arrays."""
+    if isinstance(values, Mapping):
+        return {key: _part(value, rows) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_part(value, rows) for value in values)
+    return values[rows]
+
+
+def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return infos as extras of transitions: those of n + 1 times before and after a step, those of n after it."""
+    if all(len(value) == steps for _, value in walk(infos)):
+        return {"next": {INFO: infos}}
+    return {INFO: _part(infos, slice(0, steps)), "next": {INFO: _part(infos, slice(1, steps + 1))}}
+
+
+def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
+    """Return the transitions ``[n]`` of an episode as the arguments of Minari's ``EpisodeBuffer``.
+
+    Args:
+        rows: the transitions, oldest first.
+        spaces: the Gymnasium spaces of observations and actions, by which nested values become dicts and tuples.
+
+    Raises:
+        SchemaError: the rows lack a part of an observation or action.
+        ValueError: a next observation is not the observation of the row that follows, so that Minari, which stores
+            each observation once, cannot hold both.
+    """
+    observation_space, action_space = spaces
+    is_dict = type(observation_space).__name__ == "Dict"
+    before, after = (part if is_dict else part.get(OBSERVATION, None) for part in (rows, rows["next"]))
+    result = {
+        "observations": _values(observation_space, before, after, (OBSERVATION,)),
+        "actions": _values(action_space, rows.get("action", None), None, ("action",)),
+    }
+    after = rows["next"]
+    for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
+        result[name] = _squeezed(after[key])
+    infos = after.get(INFO, None)
+    result["infos"] = {} if infos is None else _info_values(rows.get(INFO, None), infos)
+    return result
+
+
+def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
+    """Return the arrays ``[n, ...]`` of a space; with those after each step ``[n + 1, ...]``."""
+    if before is None:
+        raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
+    kind = type(space).__name__
+    if kind in ("Dict", "Tuple"):
+        parts = dict(space.spaces) if kind == "Dict" else {str(place): part for place, part in enumerate(space.spaces)}
+        found = {
+            key: _values(part, before.get(key, None), None if after is None else after.get(key, None), (*path, key))
+            for key, part in parts.items()
+        }
+        return found if kind == "Dict" else tuple(found.values())
+    return before.numpy() if after is None else _chained(before, after, path)
+
+
+def _chained(before: torch.Tensor, after: torch.Tensor, path: tuple[str, ...]) -> np.ndarray:
+    """Return the ``n + 1`` values of a chain, given those before and those after each of n steps."""
+    if not _same_bytes(before[1:], after[:-1]):
+        raise ValueError(
+            f"a next {show_key(path)} differs from that of the row that follows it in its trajectory, and a Minari "
+            "episode holds one value for both: give each trajectory its own number under ('collector', 'traj_ids')"
+        )
+    return torch.cat((before, after[-1:])).numpy()
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(*(x.contiguous().view(torch.uint8) for x in (one, other)))
+
+
+def _info_values(before: Any, after: Any) -> dict[str, Any]:
+    """Return infos as Minari stores them: n + 1 values where the rows hold those before a step, else n."""
+    result = {}
+    for key, value in after.items():
+        first = None if before is None else before.get(key, None)
+        if isinstance(value, TensorDictBase):
+            result[key] = _info_values(first, value)
+        else:
+            result[key] = value.numpy() if first is None else torch.cat((first[:1], value)).numpy()
+    return result
+
+
+def _squeezed(column: torch.Tensor) -> np.ndarray:
+    """Return a column ``[n, 1]`` as ``[n]``."""
+    return (column[:, 0] if column.shape[1:] == (1,) else column).numpy()

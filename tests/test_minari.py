@@ -1,0 +1,245 @@
+"""Minari data sets in and out: what Minari's own collector records comes back byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, Text, Tuple
+from tensordict import TensorDict
+
+from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, SchemaError, TrajectoryIndex
+from rlbuf_td.storages import memory_budget
+
+minari = pytest.importorskip("minari", reason="needs the extra minari")
+pytest.importorskip("h5py", reason="needs the extra minari")
+pytest.importorskip("jax", reason="Minari's DataCollector needs it")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:minari"),  # it asks for an author, a description and more
+    pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning"),  # of its collector's folders
+]
+
+LIMIT = 6
+SPACES: dict[str, tuple[Any, Any]] = {
+    "a box": (Box(-9, 9, (3,), np.float64), Discrete(4)),
+    "one number": (Discrete(9), Box(-1, 1, (2,), np.float32)),
+    "an image": (Box(0, 255, (32, 32, 3), np.uint8), Discrete(2)),
+    "a dict": (
+        Dict(camera=Box(0, 255, (4, 4, 3), np.uint8), body=Dict(speed=Box(-1, 1, (2,), np.float32), gear=Discrete(5))),
+        Dict(steer=Box(-1, 1, (1,), np.float32), brake=Discrete(2)),
+    ),
+    "a tuple": (Tuple((Box(-1, 1, (2,), np.float32), Discrete(3))), Tuple((Discrete(2), Box(0, 1, (3,), np.float64)))),
+}
+
+
+class World(gymnasium.Env):
+    """Random values of given spaces; every third episode is truncated, the others terminate sooner."""
+
+    def __init__(self, name: str) -> None:
+        self.observation_space, self.action_space = SPACES[name]
+        self.episode = self.step_count = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(seed=kwargs.get("seed"))
+        self.episode, self.step_count = self.episode + 1, 0
+        return self.observation_space.sample(), {"place": np.zeros(2), "inner": {"count": 0}}
+
+    def step(self, action: Any) -> Any:
+        self.step_count += 1
+        is_last = self.step_count == (LIMIT if self.episode % 3 == 0 else 1 + self.episode % 3)
+        terminated = is_last and self.episode % 3 != 0
+        infos = {"place": self.np_random.random(2), "inner": {"count": self.step_count}}
+        return self.observation_space.sample(), self.np_random.random(), terminated, is_last and not terminated, infos
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "sets"))
+
+
+def recorded(name: str = "a box", episodes: int = 7, breaks_off: bool = True, **kwargs: Any) -> Any:
+    """Return what Minari's collector records; with ``breaks_off``, it resets in the middle of an episode."""
+    collector = minari.DataCollector(World(name), **kwargs)
+    for episode in range(episodes):
+        collector.reset(seed=episode)
+        is_last = False
+        while not is_last:
+            *_, terminated, truncated, _ = collector.step(collector.action_space.sample())
+            is_last = terminated or truncated or (breaks_off and episode == 3)
+    dataset = collector.create_dataset("toy/" + name.replace(" ", "-") + "-v0")
+    collector._tmp_dir.cleanup()
+    return dataset
+
+
+def leaves(value: Any) -> Any:
+    if isinstance(value, dict | tuple):
+        keys = sorted(value) if isinstance(value, dict) else range(len(value))
+        return [(type(value), key, leaves(value[key])) for key in keys]
+    return value.dtype, value.shape, value.tobytes()
+
+
+def assert_same_bytes(one: Any, other: Any, infos: bool = True) -> None:
+    assert one.total_steps == other.total_steps
+    assert len(one) == len(other)
+    names = ["observations", "actions", "rewards", "terminations", "truncations", *(["infos"] if infos else [])]
+    for mine, theirs in zip(one, other, strict=True):
+        for name in names:
+            assert leaves(getattr(mine, name)) == leaves(getattr(theirs, name)), name
+
+
+def spaces_of(dataset: Any) -> dict[str, Any]:
+    return {"observation_space": dataset.observation_space, "action_space": dataset.action_space}
+
+
+@pytest.mark.parametrize("share_next", [False, True])
+@pytest.mark.parametrize("name", SPACES)
+def test_a_set_comes_back_byte_for_byte(name, share_next):
+    dataset = recorded(name, record_infos=True, jpeg_encoding=False)
+    rb = ReplayBuffer.from_minari(dataset, infos=True, share_next=share_next, batch_size=4)
+    assert len(rb) == dataset.total_steps
+    assert_same_bytes(rb.to_minari("toy/again-v0", **spaces_of(dataset)), dataset)
+    without = ReplayBuffer.from_minari(dataset).to_minari("toy/without-v0", **spaces_of(dataset))
+    assert_same_bytes(without, dataset, infos=False)
+
+
+def test_rows_are_the_steps_of_the_episodes():
+    dataset = recorded("a dict")
+    rb = ReplayBuffer.from_minari(dataset.id)
+    rows, start = rb.chronological(), 0
+    for episode in dataset:
+        part = rows[start : start + len(episode)]
+        camera, speed = episode.observations["camera"], episode.observations["body"]["speed"]
+        assert np.array_equal(part["camera"], camera[:-1])
+        assert np.array_equal(part["next", "camera"], camera[1:])  # the final observation included
+        assert np.array_equal(part["next", "body", "speed"], speed[1:])
+        assert np.array_equal(part["action", "steer"], episode.actions["steer"])
+        assert np.array_equal(part["next", "reward"][:, 0], episode.rewards)
+        assert np.array_equal(part["next", "terminated"][:, 0], episode.terminations)
+        assert np.array_equal(part["next", "truncated"][:, 0], episode.truncations)
+        assert (part["collector", "traj_ids"] == episode.id).all()
+        start += len(episode)
+
+
+def test_an_episode_without_an_end_does_not_run_into_the_next():
+    number = np.arange(4.0)[:, None]
+    flags = {"rewards": np.zeros(3), "terminations": np.zeros(3, bool), "truncations": np.zeros(3, bool)}
+    buffers = [minari.data_collector.EpisodeBuffer(observations=number, actions=number[:3], **flags) for _ in range(2)]
+    spaces = {"observation_space": Box(0, 9, (1,), np.float64), "action_space": Box(0, 9, (1,), np.float64)}
+    rb = ReplayBuffer.from_minari(minari.create_dataset_from_buffers("toy/open-v0", buffers, **spaces))
+    _, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(6))
+    assert ahead.tolist() == [2, 1, 0, 2, 1, 0]
+
+
+def test_chosen_episodes_fill_a_part_of_a_larger_buffer_in_a_file(tmp_path):
+    dataset = recorded().filter_episodes(lambda episode: episode.terminations[-1])
+    plain = ReplayBuffer.from_minari(dataset, reward_dtype=torch.float32)
+    rb = ReplayBuffer.from_minari(dataset, 100, scratch_dir=tmp_path / "rows", reward_dtype=torch.float32)
+    assert (tmp_path / "rows" / "rows.bin").exists()
+    assert (rb.storage.max_size, len(rb)) == (100, dataset.total_steps)
+    assert (rb.chronological() == plain.chronological()).all()
+    assert rb.chronological()["next", "terminated"].any()
+    assert not rb.chronological()["next", "truncated"].any()
+
+
+def test_memory_is_planned_before_more_than_an_episode_is_read(monkeypatch):
+    dataset = recorded()
+    episodes = iter(list(dataset))
+    monkeypatch.setattr(dataset, "iterate_episodes", lambda: episodes)
+    monkeypatch.setattr(memory_budget, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(memory_budget, "ram", lambda: memory_budget.Room("RAM", 100, 100))
+    with pytest.raises(MemoryError, match=r"rows of \d+ bytes take .* of RAM are free"):
+        ReplayBuffer.from_minari(dataset)
+    assert [episode.id for episode in episodes] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_cannot_be_loaded_is_named(monkeypatch):
+    dataset = recorded()
+    with pytest.raises(ValueError, match=r"toy/a-box-v0 has \d+ transitions, more than the capacity of 5: raise it"):
+        ReplayBuffer.from_minari(dataset, 5)
+    with pytest.raises(ValueError, match="has no transitions"):
+        ReplayBuffer.from_minari(dataset.filter_episodes(lambda episode: False))
+    with pytest.raises(TypeError, match="must be the name of a Minari data set or a MinariDataset, got 3"):
+        ReplayBuffer.from_minari(3)
+    monkeypatch.setitem(SPACES, "words", (Dict(said=Text(3, min_length=3)), Discrete(2)))
+    with pytest.raises(SchemaError, match=r"'said'.*which no tensor can hold"):
+        ReplayBuffer.from_minari(recorded("words"))
+    monkeypatch.setitem(__import__("sys").modules, "minari", None)
+    with pytest.raises(ImportError, match=r"pip install 'rlbuf_td\[minari\]'"):
+        ReplayBuffer.from_minari("toy/a-box-v0")
+
+
+def test_rewards_that_lose_nothing_are_cast_and_others_refused():
+    def dataset(name: str, *rewards: list[float]) -> Any:
+        flags = {"terminations": [False, True], "truncations": [False, False]}
+        values = {"observations": np.zeros((3, 1)), "actions": np.zeros(2, np.int64)}
+        buffers = [minari.data_collector.EpisodeBuffer(rewards=each, **flags, **values) for each in rewards]
+        spaces = {"observation_space": Box(0, 9, (1,), np.float64), "action_space": Discrete(1)}
+        return minari.create_dataset_from_buffers(name, buffers, **spaces)
+
+    rb = ReplayBuffer.from_minari(dataset("toy/floats-v0", [0.5, 1.0], [0, 1]))
+    assert rb.chronological()["next", "reward"].flatten().tolist() == [0.5, 1.0, 0.0, 1.0]
+    mixed = dataset("toy/ints-v0", [0, 1], [0.5, 1.0])
+    with pytest.raises(SchemaError, match=r"episode 1 has rewards of torch.float64, those before it torch.int64: pass"):
+        ReplayBuffer.from_minari(mixed)
+    rb = ReplayBuffer.from_minari(mixed, reward_dtype=torch.float64)
+    assert rb.chronological()["next", "reward"].flatten().tolist() == [0.0, 1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("capacity", [400, 60])
+def test_lanes_are_written_one_after_the_other(capacity):
+    env = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+    env.action_space.seed(0)
+    rb = ReplayBuffer.from_env(env, capacity)
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for _ in range(120):
+        recorder.step(env.action_space.sample())
+    rows = rb.chronological()
+    dataset = rb.to_minari("toy/lanes-v0", env="CartPole-v1")
+    assert dataset.total_steps == rows.numel()
+    assert len(dataset) == sum(len(rows["collector", "traj_ids"][:, lane].unique()) for lane in range(3))
+    for name, key in (("actions", "action"), ("terminations", ("next", "terminated"))):
+        written = np.concatenate([getattr(episode, name) for episode in dataset])
+        assert np.array_equal(written, rows[key].transpose(0, 1).flatten())
+    assert dataset.env_spec.id == "CartPole-v1"
+    again = ReplayBuffer.from_minari(dataset, reward_dtype=torch.float32).chronological()
+    assert (again.exclude("collector") == rows.exclude("collector").transpose(0, 1).flatten()).all()
+
+
+def test_rows_without_numbers_are_parted_where_they_are_done():
+    rb = ReplayBuffer(storage=PackedStorage(9))
+    number, done = torch.arange(8.0)[:, None], torch.tensor([0, 0, 1, 0, 1, 0, 0], dtype=torch.bool)[:, None]
+    flags = {"reward": number[:7], "done": done, "terminated": done, "truncated": ~done & done}
+    after = {"observation": number[1:]} | flags
+    rb.extend(TensorDict({"observation": number[:7], "action": number[:7], "next": after}, [7]))
+    space = Box(0, 9, (1,), np.float32)
+    dataset = rb.to_minari("toy/flags-v0", observation_space=space, action_space=space)
+    assert [len(episode) for episode in dataset] == [3, 2, 2]
+    assert dataset[1].observations.flatten().tolist() == [3, 4, 5]
+
+
+def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
+    monkeypatch.setattr("rlbuf_td.buffers.minari_data._WRITTEN_AT_ONCE", 0)  # an episode at a time
+    dataset = recorded()
+    rb = ReplayBuffer.from_minari(dataset)
+    inner = (~rb.chronological()["next", "done"][:, 0]).nonzero()[-1]
+    rb.set_at_(("next", "observation"), torch.ones(1, 3), inner)
+    with pytest.raises(ValueError, match="a next 'observation' differs from that of the row that follows it"):
+        rb.to_minari("toy/broken-v0", **spaces_of(dataset))
+    assert list(minari.list_local_datasets()) == [dataset.id]
+    with pytest.raises(ValueError, match="give the Gymnasium environment as env, or both"):
+        rb.to_minari("toy/spaces-v0", action_space=Discrete(4))
+    with pytest.raises(SchemaError, match=r"the rows have no \('observation', 'camera'\), which is in the given space"):
+        rb.to_minari("toy/other-v0", observation_space=SPACES["a dict"][0], action_space=Discrete(4))
+    with pytest.raises(ValueError, match="already exists"):
+        rb.to_minari(dataset.id, **spaces_of(dataset))
+    assert_same_bytes(minari.load_dataset(dataset.id), dataset)
+
+
+def test_a_bar_shows_what_has_been_read(capsys):
+    ReplayBuffer.from_minari(recorded(), progress=True)
+    assert "loading toy/a-box-v0: 100%" in capsys.readouterr().err
