@@ -55,7 +55,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     metrics, words = ["return", "length", *stats.metrics[2:]], {"length": "length, steps"}
     if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
         metrics.remove("length")
-        words["return"] = "return = length, steps"
+        words["return"] = "return =\nlength in steps"
     figure, axes = style.panels(len(metrics) + 1, 1, 1.15, sharex=True)
     for name, each in zip(metrics, axes, strict=False):
         mean, deviation = _running(history[name], stats.window)
@@ -69,7 +69,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
     style.in_percent(axes[-1])
-    style.dress(axes[-1], "", "environment steps", "ended so")
+    style.dress(axes[-1], "", "environment steps", "episodes\nthat end so")
     axes[-1].legend(loc="best", borderaxespad=0.2, **style.LEGEND)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")
@@ -201,8 +201,11 @@ def _draw_components(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     if values.shape[1] > 1 and np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all():
         values = values.argmax(1)[:, None]  # one-hot
     whole = np.array_equal(values, values.round())
-    for column, line in zip(values.T, style.LINES, strict=False):
-        axes.plot(steps, column, **({**line, "linestyle": "", "marker": ".", "markersize": 2.5} if whole else line))
+    for place, (column, line) in enumerate(zip(values.T, style.LINES, strict=False)):
+        look = {**line, "linestyle": "", "marker": ".", "markersize": 2.5} if whole else line
+        axes.plot(steps, column, label=f"{place}", **look)
+    if values.shape[1] > 1:
+        axes.legend(ncols=len(style.LINES), loc="lower left", bbox_to_anchor=(-0.02, 0.95), **style.LEGEND)
     if whole:
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.margins(y=0.12)

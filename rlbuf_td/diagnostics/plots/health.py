@@ -77,7 +77,7 @@ def _draw_ages(axes: Axes, age: np.ndarray, steps: int) -> None:
 
 def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
     axes.hist(weight, 20, range=(0, float(weight.max())), **style.BARS)
-    style.dress(axes, f"weights of the last batch\n(worth {share:.0%} of its size)", "importance weight", "rows")
+    style.dress(axes, f"weights of the last batch\n(effective size: {share:.0%})", "importance weight", "rows")
 
 
 def _some_ranks(rows: int) -> np.ndarray:
