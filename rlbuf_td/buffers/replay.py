@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers import abilities, flow, minari_data, parts, prefetch, priorities, writing
+from rlbuf_td.buffers import abilities, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
 from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.plan import Plan
@@ -127,6 +127,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     from_schema = abilities.constructor(abilities.from_schema)
     from_minari = abilities.constructor(minari_data.from_minari)
     to_minari = minari_data.to_minari
+    from_torchrl = abilities.constructor(torchrl_data.from_torchrl)
     add = writing.add
     extend = writing.extend
     write_back = writing.write_back

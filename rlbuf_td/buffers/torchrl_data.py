@@ -1,0 +1,99 @@
+"""Buffers of TorchRL taken over: a constructor of :class:`~rlbuf_td.ReplayBuffer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
+
+from rlbuf_td.checkpoint.folder import progress_bar
+from rlbuf_td.envs.minari_episodes import TRAJECTORY
+from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.writers.common import steps_by_age
+
+_READ_AT_ONCE = 1 << 26  # bytes
+
+
+def from_torchrl(
+    cls: Any,
+    /,
+    rb: Any,
+    capacity: int | None = None,
+    *,
+    copy: bool = True,
+    exclude: Sequence[NestedKey] = (),
+    trajectory_key: NestedKey | None = "episode",
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return a buffer with the rows of a buffer of TorchRL, such as those of ``torchrl.data.datasets``.
+
+    A copy reads all rows, oldest first and without transforms, into a :class:`PackedStorage`, some MiB at a time: with
+    ``scratch_dir`` there may be more than RAM holds. Its memory is planned before they are read.
+
+    Args:
+        rb: any of TorchRL's replay buffers over tensors; it stays as it is.
+        capacity: in transitions; ``None``: that of ``rb``, which of a data set are its rows.
+        copy: ``False`` adopts the storage itself: no row is copied, and what one buffer writes the other reads.
+        exclude: keys to leave out, such as those that hold strings.
+        trajectory_key: a key whose numbers part episodes, if the rows have it and no ``("collector", "traj_ids")``; it
+            is stored under that key. TorchRL's data sets have ``"episode"``.
+        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        **kwargs: of a copy as for :meth:`from_schema`, else as for this class: ``sampler``, ``batch_size``, which
+            defaults to that of ``rb`` ...
+
+    Raises:
+        RuntimeError: ``rb`` is empty.
+        ValueError: ``rb`` holds more than ``capacity``; or capacity or ``exclude`` are given with ``copy=False``.
+        SchemaError: an entry is not made of numbers, and not excluded: says which.
+        MemoryError: as from :meth:`from_minari`.
+
+    Cost: a read and a write of each row; of an adopted storage none.
+
+    Example:
+        >>> from rlbuf_td import ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> theirs = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
+        >>> _ = theirs.extend(TensorDict({"x": torch.arange(6)}, [6]))
+        >>> rb = ReplayBuffer.from_torchrl(theirs)
+        >>> rb.storage["x"], rb.batch_size
+        (tensor([2, 3, 4, 5]), 2)
+    """
+    storage: Any = rb.storage
+    kwargs.setdefault("batch_size", rb.batch_size)
+    if not copy:
+        if capacity is not None or exclude:
+            raise ValueError("copy=False adopts a storage as it is: leave out capacity and exclude, or copy")
+        return cls(storage=storage, **kwargs)
+    steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
+    if capacity is not None and capacity < len(steps) * lanes:
+        raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
+    first = _chosen(storage.get(steps[:1]), exclude, trajectory_key)
+    new = cls.from_schema(first[0], capacity or storage.max_size, **kwargs)
+    row_bytes = new.storage.row_bytes
+    with progress_bar("copying", len(steps) * lanes * row_bytes, progress) as report:
+        for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
+            new.writer.extend(_chosen(storage.get(part), exclude, trajectory_key))
+            report(len(part) * lanes * row_bytes)
+    return new
+
+
+def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
+    """Return the time steps that have been written, oldest first where the writer is a ring."""
+    if not len(storage):
+        raise RuntimeError("the buffer is empty: there is nothing to take over")
+    if isinstance(writer, RoundRobinWriter):
+        return steps_by_age(writer, storage, None)
+    return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
+
+
+def _chosen(rows: TensorDictBase, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
+    """Return rows without what is left out, the numbers of their episodes where this package looks for them."""
+    rows = rows.exclude("index", *exclude)
+    if trajectory_key is None or rows.get(TRAJECTORY, None) is not None or rows.get(trajectory_key, None) is None:
+        return rows
+    return rows.exclude(trajectory_key).set(TRAJECTORY, rows.get(trajectory_key))

@@ -1,0 +1,97 @@
+"""Buffers of TorchRL, as its data sets are, taken over as copies or as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    TensorDictReplayBuffer,
+    TensorStorage,
+)
+
+from rlbuf_td import MinibatchSampler, PackedStorage, ReplayBuffer, SchemaError, TrajectoryIndex
+from rlbuf_td.buffers import torchrl_data
+
+CAPACITY = 12
+
+
+def rows(count: int, lanes: int = 0, first: int = 0) -> TensorDict:
+    number = torch.arange(first, first + count)
+    number = number + 100 * torch.arange(lanes)[:, None] if lanes else number
+    done = (number % 4 == 3)[..., None]
+    after = {"pixels": number[..., None].to(torch.uint8), "done": done, "terminated": done}
+    return TensorDict({"x": number, "pixels": number[..., None].to(torch.uint8), "next": after}, number.shape)
+
+
+def theirs(written: int, lanes: int = 0, storage: Any = LazyTensorStorage) -> TensorDictReplayBuffer:
+    ndim = 2 if lanes else 1
+    rb = TensorDictReplayBuffer(storage=storage(CAPACITY * max(lanes, 1), ndim=ndim), batch_size=4)
+    for first in range(0, written, 5):
+        rb.extend(rows(min(5, written - first), lanes, first))
+    return rb
+
+
+@pytest.fixture(autouse=True)
+def _in_parts(monkeypatch):
+    monkeypatch.setattr(torchrl_data, "_READ_AT_ONCE", 100)
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, PackedStorage])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [7, 12, 33])
+def test_a_copy_has_the_rows_in_order_of_age(written, lanes, storage):
+    rb = ReplayBuffer.from_torchrl(theirs(written, lanes, storage))
+    kept = min(written, CAPACITY)
+    expected = rows(kept, lanes, written - kept)
+    assert (rb.chronological() == (expected.transpose(0, 1) if lanes else expected)).all()
+    assert (rb.storage.max_size, rb.batch_size) == (CAPACITY * max(lanes, 1), 4)
+    assert rb.sample()["pixels"].dtype is torch.uint8
+    rb.extend(rows(3, lanes, 500))
+    assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
+
+
+def test_episodes_of_a_data_set_do_not_run_into_each_other(tmp_path):
+    data = rows(9).exclude(("next", "done"), ("next", "terminated"))
+    data["episode"] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
+    data_set = TensorDictReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3)
+    rb = ReplayBuffer.from_torchrl(
+        data_set, 20, scratch_dir=tmp_path / "rows", share_next=True, sampler=MinibatchSampler(), batch_size=5
+    )
+    assert (len(rb), rb.storage.max_size, rb.batch_size) == (9, 20, 5)
+    _, ahead, _ = TrajectoryIndex.of(rb.storage).reach(torch.arange(9))
+    assert ahead.tolist() == [2, 1, 0, 3, 2, 1, 0, 1, 0]
+    assert "episode" in ReplayBuffer.from_torchrl(data_set, trajectory_key=None).storage[:].keys()
+
+
+def test_an_adopted_storage_serves_both_buffers():
+    their = theirs(7)
+    rb = ReplayBuffer.from_torchrl(their, copy=False, batch_size=6)
+    assert rb.storage is their.storage
+    rb.extend(rows(2, first=7))
+    assert their.storage["x"][:9].tolist() == list(range(9))
+    assert rb.sample().shape == (6,)
+    with pytest.raises(ValueError, match="adopts a storage as it is: leave out capacity and exclude"):
+        ReplayBuffer.from_torchrl(their, 30, copy=False)
+
+
+def test_what_cannot_be_taken_over_is_named():
+    with pytest.raises(RuntimeError, match="the buffer is empty: there is nothing to take over"):
+        ReplayBuffer.from_torchrl(theirs(0))
+    with pytest.raises(ValueError, match="holds 7 transitions, more than the capacity of 5"):
+        ReplayBuffer.from_torchrl(theirs(7), 5)
+    data = rows(4).set("said", NonTensorData("go", batch_size=[4]))
+    data_set = TensorDictReplayBuffer(storage=TensorStorage(data), writer=ImmutableDatasetWriter(), batch_size=3)
+    with pytest.raises(SchemaError, match="key 'said' holds non-tensor data"):
+        ReplayBuffer.from_torchrl(data_set)
+    assert len(ReplayBuffer.from_torchrl(data_set, exclude=["said"])) == 4
+
+
+def test_a_bar_shows_what_has_been_copied(capsys):
+    ReplayBuffer.from_torchrl(theirs(7), progress=True)
+    assert "copying: 100%" in capsys.readouterr().err
