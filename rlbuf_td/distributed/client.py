@@ -52,6 +52,7 @@ class Client:
     """
 
     service_backend = "ray"
+    _storage = None  # TorchRL's collectors with several workers look whether they must initialize it
 
     def __init__(
         self,

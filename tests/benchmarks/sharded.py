@@ -96,13 +96,13 @@ def compare(stored: int, rounds: int) -> None:
         rb.shutdown()
 
 
-def fit(picture: Path, rounds: int) -> None:
-    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes from 1 to 16 shards, and draw it."""
+def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
+    """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers of shards, and draw it."""
     from matplotlib.figure import Figure
 
     points = []
     for stored in (20_000, 200_000):
-        for shards in (1, 2, 4, 8, 16):
+        for shards in numbers:
             with sharded(shards, stored) as rb:
                 sizes = 64, 256, 1_024, 4_096
                 points += [(stored, shards, size, seconds([partial(step, rb, size)], rounds)[0]) for size in sizes]
@@ -128,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit")
     parser.add_argument("--fit", type=Path, help="fit the cost of a batch, and draw it here")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -144,7 +145,7 @@ def main() -> None:
     if options.fit is None:
         compare(options.rows, options.rounds)
     else:
-        fit(options.fit, options.rounds)
+        fit(options.fit, options.rounds, options.shards)
 
 
 if __name__ == "__main__":
