@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from importlib import import_module
 from zlib import crc32
 
 import pytest
@@ -359,3 +361,11 @@ def test_a_restarted_shard_goes_on_from_its_dump(tmp_path):
     world.handles[0].restart(str(tmp_path))
     assert torch.equal(magnitudes(world, count), before)
     assert world.shards[0].incarnation > first
+
+
+def test_without_ray_the_room_names_its_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("rlbuf_td.distributed")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'rlbuf_td\[ray\]'"):
+        import_module("rlbuf_td.distributed")
