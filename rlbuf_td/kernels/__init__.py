@@ -1,7 +1,7 @@
-"""The hot loops, on tensors only: no storage, no sampler, no TensorDict.
+"""The hot loops, on plain tensors: no storage, no sampler, no TensorDict.
 
-Each operation has a reference in torch operations, which runs on any device and is what ``torch.compile`` sees, and
-loops that numba compiles for the CPU; the sum tree and the reach of trajectories have Triton kernels as well.
-:mod:`~rlbuf_td.kernels.dispatch` decides which of them runs; no other room knows. Numba and Triton are imported with
-the first call that needs them; :mod:`~rlbuf_td.kernels.code_cache` says where compiled code is kept.
+Each operation has two implementations: a reference in torch operations for any device, which ``torch.compile`` traces,
+and loops that numba compiles for the CPU. The sum tree and the reach of trajectories also have Triton kernels.
+:mod:`~rlbuf_td.kernels.dispatch` alone selects the backend. The first call that needs numba or Triton imports it;
+:mod:`~rlbuf_td.kernels.code_cache` documents where compiled code is stored.
 """

@@ -1,14 +1,14 @@
 """Where compiled loops are kept between processes: a folder per version of the kernels' sources.
 
-Compiling takes from a second to half a minute per operation, once per installation: a message of the logger
-``rlbuf_td`` says when it begins (``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences it). Numba's own cache
-notices a change of a function's own file only, but loops call each other across files; so the folder is named by a
-digest of all sources of this room, and a new version deletes the folders of old ones. The folder lies in the first of
-these places that can be written to:
+Compiling takes from a second to half a minute per operation, once per installation. The logger ``rlbuf_td`` announces
+it (``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message). Numba's own cache only notices changes to
+a function's own file, but these loops call each other across files. The folder is therefore named by a digest of all
+sources in this package, and a new version deletes the folders of old ones. The folder lies in the first of
+these places that is writable:
 
 1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names;
 2. the package's own ``kernels/__pycache__``;
-3. ``rlbuf_td`` in ``$XDG_CACHE_HOME``, or else in ``~/.cache``;
+3. ``rlbuf_td`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``;
 4. ``rlbuf_td_<user id>`` in the folder for temporary files, if no other user can write to it.
 """
 
@@ -65,32 +65,32 @@ class _Cache(FunctionCache):
         return found
 
     def save_overload(self, signature: Any, code: Any) -> None:
-        # A name of its own: else two processes that compile two signatures at once may exchange their machine code.
+        # A unique name: two processes that compile two signatures at once could otherwise exchange their machine code.
         self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
-        with suppress(OSError):  # a full disk, a folder that a new version has deleted: the next process compiles again
+        with suppress(OSError):  # disk full, or folder deleted by a new version: the next process compiles again
             super().save_overload(signature, code)
 
 
 @cache
 def _say_that_it_compiles() -> None:
     logging.getLogger("rlbuf_td").warning(
-        "rlbuf_td compiles its loops for this processor: the first call of each kind takes some seconds, once per "
-        "installation (the code is kept in %s)",
+        "rlbuf_td is compiling its loops for this processor: the first call of each kind takes some seconds, once per "
+        "installation (the compiled code is stored in %s)",
         folder(),
     )
 
 
 @cache
 def folder() -> Path | None:
-    """Return the folder for this version of the sources, in the first place that can be written to."""
+    """Return the folder for this version of the sources, in the first writable place."""
     sources = sorted(_ROOM.rglob("*.py"))
     version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    for place in _places() if sources else ():  # without sources nothing tells one version from another
+    for place in _places() if sources else ():  # without sources, versions cannot be distinguished
         with suppress(OSError):
             return _prepare(place, version)
     warnings.warn(
-        "rlbuf_td finds no folder that it can write to, so every process compiles its loops again (some seconds per "
-        "kind of call): set the environment variable NUMBA_CACHE_DIR to such a folder",
+        "rlbuf_td finds no writable cache folder, so every process compiles its loops again (some seconds per "
+        "kind of call): set the environment variable NUMBA_CACHE_DIR to a writable folder",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -102,18 +102,18 @@ def _places() -> Iterator[Path]:
     if config.CACHE_DIR:
         yield Path(config.CACHE_DIR, installation)
     yield Path(cache_from_source(__file__)).parent / "rlbuf_td"
-    with suppress(RuntimeError):  # this user has no home
+    with suppress(RuntimeError):  # this user has no home directory
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlbuf_td", installation)
     with suppress(OSError, AttributeError):  # not on Windows
         private = Path(tempfile.gettempdir(), f"rlbuf_td_{os.getuid()}")
         private.mkdir(mode=0o700, exist_ok=True)
         status = private.lstat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # numba unpickles what it finds there
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # numba unpickles the files in it
             yield private / installation
 
 
 def _prepare(place: Path, version: str) -> Path:
-    """Make the folder of a version; raise ``OSError`` if it cannot be written to."""
+    """Create the folder of a version; raise ``OSError`` if it is not writable."""
     chosen = place / version
     if not chosen.exists():
         chosen.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What the loops that numba compiles share: decorators, memory by address, and where a batch's draws fall.
+"""Shared helpers of the numba loops: decorators, memory access by address, and the masses of a batch's draws.
 
 Unboxing an array takes longer than many of these loops, so they take addresses of memory that callers keep alive.
-:mod:`rlbuf_td.kernels.code_cache` keeps what is compiled.
+:mod:`rlbuf_td.kernels.code_cache` stores the compiled code.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from numba.extending import intrinsic
 from rlbuf_td.kernels.code_cache import cached_njit
 from rlbuf_td.kernels.strata import FIRST
 
-#: Decorate a loop. The Python error model would check every division for zero, which keeps loops from being vectorised.
+#: Decorates a loop. The Python error model would check each division for zero, which prevents vectorisation.
 kernel = cached_njit(nogil=True, error_model="numpy")
-#: Decorate what is called once per row.
+#: Decorates a function that is called once per row.
 inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True)
-#: Decorate a function that allocates, or that is called from Python, and whose helpers are :func:`bare`.
+#: Decorates a function that allocates, or that Python calls, and whose helpers are :func:`bare`.
 compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Decorate a helper that makes no array: numba then counts no references, which would double its time."""
+    """Decorate a helper that creates no array: numba then skips reference counting, which would double its time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
-    except KeyError:  # a numba without that option: the same results, slower
+    except KeyError:  # this numba lacks the option: the same results, slower
         return compiled(function)
 
 
@@ -100,13 +100,13 @@ def store(typing_context: Any, address: Any, value: Any, kind: Any) -> Any:
 
 
 _ON_BYTES = types.int64, types.int64, types.int64
-move_bytes = types.ExternalFunction("memmove", types.int64(*_ON_BYTES))  # as copy_bytes; they may overlap
+move_bytes = types.ExternalFunction("memmove", types.int64(*_ON_BYTES))  # as copy_bytes, but the ranges may overlap
 _compare_bytes = types.ExternalFunction("memcmp", types.int32(*_ON_BYTES))
 
 
 @inlined
 def same_bytes(first, second, count):
-    if count >= 8 and load(first, np.int64) != load(second, np.int64):  # what differs mostly does so at once
+    if count >= 8 and load(first, np.int64) != load(second, np.int64):  # most differences are in the first bytes
         return False
     return count == 8 or count == 0 or _compare_bytes(first, second, count) == 0
 
@@ -120,7 +120,7 @@ def prefetch_row(address, width):
 
 @kernel
 def masses(uniform, total, step, out):
-    """Put the mass before each draw into ``out``, which may be ``uniform``; ``step``: see ``step_of``."""
+    """Write the mass before each draw to ``out``, which may be ``uniform``; for ``step`` see ``step_of``."""
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
@@ -146,7 +146,7 @@ def acceptable(index, td_error, rows):
 
 @inlined
 def copy_few(target, source, nbytes):
-    """Copy bytes from one address to another, few of them without a call."""
+    """Copy bytes from one address to another; small counts need no call."""
     if nbytes == 4:
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:

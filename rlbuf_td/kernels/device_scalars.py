@@ -1,7 +1,7 @@
 """Host-side numbers as tensors on the device.
 
-A CUDA graph repeats what was launched when it was captured, arguments included. What changes between replays (rows
-written, alpha, beta) is therefore no argument but memory, which the host changes outside the graph.
+A CUDA graph repeats the captured launches with the same arguments. Numbers that change between replays (rows written,
+alpha, beta) are therefore stored in device memory, which the host changes outside the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Mark that this thread captures a graph: kernels read settings on the device, and trust no cached results."""
+    """Mark this thread as capturing a graph: kernels read settings from the device and ignore cached results."""
     token = _is_capturing.set(True)
     try:
         yield
@@ -27,17 +27,17 @@ def capturing() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether this is inside of :func:`capturing`; never in a function that is being compiled."""
+    """Whether this thread is inside :func:`capturing`; always False in a function that is being compiled."""
     return not torch.compiler.is_compiling() and _is_capturing.get()
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Make tensors that may be written to later: torch refuses to write to those made in inference mode."""
+    """Disable inference mode: torch refuses to write later to tensors that were created in it."""
     return torch.inference_mode(False)
 
 
 class DeviceScalars:
-    """``count`` float64 numbers in the same memory always, 0 at first. Integers up to 2**53 are exact."""
+    """``count`` float64 numbers at a fixed address, initially 0. Integers up to 2**53 are exact."""
 
     def __init__(self, count: int, device: torch.device | str) -> None:
         with outside_inference_mode():
@@ -45,7 +45,7 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Change a number, or copy a 0-dim tensor of the device. Launches nothing if a number is what it was."""
+        """Change a number, or copy a 0-dim tensor of the device. Launches nothing if a number is unchanged."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
@@ -58,10 +58,10 @@ class DeviceScalars:
 
 
 class PriorityState:
-    """What captured draws and updates of priorities read and change, always in the same memory.
+    """State that captured draws and priority updates read and change, at fixed addresses.
 
-    Beside the numbers of these names: ``largest``, 0-dim float64, the largest magnitude seen, -1 before any, and
-    ``refused``, 0-dim int64, how many NaN or infinite errors have been left out.
+    Holds the numbers named in ``names``; ``largest``, 0-dim float64, the largest magnitude seen (-1 if none); and
+    ``refused``, 0-dim int64, the number of NaN or infinite errors that were skipped.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -76,7 +76,7 @@ class PriorityState:
         return self._numbers[self._places[name]]
 
     def put(self, **values: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Copy numbers to where captured graphs read them; return them as kernels are to read them."""
+        """Copy numbers to the memory that captured graphs read; return them in the form that kernels take."""
         if torch.compiler.is_compiling():
             return tuple(values.values())
         for name, value in values.items():
@@ -84,7 +84,7 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Take note of an update; return the largest magnitude so far, of errors that count as seen or of others."""
+        """Record an update. Return the largest magnitude so far, of updates that count as seen or of the others."""
         kept = self.largest if counts else self._unseen
         kept.copy_(torch.maximum(kept, largest))
         self.refused.add_(refused)
@@ -94,15 +94,15 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write magnitudes to rows in ``[0, rows)``; the last one of a duplicate row stays.
+    """Write magnitudes to rows in ``[0, rows)``; of a duplicate row, the last magnitude is kept.
 
     Returns:
-        ``[B]`` int64, the rows written; the largest magnitude given, -1 if none; how many were not finite: left out.
+        ``[B]`` int64 rows that were written; the largest magnitude given (-1 if none); how many were not finite.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()
     # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid
-    # row: the order of the scatter cannot matter, and no shape depends on data.
+    # row. The order of the scatter therefore does not matter, and no shape depends on data.
     ordered, order = torch.where(valid, index, -1).sort(stable=True)
     target = torch.where(ordered < 0, ordered[-1], ordered)
     last = order[torch.searchsorted(ordered, target, right=True) - 1]

@@ -1,4 +1,4 @@
-"""Which backend of a kernel runs: the one place where that is decided.
+"""Selects the backend of a kernel; no other module does.
 
 ============== =====================================================================================================
 ``"numba"``    compiled loops, for memory on the CPU
@@ -6,10 +6,10 @@
 ``"torch"``    the reference: everything else on a CUDA device, any other device, and graphs of ``torch.compile``
 ============== =====================================================================================================
 
-Nothing on ``"triton"`` and ``"torch"`` waits for the device. Both therefore skip and count what ``"numba"`` refuses.
+Operations on ``"triton"`` and ``"torch"`` never wait for the device. They skip and count what ``"numba"`` refuses.
 
-Set the environment variable ``RLBUF_TD_TRITON=0``, or call :func:`enable_triton`, to do without Triton. Where it is
-used, the first use on each device compares it with the reference (:func:`agrees_with_reference`).
+To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`. The first use of a
+Triton kernel on each device compares it with the reference (:func:`agrees_with_reference`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch import Tensor
 
 Backend: TypeAlias = Literal["numba", "torch", "triton"]
 
-_forced: Backend | None = None  # by tests, on every device
+_forced: Backend | None = None  # set by tests, on every device
 _triton_is_enabled = os.environ.get("RLBUF_TD_TRITON", "1") != "0"
 _agrees: dict[tuple[str, torch.device], bool] = {}
 _is_compiling = torch.compiler.is_compiling
 
 
 def backend_of(memory: Tensor) -> Backend:
-    """Return the backend that works on this memory; operations without a Triton kernel take ``"torch"`` for it."""
+    """Return the backend for this memory; operations without a Triton kernel treat ``"triton"`` as ``"torch"``."""
     if _forced is not None:
         return _forced
     if _is_compiling():
@@ -47,7 +47,7 @@ def backend_of(memory: Tensor) -> Backend:
 
 
 def enable_triton(enabled: bool = True) -> None:
-    """Let kernels on CUDA devices use Triton, where it is installed, or only torch ops."""
+    """Let kernels on CUDA devices use Triton where it is installed, or only torch operations."""
     global _triton_is_enabled
     _triton_is_enabled = enabled
 
@@ -58,10 +58,10 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Return whether the Triton kernel of an operation does what the reference does, on this device.
+    """Return whether the Triton kernel of an operation gives the reference's results on this device.
 
-    ``compare`` runs both on a small random case, and raises if they differ. It is called once per operation and device;
-    if it raises (when compiling fails, too), one warning names the error.
+    ``compare`` runs both on a small random case, and raises if they differ. It is called once per operation
+    and device. If it raises, or compilation fails, one warning names the error.
     """
     key = operation, device
     if key not in _agrees:
@@ -71,9 +71,9 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
         try:
             compare(device)
             _agrees[key] = True
-        except Exception as error:  # noqa: BLE001  whatever is wrong with Triton, the reference still works
+        except Exception as error:  # noqa: BLE001  whatever fails in Triton, the reference still works
             warnings.warn(
-                f"the Triton kernel of the {operation} does not work on {device}, torch operations take its place: "
+                f"the Triton kernel of the {operation} does not work on {device}, so torch operations replace it: "
                 f"{type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -83,12 +83,12 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 
 @cache
 def loops(name: str) -> ModuleType:
-    """Return a module of kernels, which is imported at its first use: numba and Triton take seconds."""
+    """Import a module of kernels at its first use: importing numba or Triton takes seconds."""
     return import_module(f"rlbuf_td.kernels.{name}")
 
 
 def launching_on(memory: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``memory`` the one that Triton launches on."""
+    """Make the device of ``memory`` current, since Triton launches on the current device."""
     if not memory.is_cuda or memory.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(memory.device)

@@ -12,15 +12,15 @@ from functools import cache
 import torch
 
 _HUGE = 2 << 20
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not name
-_AT_ONCE = 4 * _HUGE  # that a thread takes
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python does not define
+_AT_ONCE = 4 * _HUGE  # bytes per task of a thread
 _TAKERS = min(4, os.cpu_count() or 1)
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux to back ``memory`` with 2 MiB pages: random rows then miss the address cache less often.
+    """Ask Linux to back ``memory`` with 2 MiB pages, which reduces TLB misses of random rows.
 
-    A hint only: where it is not understood, nothing changes.
+    A hint only: no effect where it is not supported.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None and memory.device.type == "cpu" and memory.nbytes >= 2 * _HUGE:
@@ -28,10 +28,10 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 
 def take_pages(memory: torch.Tensor) -> None:
-    """Take the pages of ``memory`` from the system now, with several threads: they are emptied as they are given.
+    """Populate the pages of ``memory`` now, by several threads: the system zeroes each page that it provides.
 
-    Threads that take pages as they write block each other instead. A hint only: where it is not understood (before
-    Linux 5.14), nothing changes.
+    Threads that populate pages by writing would block each other. A hint only: no effect where it is not supported
+    (before Linux 5.14).
     """
     if sys.platform != "linux" or memory.device.type != "cpu":
         return
@@ -42,7 +42,7 @@ def take_pages(memory: torch.Tensor) -> None:
 
 
 def advise(first: int, end: int, advice: int) -> None:
-    """Tell the system about the pages that begin in a range of addresses."""
+    """Give the system advice on the pages that begin in a range of addresses."""
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     if end > start:
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))

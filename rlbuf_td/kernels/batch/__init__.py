@@ -1,8 +1,8 @@
-"""Whole batches in one compiled call on the CPU: draw rows, weigh them, stamp them and gather their leaves.
+"""Whole batches in one compiled call on the CPU: draw rows, compute their weights and stamps, gather their leaves.
 
-Between two learner steps the processor's caches hold what the learner needs, so that each Python call costs more
-than in a loop by itself. These calls do what :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows` do
-one after the other, with the same results: those two are their reference.
+A learner step evicts Python's code from the processor's caches, so each Python call costs more in a training loop
+than in a tight loop. These calls combine :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows`, which are
+their reference: the results are equal.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
 __all__ = ["RING", "Gather", "gather_leaves"]
-_AHEAD, _MOST = 8, 1 << 19  # batches whose memory is made at a time, and its bytes
+_AHEAD, _MOST = 8, 1 << 19  # batches that one allocation serves, and its largest size in bytes
 _Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
 class Gather:
     """Gathers rows of bytes into one contiguous tensor per leaf.
 
-    Views of one block would take less time where leaves are many (60 of 8 bytes: 130 instead of 220 us between learner
-    steps; 10 or fewer: about the same). But views share a version counter, so that changing one leaf in place spoils
-    what autograd has saved of the others, and each view keeps the whole batch alive.
+    Views of one block would be faster for many leaves (60 of 8 bytes: 130 instead of 220 us between learner steps; 10
+    or fewer: about the same). But views share a version counter: changing one leaf in place would invalidate what
+    autograd has saved of the others. Each view would also keep the whole batch alive.
 
-    Memory is made for several batches at a time, up to ``_MOST`` bytes: in a training loop this takes a third of the
-    time, for the code is then in the processor's caches.
+    Memory is allocated for several batches at a time, up to ``_MOST`` bytes. In a training loop this takes a third of
+    the time, because the allocator's code is then in the processor's caches.
 
     Args:
         matrix: ``[N, row_bytes]``, contiguous, on the CPU.
-        extents: ``[leaves, 2]`` int64: where each leaf begins in a row, and its bytes; kernels may know more columns.
-        entries: dtype and shape of each leaf, and of what a batch holds beside them: the index, the sampler's report.
+        extents: ``[leaves, 2]`` int64: offset of each leaf in a row, and its bytes. Some kernels use more columns.
+        entries: dtype and shape of each leaf, then of the other tensors: the index and the sampler's report.
         record: fields of ``BATCH`` that only some kernels need.
     """
 
@@ -47,7 +47,7 @@ class Gather:
     def __init__(
         self, matrix: Tensor, extents: np.ndarray, entries: Sequence[_Entry], count: int, **record: int
     ) -> None:
-        advise_huge_pages(matrix)  # rows to come, and in time those that are there: reads take 10 to 20% less
+        advise_huge_pages(matrix)  # future rows, and over time the existing ones: reads take 10 to 20% less
         record |= {
             "rows": matrix.data_ptr(),
             "row_bytes": matrix.stride(0) * matrix.element_size(),
@@ -57,26 +57,26 @@ class Gather:
         }
         fields = np.array([tuple(record.get(name, 0) for name in BATCH.names or ())], BATCH)
         self.address = fields.ctypes.data
-        # ``empty_like`` takes two thirds of the time of ``empty``; the examples have one element of memory each.
+        # ``empty_like`` takes two thirds of the time of ``empty``; each example occupies one element of memory.
         self._examples = [
             example_of(torch.Size([count, *shape]), dtype, torch.device("cpu")) for dtype, shape in entries
         ]
         nbytes = sum(example.nbytes for example in self._examples)
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
-        #: Where the addresses of a batch's tensors are, for each of the batches that are allocated at a time.
+        #: For each batch of one allocation: the memory that holds the addresses of its tensors.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
         self._targets, self._kept = targets.data, (fields, extents)
         self._set_targets = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:
-        """Return fresh tensors for a batch, not initialised; a kernel that takes the address ``slot`` fills them."""
+        """Return uninitialised tensors for a batch. A kernel that is given the address ``slot`` fills them."""
         tensors = list(map(torch.empty_like, self._examples))
         self._set_targets(self._targets, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
         return tensors
 
 
 def example_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that takes no memory to speak of, for ``empty_like`` to make contiguous ones of its shape."""
+    """Return a tensor of at most one element of memory, from which ``empty_like`` makes contiguous ones."""
     few = shape.numel() < 2  # ``empty_like`` would keep the strides of an expanded tensor
     return torch.empty(shape if few else (), dtype=dtype, device=device).expand(shape)
 
@@ -84,7 +84,7 @@ def example_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> T
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
     """Copy each leaf of the rows at ``index``, int64 of any shape, to its tensor in ``out``, ``[*index.shape, ...]``.
 
-    All are contiguous, on the CPU. An index out of range is an IndexError, and ``out`` is as it was.
+    All tensors are contiguous, on the CPU. Raises IndexError, without changing ``out``, if an index is out of range.
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)

@@ -1,8 +1,8 @@
-"""Whole operations on the CPU, one compiled call each: draw and gather a batch, take back its TD errors.
+"""Whole operations on the CPU, one compiled call each: draw and gather a batch, update priorities, write rows.
 
-Arrays come as addresses: unboxing one takes numba longer than reading an integer. ``address`` is that of a ``BATCH``,
-``targets`` one of the ``slots`` of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps all memory alive and holds
-the buffer's lock.
+Arrays are passed by address, because numba takes longer to unbox an array than to read an integer. ``address`` points
+to a ``BATCH``; ``targets`` is one of the ``slots`` of :class:`rlbuf_td.kernels.batch.Gather`. The caller keeps all
+memory alive and holds the buffer's lock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rlbuf_td.kernels.rows.cpu import skip_ring
 from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
-TREE, ORDER = 9, 4 + len(Chunks._fields)  # numbers in the ``addresses`` of a sum tree and of an order of ranks
-# Rows whose cache lines are requested while as many are copied: between learner steps, with 1e6 rows and batches of
-# 256, 4 to 64 differ by less than 5 %. A leaf at a time over a block takes two thirds of the time of a row at a time.
+TREE, ORDER = 9, 4 + len(Chunks._fields)  # length of the ``addresses`` of a sum tree and of an order of ranks
+# Rows whose cache lines are prefetched while the same number is copied. Between learner steps, with 1e6 rows and
+# batches of 256, values from 4 to 64 differ by less than 5 %. Copying leaf by leaf takes two thirds of row by row.
 _BLOCK = 16
-_ZERO = np.int64(0)  # for a literal, numba would compile what it is given to again
-_LARGE = 1_024  # bytes of a row from which on the processor's own prefetching does as well
+_ZERO = np.int64(0)  # numba would compile the callee again for a literal
+_LARGE = 1_024  # bytes per row above which the hardware prefetcher does as well
 
 
 @kernel
 def gather(rows, row_bytes, index, leaves, targets):
     """Copy each leaf of the rows at ``index``, ``[B]``, to its own tensor, ``[B, bytes]`` at an address in ``targets``.
 
-    ``rows`` is the address of the first row; ``leaves``: where each leaf begins in a row, and its bytes.
+    ``rows`` is the address of the first row; ``leaves`` holds the offset of each leaf in a row, and its bytes.
     """
     count, small = index.shape[0], row_bytes < _LARGE
     for begin in range(-_BLOCK, count, _BLOCK):
@@ -57,7 +57,7 @@ def gather(rows, row_bytes, index, leaves, targets):
 
 @kernel
 def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
-    """Gather rows at flat positions if all are in ``[0, live)``; return whether they are."""
+    """Gather rows at flat positions if all are in ``[0, live)``; return whether they are in range."""
     index = carray(pointer(flat), count, np.int64)
     for i in range(count):
         if index[i] < 0 or index[i] >= live:
@@ -74,7 +74,7 @@ def batch_at(address):
 
 @inlined
 def gather_batch(batch, index, targets):
-    """Copy each leaf of the rows at ``index`` to its own tensor; ``targets``: the address of their addresses."""
+    """Copy each leaf of the rows at ``index`` to its own tensor; ``targets`` points to the addresses of the tensors."""
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
     gather(batch.rows, batch.row_bytes, index, leaves, carray(pointer(targets), batch.leaves, np.int64))
 
@@ -93,10 +93,10 @@ def sample_uniform(address, targets):
 
 @kernel
 def sample_proportional(address, targets, step, written, beta, mode, now):
-    """Draw rows from a sum tree, weigh them, stamp them and gather them; return whether there are rows to draw.
+    """Draw rows from a sum tree and gather them with weights and stamps. Return whether there are rows to draw.
 
-    The targets behind the leaves are the index, the importance weights and the stamps. See
-    :func:`rlbuf_td.kernels.sum_tree.draw` for the law; the uniform numbers are in the scratch memory.
+    After the leaves, ``targets`` holds the index, the importance weights and the stamps. The uniform numbers are in the
+    scratch memory. :func:`rlbuf_td.kernels.sum_tree.draw` defines the distribution.
     """
     batch = batch_at(address)
     index, importance, mass = _drawn(batch, targets)
@@ -108,7 +108,7 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
 
 @kernel
 def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
-    """Do as :func:`sample_proportional`, by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
+    """As :func:`sample_proportional`, but by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
     batch = batch_at(address)
     index, importance, mass = _drawn(batch, targets)
     order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
@@ -119,7 +119,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _drawn(batch, targets):
-    """Return where the flat rows and their importance weights go, and the uniform numbers."""
+    """Return the memory for the flat rows and for their importance weights, and the uniform numbers."""
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
     return (
         carray(pointer(batch.flat if batch.lanes else index), batch.count, np.int64),
@@ -143,10 +143,10 @@ def _gather_drawn(batch, targets, index, written, now):
 
 @inlined
 def _fresh_rows(batch, index, td_error, stamp, now, newest):
-    """Return how many rows are stale, the flat rows, in the scratch memory, -1 in place of each of these, and errors.
+    """Return the number of stale rows, the flat rows in the scratch memory (-1 where stale), and the TD errors.
 
-    ``index`` is flat, or with lanes the coordinates ``[B, 2]``; an unknown lane counts as -1 stale rows. Without stamps
-    (0), no row is stale. See :func:`rlbuf_td.kernels.rows.skip_ring`.
+    ``index`` is flat, or coordinates ``[B, 2]`` if there are lanes. Returns -1 stale rows if a lane is out of range.
+    Without stamps (0), no row is stale. See :func:`rlbuf_td.kernels.rows.skip_ring`.
     """
     count, lanes, stale = batch.count, batch.lanes, 0
     row, error = carray(pointer(batch.flat), count, np.int64), carray(pointer(td_error), count, np.float32)
@@ -164,9 +164,9 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Give rows that still hold what was sampled their TD errors; return the largest magnitude and the stale rows.
+    """Set the priorities of rows not rewritten since sampling. Return the largest magnitude and the stale rows.
 
-    ``index`` is flat, or with lanes the coordinates ``[B, 2]``. See :func:`rlbuf_td.kernels.rows.skip_ring` and
+    ``index`` is flat, or coordinates ``[B, 2]`` if there are lanes. See :func:`rlbuf_td.kernels.rows.skip_ring` and
     :func:`rlbuf_td.kernels.sum_tree.update_`.
     """
     batch = batch_at(address)
@@ -178,7 +178,7 @@ def update_proportional(address, index, td_error, stamp, written, now, newest, a
 
 @kernel
 def update_rank(address, index, td_error, stamp, written, now, newest):
-    """Do as :func:`update_proportional`, for an order of ranks."""
+    """As :func:`update_proportional`, for an order of ranks."""
     batch = batch_at(address)
     stale, row, error = _fresh_rows(batch, index, td_error, stamp, now, newest)
     if stale < 0:
@@ -188,11 +188,11 @@ def update_rank(address, index, td_error, stamp, written, now, newest):
 
 @kernel
 def write_ring(address, count, lanes_first, index):
-    """Write the leaves of ``count`` time steps at the cursor of the ``RING`` at an address, as new rows.
+    """Write the leaves of ``count`` time steps as new rows at the cursor of the ``RING`` at an address.
 
-    ``lanes_first``: leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``. ``index`` is the address of
-    ``[count]`` int64, or with lanes ``[count * E, 2]``, for the index; 0 for none. Returns the cursor before; -1, with
-    nothing changed, where a write takes more than this.
+    ``lanes_first``: leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``. ``index`` is the address of the
+    index to fill, ``[count]`` int64, or ``[count * E, 2]`` with lanes; 0 for none. Returns the cursor before the write,
+    or -1, with nothing changed, if the write needs the general path.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -224,7 +224,7 @@ def write_ring(address, count, lanes_first, index):
 
 @kernel
 def write_ring_proportional(address, count, lanes_first, index):
-    """Do as :func:`write_ring`, and give the rows the highest magnitude seen, 1 before any, in a sum tree."""
+    """As :func:`write_ring`; also set the rows' priorities in a sum tree to the highest magnitude seen (1 if none)."""
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
@@ -238,7 +238,7 @@ def write_ring_proportional(address, count, lanes_first, index):
 
 @kernel
 def write_ring_rank(address, count, lanes_first, index):
-    """Do as :func:`write_ring_proportional`, in an order of ranks."""
+    """As :func:`write_ring_proportional`, in an order of ranks."""
     cursor = write_ring(address, count, lanes_first, index)
     if cursor >= 0:
         ring = carray(pointer(address), 1, RING)[0]
@@ -253,7 +253,7 @@ def write_ring_rank(address, count, lanes_first, index):
 
 @inlined
 def _runs(ring, cursor, count):
-    """Return the first flat row of a write at the cursor, the rows up to the ring's end, and those at its beginning."""
+    """Return the first flat row of a write at the cursor, the rows up to the ring's end, and those after the wrap."""
     kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
@@ -268,14 +268,14 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether the write goes on where the last one ended, its leaves lie elsewhere, and the weights are up to date."""
+    """Whether the write continues the last one, its leaves lie outside the storage, and the weights are up to date."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0
     if ring.alpha:
         usual &= load(ring.alpha, np.float64) == load(ring.weighed_alpha, np.float64)
     if ring.boundaries and load(ring.seen, np.int64) != revision:
-        usual &= kept * lanes < load(ring.length, np.int64)  # else they may be begun anew
+        usual &= kept * lanes < load(ring.length, np.int64)  # a write of the whole ring may restart the boundaries
     sources, end = carray(pointer(ring.sources), ring.leaves, np.int64), ring.rows + steps * lanes * ring.row_bytes
     for leaf in range(ring.leaves):
         usual &= sources[leaf] < ring.rows or sources[leaf] >= end
@@ -284,7 +284,7 @@ def _is_usual(ring, cursor, start, kept, revision):
 
 @kernel
 def _scatter(ring, start, kept, count, lanes_first):
-    """Copy the leaves of the last ``kept`` time steps to the rows from ``start`` on."""
+    """Copy the leaves of the last ``kept`` time steps to the rows that start at ``start``."""
     lanes = max(ring.lanes, 1)
     extents = carray(pointer(ring.extents), (ring.leaves, 2), np.int64)
     sources = carray(pointer(ring.sources), ring.leaves, np.int64)

@@ -1,4 +1,4 @@
-"""What the kernels of :mod:`rlbuf_td.kernels.batch` know of a buffer: records of int64, which they take by address."""
+"""Records of int64 that describe a buffer to the kernels of :mod:`rlbuf_td.kernels.batch`, passed by address."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ADDRESSES = (
     *("priorities", "alpha", "weighed_alpha", "largest", "boundaries", "seen"),
 )
 #: For writes: the shape of the rows (``lanes``: 0 for ``[T]``) and the addresses of parts and counters. ``priorities``
-#: points to the ``addresses`` of a sum tree or an order, ``boundaries`` to ``BitBoundaries.numbers``; 0 for none.
-#: ``alpha``: of a sum tree.
+#: points to the ``addresses`` of a sum tree or an order, ``boundaries`` to ``BitBoundaries.numbers``; 0 means none.
+#: ``alpha`` is the exponent of a sum tree.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
-#: For batches of ``count`` rows: the same numbers, ``table`` for the priorities, and scratch memory for ``count`` int64
-#: and float64.
+#: For batches of ``count`` rows: the same numbers, the address ``table`` of the priorities, and scratch memory for
+#: ``count`` int64 and float64.
 BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "table", "flat", "uniform")])

@@ -1,8 +1,8 @@
-"""Batches of the wrappers on the CPU: gather drawn rows and revise them in one compiled call.
+"""Batches of the sampler wrappers on the CPU: gather drawn rows and revise them in one compiled call.
 
-See :mod:`rlbuf_td.kernels.batch.cpu` for the arguments that all share. ``drawn`` is the slot of what was drawn: the
-address of the rows, flat, or with lanes coordinates, then those of what is reported of them; ``count`` is their number.
-``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is what the wrappers do on other
+:mod:`rlbuf_td.kernels.batch.cpu` documents the shared arguments. ``drawn`` is the slot of the draw: the address of the
+rows (flat, or coordinates if there are lanes), then those of the sampler's report; ``count`` is the number of rows.
+``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is the wrappers' code for other
 devices.
 """
 
@@ -16,8 +16,8 @@ from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, 
 from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
-_SOON, _AHEAD = 16, 9  # rows whose bits, and whose memory, are asked for before they are needed
-ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves of an n-step transition
+_SOON, _AHEAD = 16, 9  # how many rows ahead the bits, and the rows themselves, are prefetched
+ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
 
 
 @inlined
@@ -31,9 +31,9 @@ def _row(index, lanes, i):
 
 @kernel
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather n-step transitions; the last target takes how many steps each spans.
+    """Gather n-step transitions; the last target receives the number of steps that each one spans.
 
-    The extents have a third column, the kinds of the leaves, and a fourth: the width of their numbers.
+    The extents have two more columns: the kind of each leaf, and the width of its numbers.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -68,9 +68,9 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows and give some the outcomes of others as goals; the last target takes which.
+    """Gather rows and replace the goals of some with outcomes of other rows; the last target receives which.
 
-    ``outcome`` and ``goals`` are the positions of leaves: of the outcome, and of the one or two goals.
+    ``outcome`` is the position of the outcome's leaf, ``goals`` those of the one or two goal leaves.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -94,12 +94,12 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather the windows of anchors, mark where they begin and end, and repeat what is reported of the anchors.
+    """Gather the windows of anchors, mark where they begin and end, and repeat the anchors' reports.
 
-    The targets behind the leaves: the index, what is reported, the mask, the mask of burn-in, and the anchors. A window
-    has ``burn_in`` rows before the anchor and ``length`` rows from it on; with ``shifts`` it begins earlier where the
-    trajectory ends too soon. ``reports`` are the bytes per row of what is reported; ``flags`` are positions
-    of the leaves ``is_init``, truncated and done, -1 where there is none.
+    After the leaves, the targets are the index, the reports, the mask, the burn-in mask and the anchors. A window has
+    ``burn_in`` rows before the anchor and ``length`` rows from the anchor on. With ``shifts`` it begins earlier if the
+    trajectory ends too soon. ``reports`` holds the bytes per row of each report; ``flags`` the positions of the leaves
+    ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

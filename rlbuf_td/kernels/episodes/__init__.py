@@ -1,16 +1,16 @@
-"""Where trajectories are cut: for any row, how far its trajectory reaches back and ahead.
+"""Boundaries of trajectories: for any row, how far its trajectory extends back and ahead.
 
-Rows lie in lanes ``[T, E]`` (time, lanes), each lane a ring. A step ``t`` of a lane is *cut* when step ``t + 1`` does
-not follow it: its trajectory ended there, or the write head stands there. It is *over* when its trajectory ended there.
-From the cuts alone follows how far a trajectory reaches, so that nothing has to be changed when the ring overwrites the
-beginning of one.
+Rows lie in lanes ``[T, E]`` (time, lanes); each lane is a ring. A step ``t`` of a lane is *cut* if step ``t + 1`` does
+not follow it: its trajectory ended there, or the write head is there. It is *over* if its trajectory ended there. The
+cuts alone determine how far a trajectory extends, so nothing needs an update when the ring overwrites the beginning
+of one.
 
-Two classes offer the same. :class:`FlagBoundaries` is the reference, in torch ops on any device: a look-up
-scans all steps, once after a write; with Triton it reads a trajectory. :class:`BitBoundaries`, on the CPU, is a bitmap
-with summaries of 64 bits each: a look-up reads one word per level, four for a million steps.
+Two classes implement this interface. :class:`FlagBoundaries` is the reference, in torch operations on any device: the
+first look-up after a write scans all steps; with Triton it reads one trajectory. :class:`BitBoundaries`, on the CPU, is
+a bitmap with levels of summary bits, 64 to a word: a look-up reads one word per level, four for a million steps.
 
-Invariants (``tests/kernels/invariants.py`` checks them): a lane that has been written has at least one cut; while the
-ring fills, its last step is cut; a step that is over is cut.
+Invariants (``tests/kernels/invariants.py`` checks them): a written lane has at least one cut; while the ring fills, the
+last step of each lane is cut; a step that is over is also cut.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ WORD = 64
 
 
 class BoundariesBase(ABC):
-    """Where the trajectories of ``[T, E]`` rows are cut."""
+    """Boundaries of the trajectories in ``[T, E]`` rows."""
 
     lanes: int
-    head: Tensor  # ``[1]`` int64 on the host, the step that was written last, -1 before any
+    head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Take in ``count`` steps from ``start`` on of all lanes, which have just been written, within the ring.
+        """Record ``count`` steps of all lanes that were just written from ``start`` on, without wrapping.
 
-        Trajectories go on if the first step follows the one that was written last. ``end`` is ``[T, E]`` bool, of the
-        whole storage: the trajectory ends with this row; ``name``, ``[T, E]`` integers: where it changes, one ends.
+        A trajectory continues if the first step follows the last written one. ``end``, ``[T, E]`` bool of the storage,
+        marks ends of trajectories; so does a change of value in ``name``, ``[T, E]`` integers.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how far trajectories reach from flat rows, ``[B]`` int64: steps back, and steps ahead.
+        """Return how many steps the trajectories of flat rows, ``[B]`` int64, extend back and ahead.
 
-        Neither is more than ``within``; Triton's kernel reads no further. The third, ``[B]`` bool: whether the
-        trajectory is over at the last row ahead.
+        Both counts are at most ``within``, and Triton's kernel reads no further. The third result, ``[B]`` bool, says
+        whether the trajectory is over at the last row ahead.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state, as it is, by name."""
+        """Return the state by name, without copies."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Copy what :meth:`tensors` returned."""
+        """Restore a state that :meth:`tensors` returned."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all trajectories."""
         nothing = {name: torch.zeros_like(mine) for name, mine in self.tensors().items()}
         self.restore(nothing | {"head": torch.full_like(self.head, -1)})
 
 
 class FlagBoundaries(BoundariesBase):
-    """The reference: one flag per row, ``cut`` and ``over``, ``[T, E]`` bool each."""
+    """The reference: two flags per row, ``cut`` and ``over``, ``[T, E]`` bool each."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.lanes = lanes
@@ -98,8 +98,8 @@ class FlagBoundaries(BoundariesBase):
         return self.scan(cells, within)
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`reach` in torch ops, which look at all rows once after each write."""
-        if is_capturing():  # rows will have been written by the next time
+        """:meth:`reach` in torch operations, which scan all rows once after each write."""
+        if is_capturing():  # a replay may follow further writes
             back, ahead = self._scan()
         else:
             back, ahead = self._reach = self._reach or self._scan()
@@ -110,11 +110,11 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """What captured graphs read along with the flags: a law of goals, and the discount factor of returns."""
+        """Parameters that captured graphs read with the flags: a law of goals, and the discount factor of returns."""
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return the steps back and ahead of all rows, ``[T, E]`` each."""
+        """Return the steps back and ahead of all rows, both ``[T, E]``."""
         steps = len(self.cut)
         twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
         at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
@@ -131,9 +131,9 @@ class FlagBoundaries(BoundariesBase):
 
 
 class BitBoundaries(BoundariesBase):
-    """Boundaries on the CPU: one bit per row, one bit per 64 of these that says whether any is set, and so on.
+    """Boundaries on the CPU: one bit per row, one summary bit per 64 of these (set if any is), and so on.
 
-    ``bits`` are ``[E, words]`` int64: per lane the cuts, levels from ``starts`` on, then which rows are over.
+    ``bits`` are ``[E, words]`` int64: for each lane the levels of the cuts (see ``starts``), then the bits of over.
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
@@ -148,7 +148,7 @@ class BitBoundaries(BoundariesBase):
 
     @cached_property
     def bitmap(self) -> tuple[int, int, int, int, int, int]:
-        """What the loops of the CPU take; right as long as this object lives and is not shared anew."""
+        """Arguments of the CPU loops; valid until this object is deleted or moved to shared memory."""
         addresses = self.bits.data_ptr(), self.bits.shape[1], self.starts.ctypes.data
         return *addresses, len(self.starts) - 1, self.steps, self.lanes
 
@@ -156,9 +156,9 @@ class BitBoundaries(BoundariesBase):
         loops("episodes.cpu").write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return what the loop of :meth:`write` takes: the bitmap, the address of the head, and those of the columns.
+        """Return the arguments of the loop of :meth:`write`: bitmap, address of the head, and columns.
 
-        A column is its address and its strides in bytes; names end with the bytes of one, 0 if there are none.
+        A column is its address and its strides in bytes. Names also have their item size; 0 means no names.
         """
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
@@ -174,7 +174,7 @@ class BitBoundaries(BoundariesBase):
         return {"bits": self.bits, "head": self.head}
 
     def share_memory_(self) -> None:
-        """Move the state into shared memory: a process that is given this object reads and writes the same bits."""
+        """Move the state into shared memory: a process that receives this object reads and writes the same bits."""
         for tensor in self.tensors().values():
             tensor.share_memory_()
         self.__dict__.pop("bitmap", None)
@@ -192,13 +192,13 @@ def _column(column: Tensor) -> tuple[int, int, int]:
 
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
-    """Return the boundaries of ``lanes`` rings of ``steps``, nothing of which is written."""
+    """Return empty boundaries for ``lanes`` rings of ``steps`` time steps."""
     is_on_cpu = backend_of(torch.empty(0, device=device, dtype=torch.float32)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 
 
 def _compare(device: torch.device) -> None:
-    """Raise unless Triton's kernel says what the reference says, on three lanes of 500 steps."""
+    """Raise unless Triton's kernel agrees with the reference on three lanes of 500 steps."""
     generator = torch.Generator().manual_seed(0)
     boundaries = FlagBoundaries(500, 3, device)
     end = torch.randint(100, (500, 3), generator=generator, device="cpu") == 0

@@ -1,19 +1,19 @@
 """The bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries` on the CPU.
 
-In ``bits[e]`` lie the cuts of lane ``e``, level ``k`` from word ``starts[k]`` on, and from ``starts[-1]`` on which
-steps end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next level says whether any bit of
-word ``w`` below is set.
+``bits[e]`` holds the cuts of lane ``e``, level ``k`` from word ``starts[k]`` on, then from word ``starts[-1]`` on the
+steps that end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next level says whether any
+bit of word ``w`` below is set.
 
 Look-ups take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane, address
-of the starts of the levels, number of levels, time steps, lanes. Numba would count references to arrays at each call,
-which takes longer than the look-up.
+of the starts of the levels, number of levels, time steps, lanes. With arrays, numba would count references at each
+call, which takes longer than the look-up.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import carray
-from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros  # of a word that is not 0
+from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros  # of a nonzero word
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, pointer, prefetch, same_bytes, store
 
@@ -22,7 +22,7 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; behind the last level lie the bits of what is over."""
+    """Return the first word of a level; the level after the last one holds the bits of over."""
     return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 
@@ -38,7 +38,7 @@ def _bit(bitmap, lane, start, t):
 
 @inlined
 def expect(bitmap, cell):
-    """Start loading the word that knows whether a row is a cut."""
+    """Prefetch the word that says whether a row is cut."""
     t, lane = split(cell, bitmap[5])
     prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
 
@@ -90,16 +90,16 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first cut at step ``t`` or later, around the end of the ring, where steps are counted on."""
+    """Return the first cut at step ``t`` or later; steps after the end of the ring continue the count."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 
 
 @inlined
 def steps_ahead(bitmap, lane, t):
-    """Return how many steps after step ``t`` of a lane its trajectory ends."""
+    """Return how many steps after step ``t`` of a lane its trajectory ends, at the cut."""
     position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
-    window = _word(bitmap, lane, position) >> bit  # of 64 steps: the answer is there more often than in a word
+    window = _word(bitmap, lane, position) >> bit  # the next 64 steps: holds the cut more often than a word does
     if position + _ONE < _start(bitmap, 1):
         window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
     return np.int64(trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
@@ -160,23 +160,23 @@ def _put_cut(bits, lane, starts, t, value):
     t = np.uint64(t)
     for level in range(len(starts) - 1):
         old, new = _put(bits, lane, np.uint64(starts[level]), t, value)
-        if (old if value else new) != 0:  # the word above says so already
+        if (old if value else new) != 0:  # the level above already has this value
             return
         t >>= _SIX
 
 
 @inlined
 def _is_renamed(numbers, lane, t, following):
-    """Return whether two steps of a lane have different names."""
+    """Return whether two steps of a lane belong to trajectories of different names."""
     name = numbers[10] + lane * numbers[12]
     return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
 
 
 @kernel
 def write(numbers, start, count):
-    """Take in ``count`` steps from ``start`` on; see :meth:`FlagBoundaries.write`.
+    """Record ``count`` written steps from ``start`` on; see :meth:`FlagBoundaries.write`.
 
-    ``numbers``: those of :meth:`BitBoundaries.numbers`.
+    ``numbers`` comes from :meth:`BitBoundaries.numbers`.
     """
     steps, lanes, stop = numbers[4], numbers[5], start + count
     bits = carray(pointer(numbers[0]), (lanes, numbers[1]), np.uint64)

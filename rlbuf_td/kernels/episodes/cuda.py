@@ -1,7 +1,7 @@
-"""Triton kernel of :class:`rlbuf_td.kernels.episodes.FlagBoundaries`: look-ups that read only what they need.
+"""Triton kernel of :class:`rlbuf_td.kernels.episodes.FlagBoundaries`: look-ups that read one trajectory.
 
-One program a row reads flags from it on, a stretch at a time, until it comes to a cut or has read enough: O(length of a
-trajectory), where the reference scans all rows after every write.
+One program per row reads flags from that row on, a block at a time, up to a cut or the limit: O(trajectory length).
+The reference scans all rows after every write.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Return how many steps lie between ``t`` and the next cut, ``t`` itself being one, or the last cut before it.
+    """Return the number of steps between ``t`` and the next cut (0 if ``t`` is cut), or the last cut before it.
 
-    ``most`` if they are more; it is at most ``steps``.
+    Returns ``most`` if there are more steps; ``most`` is at most ``steps``.
     """
     offset = tl.arange(0, STRETCH)
     found = tl.zeros([], tl.int64) + most

@@ -1,4 +1,4 @@
-"""Hindsight: which rows give new goals to a batch, by numba on the CPU, elsewhere by torch ops that never wait."""
+"""Hindsight: choose the rows that give new goals to a batch, by numba on the CPU, by torch operations elsewhere."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
-#: The strategies, in the order of the thresholds.
+#: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
-_LOG_GAMMA = 7  # its place among the numbers of boundaries, behind the discount factor of n-step returns
+_LOG_GAMMA = 7  # its index in ``FlagBoundaries.numbers``, after the discount factor of n-step returns
 
 
 class Law(NamedTuple):
-    """Who gets a goal, and from where.
+    """The distribution of goals: which rows get one, and from which rows.
 
-    The thresholds are one per strategy, not falling, at most 1. The first one above a row's uniform number names the
-    row's strategy; where the number lies between two thresholds chooses the row that gives the goal.
+    There is one threshold per strategy, in ascending order, at most 1. The first threshold above a row's uniform number
+    selects the strategy. The position of the number between two thresholds selects the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]
-    only_finished: bool  # leave rows of unfinished trajectories alone, except for ``random``
+    only_finished: bool  # relabel no rows of unfinished trajectories, except by ``random``
     log_gamma: float  # ``future`` takes the row k steps ahead with probability proportional to exp(k log_gamma)
 
 
@@ -36,11 +36,11 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows whose outcomes become goals, out of ``live`` ones.
+    """Choose the rows, out of ``live`` ones, whose outcomes become goals.
 
-    ``cells`` are the batch's flat rows, ``[B]`` int64; ``uniform``, ``[B]`` float64 in ``[0, 1)``, decides by the law;
-    both contiguous. Returns ``[B]`` int64, the flat rows chosen (the row itself if it keeps its goal), and ``[B]``
-    bool, which get a goal.
+    ``cells`` are the batch's flat rows, ``[B]`` int64; ``uniform``, ``[B]`` float64 in ``[0, 1)``, drives the choice.
+    Both are contiguous. Returns the chosen flat rows, ``[B]`` int64 (the row itself if it keeps its goal), and whether
+    each row gets a new goal, ``[B]`` bool.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)
@@ -65,7 +65,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
 
 def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor, Tensor]:
-    """Return the edges between strategies, the number of rows, and the rest of the law, as graphs read them."""
+    """Return the edges between strategies, the number of rows, and the rest of the law, as tensors for graphs."""
     if torch.compiler.is_compiling():
         device = boundaries.cut.device
         edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=device)

@@ -8,25 +8,25 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
-_GAMMA = 6  # its place among the numbers of boundaries, behind those of a law of goals
+_GAMMA = 6  # its index in ``FlagBoundaries.numbers``, after a law of goals
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return the ``n`` rows from each row on, held at the last one of its trajectory, ``[B, n]``, and steps ahead."""
+    """Return ``[B, n]`` rows from each row on (past the end, the last row of the trajectory), and the steps ahead."""
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
     return (rows[:, None] + offset * lanes) % cells, ahead
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of ``[B, n, ...]`` rewards, added up in float64, and how many each adds, ``[B]`` int64.
+    """Return discounted sums of ``[B, n, ...]`` rewards, added in float64, and the number of rewards, ``[B]`` int64.
 
-    ``end``, ``[B, n]`` bool: the trajectory ends with this row; ``ahead``, ``[B]``: rows of it after the first.
+    ``end``, ``[B, n]`` bool, marks the ends of trajectories; ``ahead``, ``[B]``, limits the rewards after the first.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
     counts = (steps <= ahead[:, None]) & ~ended_before
-    # Multiplied and added up in order, as the compiled loop of planned batches does: the results are equal.
+    # Multiplied and added in the same order as in the compiled loop of planned batches: the results are equal.
     powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
     discount = torch.where(counts, powers, 0.0)
     wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))
@@ -37,9 +37,9 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up to ``n`` of the rewards ``[T * E, ...]`` from each row on, up to the end of its trajectory.
+    """Add up to ``n`` rewards, of ``[T * E, ...]``, from each row on, up to the end of its trajectory.
 
-    Returns ``[B, ...]`` discounted sums; ``[B]`` int64, how many rewards, 1 to n; ``[B]`` int64, the last row of each.
+    Returns ``[B, ...]`` discounted sums; ``[B]`` int64, the rewards in each, 1 to n; ``[B]`` int64, the last rows.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
@@ -61,7 +61,7 @@ def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor; off the CPU as a tensor that captured graphs read."""
+    """Return the discount factor, as a tensor for captured graphs unless on the CPU."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

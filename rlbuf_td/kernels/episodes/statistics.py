@@ -1,6 +1,6 @@
-"""Adding steps up to episodes, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
+"""Adds steps up to episodes, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
 
-Steps are walked in the order of time, lanes inside, so that episodes come out in the order in which they ended.
+Steps are processed in time order, all lanes of a step together, so that episodes come out in the order they ended.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import numpy as np
 from rlbuf_td.kernels.compiled import compiled, load
 
 SUM, MEAN, LAST = 0, 1, 2
-FREE = np.iinfo(np.int64).min  # the key of a slot that no episode uses
-PADDING = -1  # the trajectory number that TorchRL gives to rows that are none
-STEPS, EPISODES, WRITES = 0, 1, 2  # places in ``counters``
+FREE = np.iinfo(np.int64).min  # the key of an unused slot
+PADDING = -1  # the trajectory number that TorchRL gives to padding
+STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of an open episode, or a free one for it, or -1 if there is neither; look at ``hint`` first."""
+    """Return the slot of an open episode, else a free slot, else -1; try ``hint`` first."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
-        slot = (hint + k) % slots  # a hint may be of a time when there were more lanes than slots
+        slot = (hint + k) % slots  # a hint may be older than the present number of slots
         if keys[slot] == key:
             return slot
         if free < 0 and keys[slot] == FREE:
@@ -30,7 +30,7 @@ def _slot(keys, key, hint):
 
 @compiled
 def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
-    """Record when an episode ended, its length, its metrics and the reasons for its end; free its slot."""
+    """Record the time, length, metrics and end reasons of a finished episode; free its slot."""
     at = counters[EPISODES] % records.shape[0]
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
@@ -47,12 +47,12 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from number ``start`` on; return how many of them are done, fewer if slots ran out.
+    """Count the steps of one write from number ``start`` on; return the steps processed, fewer if slots ran out.
 
-    ``strides``: rows from one time step, and from one lane, to the next. ``inputs``: addresses of contiguous blocks:
-    trajectory numbers (int64; 0: lanes are trajectories), ends (one byte), M metrics, R reasons (one byte). ``keys``,
-    ``lengths``, ``touched`` (the write that added last) and ``sums`` (``[S, M]``) are those of open episodes, ``FREE``
-    where there is none; ``lane_slot``: the slot that each lane used last. ``records``, ``[H, 2 + M]``, and ``ends``,
+    ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous blocks: trajectory
+    numbers (int64; address 0: lanes are trajectories), ends (one byte), M metrics, R reasons (one byte). ``keys``,
+    ``lengths``, ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe open episodes; a free
+    slot has the key ``FREE``. ``lane_slot``: the last slot of each lane. ``records``, ``[H, 2 + M]``, and ``ends``,
     ``[H, R]``: a ring of finished episodes.
     """
     steps, lanes = shape
@@ -60,7 +60,7 @@ def count_steps(
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
-        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # never a trajectory number
+        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # no trajectory number
         if key == PADDING:
             continue
         slot = _slot(keys, key, lane_slot[lane])

@@ -1,10 +1,10 @@
-"""Rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, equal magnitudes are ranked by row.
+"""Rows in the order of their magnitudes ``|td_error|``: rank 1 is the largest, ties are ordered by row.
 
 Two classes have the same methods and give the same ranks after any history:
 
-- :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts the magnitudes when asked. It runs on any device
-  without waiting for it.
-- :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` changes in O(log N) per row: the CPU uses it.
+- :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts the magnitudes when they are needed. It runs on any
+  device without host synchronisation.
+- :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` updates a row in O(log N): the CPU uses it.
 
 Magnitudes are float32: errors that are equal as float32 are a tie, and larger ones count as the largest float32.
 """
@@ -30,12 +30,12 @@ RankOrder: TypeAlias = SortedOrder | ChunkedOrder
 
 
 def make_order(magnitude: Tensor, stale_updates: int = 0) -> RankOrder:
-    """Make the order that serves the device of magnitudes; ``stale_updates`` is for orders that sort when asked."""
+    """Make the order for the magnitudes' device; ``stale_updates`` applies to :class:`SortedOrder` only."""
     return ChunkedOrder(magnitude) if backend_of(magnitude) == "numba" else SortedOrder(magnitude, stale_updates)
 
 
 def order_bytes(capacity: int, device: torch.device) -> int:
-    """Return the bytes of what :func:`make_order` makes for ``capacity`` rows."""
+    """Return the bytes that :func:`make_order` allocates for ``capacity`` rows."""
     if device.type == "cuda":
         return capacity * (4 + 2 * 8)  # magnitudes, rows by rank and ranks by row
     return sum(tensor.nbytes for tensor in allocate(capacity, "meta").values())  # shapes without memory

@@ -20,10 +20,10 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
-    Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. Which values are stored does
-    not matter: equal, monotone and adversarial ones cost the same. ``addresses`` is another array whenever it moves.
+    Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. The cost does not depend on
+    the values: equal, monotone and adversarial ones cost the same. ``addresses`` is a new array whenever memory moves.
 
-    Cost: a draw is O(B log N), an update O(B (128 + log N)) and, once in N / 3 changes at most, O(N).
+    Cost: a draw is O(B log N), an update O(B (128 + log N)) and, at most once per N / 3 changes, O(N).
     15 to 27 bytes per row, about 22 after random updates.
     """
 
@@ -38,7 +38,7 @@ class ChunkedOrder:
         self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
         self.addresses = addresses(self.chunks)
         self._magnitude = tensors["bits"].view(torch.float32)
-        self.lock = Lock()  # held around the loops, which let go of the GIL
+        self.lock = Lock()  # held around the loops, which release the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:
         self._magnitude.copy_(magnitude)
@@ -57,7 +57,7 @@ class ChunkedOrder:
         self._adopt({name: tensor.clone().share_memory_() for name, tensor in self._tensors.items()})
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> None:
-        """Do nothing: the CPU captures no graphs."""
+        """Do nothing: the CPU has no graph capture."""
 
     def forget_order(self) -> None:
         """Do nothing: no graph changes magnitudes."""
@@ -107,7 +107,7 @@ class ChunkedOrder:
         if get_spawning_popen() is not None and self._magnitude.is_shared():
             return {"tensors": self._tensors}
         with self.lock:
-            return {"magnitude": self._magnitude.clone()}  # all the rest follows from it
+            return {"magnitude": self._magnitude.clone()}  # the rest is derived from it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "tensors" in state:

@@ -2,17 +2,17 @@
 
 - A **chunk** holds up to ``WIDTH`` keys in ascending order: ``keys[c, :n]``.
 - A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower
-  bound of its keys (and above every key before it), ``before[g, s]`` the number of keys in the slots before it;
-  ``before[g, size[g]]`` is thus the group's total.
-- The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
-  ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
+    bound of its keys (above all keys before it), ``before[g, s]`` the number of keys in the slots before it;
+    ``before[g, size[g]]`` is the group's total.
+  - The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
+    ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
 
-A chunk or group that is full is split. None is merged: when no chunk is left, all keys are arranged afresh in chunks
-that are three quarters full, which takes O(N) once in N / 3 changes at most.
+  A full chunk or group is split; none is merged. When no chunk is left, all keys are rearranged in chunks that are
+  three quarters full, which takes O(N) at most once per N / 3 changes.
 
-Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, and 0 for the very first;
-entries past the end read ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
-order without a group has no rows, and the rest of its memory means nothing.
+  Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, and 0 for the very first;
+  entries past the end hold ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
+  order without groups has no rows, and the rest of its memory is undefined.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 
 WIDTH = 128
-#: Keys per chunk, and chunks per group, when all are arranged afresh.
+#: Keys per chunk, and chunks per group, after a rearrangement.
 ROOM = 96
-#: The bits of -1.0: rows without a magnitude. All others are positive.
+#: The bits of -1.0, which marks rows without a magnitude. All other magnitudes are at least 0.
 ABSENT = -1082130432
 NO_KEY = (1 << 63) - 1
 FULL = 1 << 30
 
-# Entries of ``head``; groups and chunks are numbered in the order in which they came into use.
+# Entries of ``head``; groups and chunks are numbered in the order of their first use.
 ROWS, GROUPS, CHUNKS = range(3)
 
 
@@ -40,9 +40,9 @@ Chunks = namedtuple("Chunks", "head bits keys first child before size top_first 
 
 
 def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Make the tensors of an empty order. Pages that are never used cost no memory."""
+    """Make the tensors of an empty order. Pages that are never touched cost no memory."""
     chunks = capacity // 47 + 8
-    groups = chunks // (WIDTH // 2) + 2  # a group that is split leaves two half full ones
+    groups = chunks // (WIDTH // 2) + 2  # a split group leaves two half-full ones
     top = 1 << groups.bit_length()
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "head": (torch.int64, (3,)),
@@ -66,6 +66,6 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(st: Chunks) -> np.ndarray:
-    """Return the number of rows, chunks, groups and entries of the top, and the arrays' addresses."""
+    """Return the numbers of rows, chunks, groups and top entries, then the arrays' addresses."""
     sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
     return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)

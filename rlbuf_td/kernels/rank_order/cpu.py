@@ -1,6 +1,6 @@
-"""Reading the chunked order on the CPU: key to place, rank to row, row to rank, and drawing.
+"""Reads the chunked order on the CPU: key to place, rank to row, row to rank, and draws.
 
-Batches go down in lockstep (levels outside, entries inside, no branches), so that their cache misses overlap.
+Batches descend in lockstep (levels outside, entries inside, no branches), so that their cache misses overlap.
 ``order`` is what :func:`rlbuf_td.kernels.rank_order.chunks.addresses` returns.
 """
 
@@ -15,9 +15,9 @@ from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, masse
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.law import HEAD
 
-#: Rows that are found in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in cache.
+#: Rows to find in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in cache.
 BLOCK = 256
-#: How many chunks ahead of the one in use are fetched.
+#: How many chunks ahead are prefetched.
 AHEAD = 4
 TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
@@ -43,13 +43,13 @@ def chunks_at(order):
 
 @bare
 def key_of(bits, row):
-    """Sort key of a row: the larger the magnitude the smaller, ties by row. Positive float bits sort as floats do."""
+    """Sort key of a row: larger magnitudes have smaller keys, ties by row. Positive float bits sort as floats do."""
     return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
 @bare
 def _search_top(bounds, groups, wanted, pos):
-    """Write the position of the last group whose bound is not above each wanted value."""
+    """Write the position of the last group whose bound is at most the wanted value, for each value."""
     pos[:] = 0
     step = 1
     while step < groups:
@@ -64,7 +64,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """Write the last slot, in the groups at ``pos``, whose bound is not above each wanted value."""
+    """Write the last slot, in the groups at ``pos``, whose bound is at most the wanted value, for each value."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -77,7 +77,7 @@ def _search_groups(bounds, top_group, wanted, pos, slot):
 
 @bare
 def find_places(st, keys, pos, slot):
-    """Positions in the top and slots of the chunks that hold ``keys``, or would."""
+    """Positions in the top, and slots in their groups, of the chunks where ``keys`` are or belong."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 
@@ -96,9 +96,9 @@ def key_address(st, c, at):
 
 @bare
 def fetch_chunk(st, p, s):
-    """Start loading a chunk that is needed soon: its cache lines then arrive together.
+    """Prefetch a chunk: its cache lines then arrive together.
 
-    Of its 16 lines the last quarter is seldom in use; loading it costs more than it saves.
+    The last quarter of its 16 lines is seldom in use; loading it costs more than it saves.
     """
     address = key_address(st, st.child[st.top_group[p], s], 0)
     for line in range(0, 6 * WIDTH, 64):
@@ -107,8 +107,8 @@ def fetch_chunk(st, p, s):
 
 @bare
 def count_below(keys, c, n, key):
-    """How many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
-    # Unsigned indices spare numba's test for negative ones, which would keep LLVM from vectorising.
+    """How many keys among the first ``n`` of chunk ``c`` are smaller than ``key``."""
+    # Unsigned indices avoid numba's check for negative ones, which would prevent LLVM's vectorisation.
     count = 0
     for t in range(n):
         count += keys[np.uint64(c), np.uint64(t)] < key
@@ -117,7 +117,7 @@ def count_below(keys, c, n, key):
 
 @compiled
 def ranks_of(order, rows, ranks):
-    """Write the rank of each row (1 the largest, 0 for none) into ``ranks``; False if a row is out of range."""
+    """Write the rank of each row (1 the largest, 0 without a magnitude); return False if a row is out of range."""
     st = chunks_at(order)
     ranks[:] = 0
     inside = True
@@ -175,7 +175,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the rows that have ``rest`` others before them; ``rest`` and ``pos`` are overwritten."""
+    """Write the rows that have ``rest`` rows before them; ``rest`` and ``pos`` are overwritten."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):

@@ -1,4 +1,4 @@
-"""Changing the chunked order on the CPU.
+"""Updates the chunked order on the CPU.
 
 Cost per row: a search, a move within one chunk, and a step in one group (at most ``WIDTH`` entries each).
 """
@@ -24,14 +24,14 @@ from rlbuf_td.kernels.rank_order.cpu import (
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
 _HALF = WIDTH // 2
-_ONE = np.int64(1)  # for a literal, numba would compile a function again
+_ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 
 @compiled
 def update(order, index, td_error, rows):
-    """Give rows the magnitudes of float32 errors; return the largest, or ``REFUSED``.
+    """Set the magnitudes of rows from float32 errors; return the largest, or ``REFUSED``.
 
-    Skips -1; of equal rows the last one counts.
+    Skips -1; of a duplicate row, the last error counts.
     """
     if not acceptable(index, td_error, rows):
         return REFUSED
@@ -61,13 +61,13 @@ def update(order, index, td_error, rows):
 
 @compiled
 def fill(order, index, bits):
-    """Give rows ``index``, which follow one another, one magnitude."""
+    """Give one magnitude to consecutive rows ``index``."""
     st = _started(order)
     keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
         _delete(st, index[start : start + BLOCK], keys, pos, slot)
     st.bits[index[0] : index[-1] + 1] = bits
-    # No other key lies between theirs, so whole chunks are filled at once. Lower bounds of chunks may.
+    # Their keys are consecutive: no other key lies between them, so whole chunks are filled at once.
     keys[0], end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
     while keys[0] < end:
         if st.head[CHUNKS] == len(st.keys):
@@ -81,7 +81,7 @@ def fill(order, index, bits):
 
 @compiled
 def arrange(order, keys):
-    """Make the order hold ascending keys, and only them."""
+    """Replace the contents of the order by ascending keys."""
     st = chunks_at(order)
     st.first[:] = NO_KEY
     st.before[:] = FULL
@@ -117,7 +117,7 @@ def _started(order):
 
 @compiled
 def _arrange_afresh(order, st):
-    """Make room for more chunks. Keys are taken from the chunks: those of some rows may not be in the order now."""
+    """Rearrange to make room for more chunks. Only keys in the chunks are kept: an update may have removed some."""
     keys = np.empty(st.top_count[: st.head[GROUPS]].sum(), np.int64)
     n = 0
     for p in range(st.head[GROUPS]):
@@ -139,7 +139,7 @@ def _count(st):
 
 @bare
 def _add_count(st, p, s, delta):
-    """Count ``delta`` more keys in a slot."""
+    """Add ``delta`` to the number of keys in a slot."""
     g, d = np.uint64(st.top_group[p]), np.int32(delta)
     for t in range(np.uint64(s + 1), np.uint64(st.size[g] + 1)):
         st.before[g, t] += d
@@ -167,7 +167,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert keys until no chunk is left; return how many."""
+    """Insert keys until no chunk is left; return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -185,9 +185,9 @@ def _insert(st, keys, pos, slot):
 
 @bare
 def _insert_run(st, p, s, key, count):
-    """Insert ``key, key + 1, ...`` into their chunk, as many as it has room for; return how many.
+    """Insert as many of ``key, key + 1, ...`` as fit into their chunk; return their number.
 
-    If there is no room, make some and return 0: places found before no longer hold.
+    If there is no room, make some and return 0: places found earlier are then invalid.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:
@@ -211,7 +211,7 @@ def _split_chunk(st, p, s, key, count):
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
     st.head[CHUNKS] += 1
-    # At an end, cut there: monotone insertions leave full chunks behind, not half full ones. So do long runs.
+    # At an end, split at that end: monotone insertions and long runs then leave full chunks, not half-full ones.
     cut = count_below(st.keys, c, WIDTH, key)
     if 0 < cut < WIDTH and count < _HALF:
         cut = _HALF

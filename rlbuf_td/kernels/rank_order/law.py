@@ -1,15 +1,15 @@
 r"""The law of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
 
-``H`` does not depend on what is stored, so nothing of it is kept per row: the first :data:`HEAD` values are a table,
-and beyond it the Euler-Maclaurin formula, anchored at the table's end, is as exact as float64 can add,
+``H`` does not depend on the stored rows, so nothing is stored per row. The first :data:`HEAD` values are a table;
+beyond it, the Euler-Maclaurin formula, anchored at the table's end, is accurate to float64,
 
 .. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
           \quad x = n + \tfrac12
 
-(a logarithm where ``alpha = 1``). It is inverted in closed form, so that a draw costs the same for any ``N``, and a
-change of alpha costs O(1).
+(a logarithm where ``alpha = 1``). The formula is inverted in closed form: the cost of a draw does not depend on ``N``,
+and a change of alpha is O(1).
 
-The functions here run on any device without waiting for it; ``cpu.py`` has them compiled.
+The functions here run on any device without waiting for it; ``cpu.py`` has compiled versions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Ranks whose cumulative mass is a table.
+#: Ranks whose cumulative mass is stored in a table.
 HEAD = 1024
 
 
 @dataclass(frozen=True)
 class RankLaw:
-    """A law for one ``alpha``. It and the shift may be 0-dim float64 tensors, for captured graphs."""
+    """A law for one ``alpha``. For captured graphs, alpha and shift are 0-dim float64 tensors."""
 
     alpha: float | Tensor  # not negative; 0 is uniform
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
@@ -41,19 +41,19 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
     """
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
-    # Nobody else has the table: a GPU need not be waited for, see rlbuf_td.storages.indexing.moved.
+    # The table is new, so a GPU need not finish earlier work: see rlbuf_td.storages.indexing.moved.
     return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 
 def cumulative(alpha: float, n: int) -> Tensor:
-    """Return ``H_1 .. H_n``, ``[n]`` float64, by adding. O(n)."""
+    """Return ``H_1 .. H_n``, ``[n]`` float64, by direct summation. O(n)."""
     return torch.arange(1, n + 1, dtype=torch.float64, device="cpu").pow(-alpha).cumsum(0)
 
 
 def mass(law: RankLaw, ranks: Tensor) -> Tensor:
     """Return ``H_r`` for ranks of at least 1, float64. O(1) each."""
     in_head = ranks <= HEAD
-    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # an index of 0 dims would be waited for
+    table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # indexing by a 0-dim tensor would synchronise
     x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
     return torch.where(in_head, table, law.shift + _primitive(law.alpha, x))
 
@@ -63,20 +63,20 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
     y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
-    # Bounded before it becomes an integer: mass at the very end of the law may point past every rank.
+    # Clamped before the conversion to integers: mass at the very end of the law may point past every rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
     beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
     return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)
 
 
 def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
-    """Return the integral of ``x^-alpha`` from 1, with the first correction."""
+    """Return the integral of ``x^-alpha`` from 1, with the first correction term."""
     bend, y = 1.0 - alpha, torch.log(x)
     return _unless(bend, y, torch.expm1(bend * y) / bend) + alpha / 24.0 * x.pow(-alpha - 1.0)
 
 
 def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    """Return ``bent`` unless alpha is 1."""
+    """Return ``bent``, or ``straight`` if alpha is 1."""
     if isinstance(bend, Tensor):
         return torch.where(bend == 0.0, straight, bent)
     return bent if bend else straight

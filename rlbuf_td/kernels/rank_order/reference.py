@@ -1,4 +1,4 @@
-"""The reference: magnitudes that are sorted when someone asks, in torch ops on any device, without waiting for it."""
+"""The reference: magnitudes that are sorted on demand, in torch operations on any device, without synchronisation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def as_float32(td_error: Tensor) -> Tensor:
 
 
 class SortedOrder:
-    """Sort when asked, if something has changed since: O(N log N), on the device.
+    """Sorts on demand, if magnitudes have changed since the last sort: O(N log N), on the device.
 
     Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without; owned by the order from now on.
-        stale_updates: sort again only when there have been more updates than this; 0 is exact.
+        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; the order takes ownership.
+        stale_updates: sort again only after more updates than this; 0 is exact.
     """
 
     def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
@@ -33,7 +33,7 @@ class SortedOrder:
         self._behind = -1  # updates since the last sort; -1 before the first
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        #: What captured graphs read and change; of the law, a copy of the one that was put there last.
+        #: State that captured graphs read and change. It includes a copy of the last law.
         self.device_state = PriorityState(("alpha", "shift", "beta", "named"), magnitude.device)
         with outside_inference_mode():
             head = torch.zeros(HEAD, dtype=torch.float64, device=magnitude.device)
@@ -42,26 +42,26 @@ class SortedOrder:
 
     @property
     def refused(self) -> Tensor:
-        """How many NaN or infinite errors have been left out."""
+        """Number of NaN or infinite errors that were skipped."""
         return self.device_state.refused
 
     @property
     def magnitude(self) -> Tensor:
-        """``[capacity]`` float32, -1 for rows without; to be read only."""
+        """``[capacity]`` float32, -1 for rows without a magnitude; read-only."""
         return self._magnitude
 
     def share_memory_(self) -> None:
-        """Raise ValueError: what is known of the order is known to one process."""
+        """Raise ValueError: the sorted order is cached in one process."""
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
-        """Take over other magnitudes, and forget the largest that was seen."""
+        """Replace all magnitudes, and forget the largest one seen."""
         self._magnitude.copy_(magnitude)
         self.device_state.largest.fill_(-1.0)
         self.forget_order()
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor:
-        """Copy settings to where captured graphs read them; return where the largest magnitude seen is kept."""
+        """Copy settings to the memory that captured graphs read; return the largest magnitude seen, as a tensor."""
         state = self.device_state
         if law is not self._copied_law:
             self._copied_law = law
@@ -71,13 +71,13 @@ class SortedOrder:
         return state.largest
 
     def forget_order(self) -> None:
-        """Sort again at the next question: a captured graph has changed magnitudes."""
+        """Sort again at the next look-up, because a captured graph has changed magnitudes."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        """Give rows ``|td_error|``; -1 is skipped, and the last error of a duplicate row stays. O(B log B).
+        """Set magnitudes to ``|td_error|``; -1 is skipped, and the last error of a duplicate row is kept. O(B log B).
 
-        Arguments, refusals and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.update_`.
+        Arguments, refusals and result are those of :func:`rlbuf_td.kernels.sum_tree.update_`.
         """
         state = self.device_state
         named = state["named"] if is_capturing() else rows
@@ -88,7 +88,7 @@ class SortedOrder:
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
         self._magnitude[start : start + count] = value
-        self._behind = -1  # a row that is new must be known at once
+        self._behind = -1  # new rows enter the order immediately
 
     def _refresh(self) -> None:
         if 0 <= self._behind <= self._stale_updates:
@@ -104,7 +104,7 @@ class SortedOrder:
     ) -> tuple[Tensor, Tensor]:
         """Draw rows by the law of their ranks. O(B) after the sort.
 
-        Arguments and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.draw`.
+        Arguments and results are those of :func:`rlbuf_td.kernels.sum_tree.draw`.
         """
         self._refresh()
         power: float | Tensor = beta

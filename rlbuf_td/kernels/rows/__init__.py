@@ -1,6 +1,6 @@
-"""Rows: copying parts of them, and which of them have been rewritten since they were sampled.
+"""Rows: copies of columns, and detection of rows that were rewritten since they were sampled.
 
-Columns are strided views of something larger. Nothing waits for the device where memory is not on the CPU.
+Columns are strided views of larger tensors. Off the CPU, no operation waits for the device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     """Set ``target[i] = values[i]``, ``[B, ...]`` each, for every ``i`` with ``mask[i]``, ``[B]`` bool, contiguous.
 
-    Returns the first row whose value is NaN (then nothing has changed), or -1. On CUDA always -1: checking would make
-    the host wait, so NaN is written like any other value.
+    Returns the first row whose value is NaN (then nothing has changed), or -1. On CUDA it always returns -1 and copies
+    NaN as any other value, because a check would make the host wait.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -27,21 +27,21 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     if is_on_host and target.is_floating_point():
         bad = (where & values.isnan()).nonzero()
         if len(bad):
-            return int(bad[0, 0])  # in the order of rows
+            return int(bad[0, 0])  # the first in row order
     target.copy_(torch.where(where, values, target))
     return -1
 
 
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:
-    """Raise an IndexError that names a drawn row outside of the ``live`` ones."""
+    """Raise an IndexError that names a drawn row outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())
-    raise IndexError(f"row {high if high >= live else low} was drawn, but rows 0 to {live - 1} have been written")
+    raise IndexError(f"row {high if high >= live else low} was drawn, but only rows 0 to {live - 1} have been written")
 
 
 # -- which sampled rows have been rewritten since
 #
-# A clock counts the time steps written; a stamp is its value when a row was sampled. Both are int64 and may wrap: only
-# differences count. A row with a stamp from the future (of another buffer, or undone by a load) counts as rewritten.
+# A clock counts the time steps written; a stamp is its value when a row was sampled. Both are int64 and may wrap, so
+# only differences matter. A stamp from the future (of another buffer, or undone by a load) counts as rewritten.
 
 
 def skip_ring(
@@ -49,15 +49,15 @@ def skip_ring(
 ) -> tuple[Tensor, int | Tensor]:
     """Skip the rows that a ring has rewritten since they were sampled.
 
-    The time step written ``a`` steps before the newest one is rewritten if more than ``a`` followed the stamp.
-    ``index`` are ``[B]`` int64 flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both contiguous. ``clock`` counts
-    the time steps written, ``last`` is the last one of the ring's ``steps``. Returns ``index`` with -1 in place of
-    rewritten rows, and their number (on CUDA as a 0-dim tensor).
+    The time step written ``a`` steps before the newest one is rewritten if more than ``a`` steps followed the stamp.
+    ``index``, ``[B]`` int64, holds flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both are contiguous. ``clock``
+    counts the time steps written; ``last`` is the last written one of the ring's ``steps``. Returns ``index`` with -1
+    for rewritten rows, and their number (on CUDA as a 0-dim tensor).
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
         skip = loops("rows.cpu").skip_ring
-        count = skip(0, *others)  # that there is something to skip is rare
+        count = skip(0, *others)  # stale rows are rare
         if not count:
             return index, 0
         kept = torch.empty_like(index)
@@ -68,7 +68,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """:func:`skip_ring` for rows written in any order; ``written``: ``[N]`` int64, the clock after each last write."""
+    """As :func:`skip_ring`, for rows in any order; ``written``, ``[N]`` int64: the clock after each last write."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

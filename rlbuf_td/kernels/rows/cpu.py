@@ -1,4 +1,4 @@
-"""The loops of :mod:`rlbuf_td.kernels.rows` on the CPU: copies, stale rows, and pages of mapped files, by address."""
+"""The loops of :mod:`rlbuf_td.kernels.rows` on the CPU, by address: copies, stale rows, and pages of mapped files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from numba import carray, types
 from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer
 
 _PAGE = 4096
-_SAMPLED = 16  # rows of a batch that are looked at
+_SAMPLED = 16  # rows of a batch that are checked
 
 
-# -- copies: a column is an address and a stride in bytes
+# -- copies: a column is given by its address and its stride in bytes
 
 
 @kernel
@@ -31,13 +31,13 @@ def put_values(target, target_stride, values, values_stride, width, count, mask)
 
 @kernel
 def _difference(a: int, b: int) -> int:
-    """Subtract as int64 wraps: of signed numbers the compiler assumes that they do not."""
+    """Subtract with int64 wrap-around: for signed numbers the compiler assumes that no overflow occurs."""
     return np.int64(np.uint64(a) - np.uint64(b))
 
 
 @kernel
 def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
-    """Write the rows that are left to ``kept`` (0: nowhere); return how many are skipped. Tensors are addresses."""
+    """Write the remaining rows to ``kept`` (0: nowhere); return how many are skipped. Tensors are addresses."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -64,7 +64,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Return whether one of some rows of a batch is not in memory."""
+    """Return whether any row in a sample of a batch's rows is not in memory."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -1,12 +1,12 @@
-"""Rows of bytes that name some of their parts: observations stored once, in a pool of entries that rows share.
+"""Deduplicated rows: observations are stored once, in a pool of entries that rows share.
 
-An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row names its entries by int32, from 1
-on; 0 is none. A row's observation is the entry that the row before it in its lane names as its next one, where the
-bytes agree. So all rows that name an entry lie near each other, and no counts are kept: when a row is overwritten, each
-entry that no row within ``reach`` steps names is free.
+An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row refers to its entries by int32
+*names*, from 1 on; 0 is none. If the bytes agree, a row's observation is the entry that the row before it in its lane
+names as its next observation. All rows that name an entry are therefore close together, and no reference counts are
+needed: when a row is overwritten, each of its entries that no row within ``reach`` steps names becomes free.
 
-On the CPU numba goes row by row, O(1) per row. Elsewhere torch ops take all lanes of a time step at once, some fifty
-kernels per time step, and the host does not wait.
+On the CPU, numba processes row by row, O(1) per row. Elsewhere, torch operations process all lanes of a time step at
+once, some fifty kernels per time step, without host synchronisation.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch import Tensor
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.dispatch import backend_of, loops
 
-_CHUNK = 1 << 18  # rows whose names are read at a time
+_CHUNK = 1 << 18  # rows whose names are read at once
 
 
 @dataclass(frozen=True)
 class Part:
-    """What an entry, or each of a stack's entries, holds of one key."""
+    """The bytes of one key in an entry, or in each entry of a stack."""
 
-    into: int  # where its bytes begin in an entry
-    inner: int  # bytes that lie together in a row,
-    outer: int  # so many times,
-    pitch: int  # so many bytes apart
-    root: int  # which leaf of a batch the key is, in the row's own observation
-    next: int  # and in the next one
+    into: int  # offset of its bytes in an entry
+    inner: int  # bytes per contiguous run in a row
+    outer: int  # number of these runs
+    pitch: int  # distance between runs in bytes
+    root: int  # index of the key's leaf in a batch, for the row's own observation
+    next: int  # and for the next observation
 
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of one size, and what they hold of a row."""
+    """Entries of one size, and the keys that they store."""
 
-    ids: int  # byte of a row where the names begin: ``pieces`` of the own observation, then as many of the next one
+    ids: int  # offset of the names in a row: ``pieces`` for the own observation, then ``pieces`` for the next one
     pieces: int  # entries per observation, oldest first
     sides: int  # 2 if rows have a next observation, else 1
     parts: tuple[Part, ...]
@@ -56,10 +56,10 @@ class Group:
 
     @property
     def reach(self) -> int:
-        """Largest distance, in time steps, of rows that name one entry.
+        """Largest distance, in time steps, between rows that name the same entry.
 
-        Piece p of a row's stack belongs to step t + p, of its next one to t + p + 1, and an entry to one step; but a
-        new stack may name one entry for several pieces.
+        Piece p of a row's own stack belongs to step t + p, of its next stack to step t + p + 1, and an entry belongs to
+        one step. But a new stack may name one entry for several pieces.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
@@ -68,23 +68,23 @@ class Group:
 class Table:
     """Rows, and the entries that they name."""
 
-    groups: tuple[Group, ...]  # what is kept in entries
-    runs: np.ndarray  # ``[R, 3]`` int64, what is not: offset in a stored row, which leaf of a batch, bytes
+    groups: tuple[Group, ...]  # the deduplicated keys
+    runs: np.ndarray  # ``[R, 3]`` int64, all other keys: offset in a stored row, leaf of a batch, bytes
     rows: Tensor  # ``[N, own_bytes]`` uint8, the stored rows
     lanes: int  # rows per time step
     entries: list[Tensor]  # per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory
-    stacks: list[Tensor]  # per group ``[M + 1]`` int32, the free names that were used before
+    stacks: list[Tensor]  # per group ``[M + 1]`` int32, the free names that have been used before
     counters: tuple[Tensor, ...]  # per group ``[2]`` int64: names on the stack, and the largest name used
     is_compiled: bool = True
 
     def ids(self, g: int) -> Tensor:
-        """Return the names that rows hold of a group, ``[N, names]`` int32, as a view."""
+        """Return the names in the rows for a group, ``[N, names]`` int32, as a view."""
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The groups and their parts, as compiled loops take them."""
+        """The groups and their parts as arrays for compiled loops."""
         groups: list[list[int]] = []
         parts: list[list[int]] = []
         for g, group in enumerate(self.groups):
@@ -99,8 +99,8 @@ class Table:
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], order: Tensor | None = None) -> bool:
     """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
 
-    All are contiguous; ``order``, ``[B]`` int64, is the one in which they are read. Returns whether all rows are among
-    the ``live`` ones; else ``leaves`` are incomplete. Always True off the CPU: the host does not wait.
+    All are contiguous; ``order``, ``[B]`` int64, is the order of reading. Returns whether all rows are in
+    ``[0, live)``; otherwise ``leaves`` are incomplete. Always True off the CPU, where the host does not wait.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -113,13 +113,13 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], orde
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """Let rows name the entries of what is written to them; on the CPU.
+    """Deduplicate written observations: store each as an entry and let the rows name it; on the CPU.
 
-    ``sources`` are ``[P, 2, 3]`` int64: for each part of each group, of the own observations and of the next ones, the
-    address and the strides in bytes of time steps and lanes; each row is dense. ``cells`` are ``[T * E]`` int64,
-    contiguous, all different: ``count`` rows, time step by time step; or the first of rows that follow each other,
-    wrapping. ``lanes`` is E; 1 where the time steps are not whole. A ``deferred`` write takes no entry that it frees,
-    so that undoing the rows undoes it.
+    ``sources`` are ``[P, 2, 3]`` int64: for each part of each group, of own and of next observations, the address and
+    the strides in bytes of time steps and lanes; each row is dense. ``cells`` is either ``[T * E]`` int64, contiguous,
+    all different: ``count`` rows in time order; or the first of ``count`` consecutive rows, which may wrap. ``lanes``
+    is E, or 1 if the rows are not whole time steps. A ``deferred`` write does not reuse the entries that it frees, so
+    that restoring the rows undoes it.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
@@ -127,7 +127,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Give a group room for ``most`` entries, by copying those that it has."""
+    """Give a group room for ``most`` entries, by copying the existing ones."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
@@ -138,7 +138,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find which entries are free, as no row names them; ``used`` takes the place of the largest names. O(rows)."""
+    """Find the free entries (those that no row names); ``used`` replaces the largest names. O(rows)."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]
@@ -155,7 +155,7 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
 
 
 def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
-    """Return the bytes of a key, ``[B, ...]`` dense, as its entries hold them, ``[B, pieces, bytes]``."""
+    """Return the bytes of a key, ``[B, ...]`` dense, in the layout of its entries, ``[B, pieces, bytes]``."""
     flat = value.reshape(len(value), value.shape[1:].numel())
     raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""The loops of :mod:`rlbuf_td.kernels.rows.pool` on the CPU: rows, entries and what is written, all by address."""
+"""The loops of :mod:`rlbuf_td.kernels.rows.pool` on the CPU; rows, entries and sources are addresses."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from rlbuf_td.kernels.compiled import (
     store,
 )
 
-_ROWS, _ENTRIES = 20, 8  # rows, and entries of so many rows, that begin to come before they are needed
-_MOST_LINES = 4  # of an entry that are asked for: what follows comes by itself
+_ROWS, _ENTRIES = 20, 8  # how many rows ahead rows, and entries of rows, are prefetched
+_MOST_LINES = 4  # of an entry that are prefetched: the hardware prefetches the following ones
 
 # Columns of ``groups`` and ``parts``, see :class:`rlbuf_td.kernels.rows.pool.Table`.
 IDS, PIECES, SIDES, NAMES, BYTES, BASE, STACK, COUNTERS, FIRST, LAST, REACH = range(11)
 INTO, INNER, OUTER, PITCH, ROOT, NEXT = range(6)
-OWN, OWN_BYTES, TOTAL, LANES = range(4)  # what ``rows`` are: their address, the bytes of one, how many, and per step
+OWN, OWN_BYTES, TOTAL, LANES = range(4)  # columns of ``rows``: address, bytes per row, number of rows, rows per step
 
 
 @inlined
 def _wrapped(cell, total):
-    """Return a row that may lie up to a ring before the first or behind the last one."""
+    """Wrap a row that may lie up to one ring before the first or after the last one."""
     return cell + total if cell < 0 else cell - total if cell >= total else cell
 
 
 @inlined
 def _numbers(groups, g):
-    """Return a group as a tuple, which the compiler keeps in registers: writes might change memory."""
+    """Return a group as a tuple, which the compiler keeps in registers; it reloads an array after each write."""
     first = groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3], groups[g, 4], groups[g, 5]
     return (*first, groups[g, 6], groups[g, 7], groups[g, 8], groups[g, 9], groups[g, 10])
 
 
 @inlined
 def _row(group, rows, cell):
-    """Return where a row holds its names; see :func:`_wrapped`."""
+    """Return the address of a row's names; see :func:`_wrapped`."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -64,7 +64,7 @@ def _expect_entries(group, row):
 
 @inlined
 def _copy_piece(group, parts, name, piece, side, places, i):
-    """Copy one entry to where it belongs in row ``i`` of the leaves at ``places``."""
+    """Copy one entry to its position in row ``i`` of the leaves at ``places``."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
         inner = parts[p, INNER]
@@ -76,7 +76,7 @@ def _copy_piece(group, parts, name, piece, side, places, i):
 
 @kernel
 def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count):
-    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``places`` are ``[leaves, 2]``, address and bytes per row."""
+    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``places``, ``[leaves, 2]``: address and bytes per row."""
     for begun in range(count + _ROWS):
         if begun < count:
             i = load(order + 8 * begun, np.int64) if order else np.int64(begun)
@@ -102,7 +102,7 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
         for g in range(len(groups)):
             group = _numbers(groups, g)
             for j in range(group[NAMES]):
-                # A row that is being written meanwhile may name nothing: what is read is torn then, but is memory.
+                # A row that is being written may name no entry: the result is then torn, but the read stays in memory.
                 name = max(load(row + group[IDS] + 4 * j, np.int32), np.int32(1))
                 side = np.int64(j >= group[PIECES])
                 _copy_piece(group, parts, name, j - side * group[PIECES], side, places, i)
@@ -132,7 +132,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Give a name back now or, behind ``kept`` others, when all is written; return how many are to be given back."""
+    """Free a name now or, with ``kept``, after the whole write; return how many names wait to be freed."""
     if not len(freed):
         _give(group, name)
         return kept
@@ -142,7 +142,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Return whether a row near ``cell``, in its lane, holds an entry."""
+    """Return whether a row near ``cell``, in its lane, names an entry."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -157,7 +157,7 @@ def _is_held(group, rows, cell, name):
 
 @inlined
 def _release(group, rows, cell, freed, kept):
-    """Let a row hold nothing any more; set free what no other row holds."""
+    """Clear the names of a row; free the entries that no other row names."""
     row = _row(group, rows, cell)
     for j in range(group[NAMES]):
         name = load(row + 4 * j, np.int32)
@@ -178,13 +178,13 @@ def _release(group, rows, cell, freed, kept):
 
 @inlined
 def _given(parts, sources, p, piece, side, t, lane):
-    """Return the address of a piece of what is written."""
+    """Return the address of a piece of the written observations."""
     return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2] + piece * parts[p, INNER]
 
 
 @inlined
 def _is_entry(group, parts, sources, name, piece, side, t, lane):
-    """Return whether an entry holds a piece of what is written."""
+    """Return whether an entry equals a piece of the written observations."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
         inner = parts[p, INNER]
@@ -197,7 +197,7 @@ def _is_entry(group, parts, sources, name, piece, side, t, lane):
 
 @inlined
 def _new_entry(group, parts, sources, piece, side, t, lane):
-    """Copy a piece of what is written to a new entry; return its name."""
+    """Copy a piece of the written observations to a new entry; return its name."""
     name = _take(group)
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
@@ -210,7 +210,7 @@ def _new_entry(group, parts, sources, piece, side, t, lane):
 
 @inlined
 def _fresh(group, parts, sources, side, t, lane, row):
-    """Name new entries for a stack; neighbouring pieces that are the same share one."""
+    """Name new entries for a stack; equal neighbouring pieces share one."""
     name = np.int32(0)
     for piece in range(group[PIECES]):
         if piece == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
@@ -220,7 +220,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Name the entries of a row's own observation: those of the row before where they are the same."""
+    """Name the entries of a row's own observation: those of the row before it where they are equal."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -258,7 +258,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Start loading what rows that are written soon hold now: their entries will be free, and taken again."""
+    """Prefetch the names in rows that are written soon: their entries become free, and are reused."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:
@@ -272,7 +272,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Release and fill a row of entries of one piece, which only the rows before and after may hold: twice as fast."""
+    """Release and fill a row of one-piece entries, shared with its neighbour rows only: twice as fast."""
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
         if name != 0 and name != other:

@@ -1,4 +1,4 @@
-"""Writes to rows that share entries, in torch ops on any device: all lanes of a time step at once."""
+"""Writes deduplicated rows in torch operations, on any device: all lanes of a time step at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def write_by_steps_(
 ) -> None:
     """:func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    ``given`` holds the own and perhaps the next observations of each part of each group, ``[T, E, ...]``.
+    ``given`` holds, per part of each group, the own observations and the next ones if any, ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -49,11 +49,11 @@ class _Step:
         self.stack, self.counters = table.stacks[g], table.counters[g]
 
     def near(self, steps: int) -> Tensor:
-        """Return the names that rows some steps later hold."""
+        """Return the names in the rows ``steps`` time steps later."""
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Let the rows hold nothing; return what they held, and which of that no row holds now."""
+        """Clear the names of the rows; return the old names, and which of them no row uses now."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -69,7 +69,7 @@ class _Step:
         self.counters[0] += are_free.sum()
 
     def new(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Return names of new entries with these bytes, ``[B]``, 0 where there is to be none."""
+        """Return names of new entries with these bytes, ``[B]``; 0 where ``where`` is False."""
         rank, free, used = where.cumsum(0) - 1, self.counters[0].clone(), self.counters[1].clone()
         on_stack = rank < free
         name = torch.where(on_stack, self.stack[(free - 1 - rank).clamp(min=0)].long(), used + 1 + rank - free)
@@ -81,11 +81,11 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Return whether entries hold these bytes, ``[B, pieces, bytes]``, all of them: ``[B]``."""
+        """Return whether all entries of each row equal these bytes, ``[B, pieces, bytes]``: ``[B]``."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Return names of new stacks, ``[B, pieces]``, where there are to be some."""
+        """Return names of new stacks, ``[B, pieces]``; 0 where ``where`` is False."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)
@@ -94,7 +94,7 @@ class _Step:
         return torch.stack(names, 1)
 
     def fill(self, root: Tensor, following: Tensor | None = None) -> None:
-        """Name entries for observations and, where there are, next ones, ``[B, pieces, bytes]``."""
+        """Name entries for own observations and, if given, next ones, ``[B, pieces, bytes]``."""
         pieces = self.group.pieces
         everywhere = torch.ones_like(self.rows, dtype=torch.bool)
         others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]

@@ -1,9 +1,9 @@
-"""Reading a batch's rows from a mapped file: all pages are asked for before the first is waited for.
+"""Requests all pages of a batch's rows from a mapped file before it waits for the first one.
 
-Touching a page that is not in memory waits for the disk, and brings some thirty neighbours along, which a random row
-does not need. Asked for in the order of the file, exactly the pages of a batch come, side by side.
+Touching a page that is not in memory waits for the disk, and loads some thirty neighbours, which a random row
+does not need. A request in file order loads exactly the pages of a batch, in parallel.
 
-A batch that is in memory costs a look at sixteen of its rows, some 6 us. Linux only: elsewhere nothing is asked for.
+For a batch in memory, the cost is a check of sixteen rows, some 6 us. Linux only: elsewhere this does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Ask for the rows at ``cells``, ``[B]`` int64; if so, return the order in which they are read best."""
+    """Request the rows at ``cells``, ``[B]`` int64; if requested, return the best order in which to read them."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -37,7 +37,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Ask for all that rows name, ``[B]`` int64."""
+    """Request all entries that the rows ``cells``, ``[B]`` int64, name."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)
@@ -49,7 +49,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Ask for the pages of ``width`` bytes from each address on, in ascending order; those that touch together."""
+    """Request the pages of ``width`` bytes from each address on, in ascending order; merge adjacent ranges."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

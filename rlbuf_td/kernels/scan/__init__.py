@@ -1,11 +1,11 @@
 """Sums over the future of a trajectory, from the last step back to the first.
 
-Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence that runs against time::
+Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence, backwards in time::
 
     x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
 
-with ``b[t] = 0`` wherever a trajectory ends. What lies beyond a zero is never multiplied: NaN and infinity stay where
-they are. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``).
+with ``b[t] = 0`` wherever a trajectory ends. A zero is never multiplied with the step after it, so NaN and infinity do
+not cross it. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``).
 
 :func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference, :func:`reverse_scan_doubling`.
 """
@@ -22,14 +22,14 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 
 #: State value, next state value, reward, done and terminated.
 Columns: TypeAlias = Sequence[Tensor]
-_is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # a look-up less for short rollouts
+_is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # saves look-ups for short rollouts
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
     """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k a step has absorbed its next ``2**k``.
 
-    The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986). The
-    host does not wait; O(T log T) work.
+    The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986).
+    O(T log T) work without host synchronisation.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -38,7 +38,7 @@ def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
         here, there = carry[:, :-reach], carry[:, reach:]
         cut = here == 0
         x = torch.cat([torch.where(cut, near, near + here * far), x[:, -reach:]], dim=1)
-        # The last `reach` steps have absorbed everything there is: nothing is left to carry into them.
+        # The last `reach` steps have absorbed all later ones: nothing is left to carry into them.
         carry = torch.cat([torch.where(cut, 0, here * there), torch.zeros_like(carry[:, -reach:])], dim=1)
         reach *= 2
     return x.clone() if x is a else x
@@ -52,7 +52,7 @@ def gae_terms(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) ->
 
 
 def spread(x: float | Tensor, like: Tensor) -> Tensor:
-    """Return ``x`` as a tensor of the shape of ``like``, as a view; the host does not wait for the device."""
+    """Return ``x`` as a tensor view of the shape of ``like``, without host synchronisation."""
     if not isinstance(x, Tensor):
         x = torch.full((), x, dtype=like.dtype, device=like.device)
     return x.expand_as(like)
@@ -72,9 +72,9 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """:func:`gae` by numba on contiguous tensors of ``L * T * F`` elements, float32 or float64, unchecked.
+    """As :func:`gae`, by numba on contiguous tensors of ``L * T * F`` elements, float32 or float64, unchecked.
 
-    Returns None under ``torch.compile``, whose graphs cannot hold numba's loops.
+    Returns None under ``torch.compile``, whose graphs cannot contain numba's loops.
     """
     if _is_compiling():
         return None
@@ -86,7 +86,7 @@ def gae_contiguous(
 
 
 def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
-    """``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
+    """Return ``x[t] = a[t] + b[t] * x[t + 1]`` over dim 1 of ``[L, T, F]`` tensors of one floating dtype."""
     if not _is_for_numba(a, b):
         return reverse_scan_doubling(a, b)
     a, b = a.contiguous(), b.expand_as(a).contiguous()
@@ -96,7 +96,7 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_for_numba(*tensors: Tensor) -> bool:
-    """Return whether numba runs: all tensors are in RAM, and of a dtype that it takes."""
+    """Return whether numba can run: all tensors are in RAM, and of a supported dtype."""
     if tensors[0].dtype not in (torch.float32, torch.float64):
         return False
     return all(backend_of(x) == "numba" for x in tensors)

@@ -1,12 +1,12 @@
 """The loops of :mod:`rlbuf_td.kernels.scan` on the CPU.
 
-Entry points take the addresses of contiguous blocks: turning seven tensors into NumPy arrays costs more than the
-estimate of a short rollout.
+Entry points take the addresses of contiguous blocks: the conversion of seven tensors to NumPy arrays costs more than
+the estimate of a short rollout.
 
 Loop order. With one feature (``[E, T, 1]``) a lane is a chain in which each step waits for the next one; four lanes are
-walked side by side so that their chains overlap. With more features (time-major rollouts) rows are independent and
-contiguous, and the compiler vectorises over them. In chains, indices are unsigned: numba would otherwise guard each
-access against negative ones.
+processed side by side so that their chains overlap. With more features (time-major rollouts) rows are independent and
+contiguous, and the compiler vectorises over them. In chains, indices are unsigned: numba would otherwise check each
+access for negative ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 @_contracted
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[L, T]`` arrays, four chains side by side, the lanes that are left one by one."""
+    """GAE of ``[L, T]`` arrays, four chains side by side, the remaining lanes one by one."""
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for first in range(0, lanes, 4):
@@ -120,7 +120,7 @@ def _scan_at(a, b, x, shape, dtype):
 
 @_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantage and target of blocks ``[lanes, steps, features]``, float64 or float32, by their addresses."""
+    """Write advantage and target of ``[lanes, steps, features]`` blocks, float64 (``double``) or float32."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
     if double:
         _gae_at(gamma, decay, *blocks, np.float64)
@@ -130,7 +130,7 @@ def gae(double, gamma, decay, value, next_value, reward, done, terminated, advan
 
 @_contracted
 def scan(double, a, b, x, lanes, steps, features):
-    """Scan blocks ``[lanes, steps, features]``, float64 or float32, by their addresses."""
+    """Scan ``[lanes, steps, features]`` blocks, float64 (``double``) or float32, by address."""
     if double:
         _scan_at(a, b, x, (lanes, steps, features), np.float64)
     else:

@@ -1,13 +1,13 @@
-"""A sum tree over priorities: draw rows in proportion to their weight, change weights, keep the smallest at hand.
+"""A sum tree over priorities: draw rows in proportion to their weight, change weights, track the smallest one.
 
-Every row has a *magnitude* ``|td_error|`` (-1 where none was given) and a *weight* ``(magnitude + eps) ** alpha``
-(0 where none was given). Weights lie in blocks of eight, one cache line; eight blocks make a group, eight groups one of
-the next level, up to the root. A group keeps, in one cache line each, the sums of its members, the sum *before* each of
-them (what a draw compares with), and their minima (over positive weights). A draw thus reads one line per level.
+Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
+Eight weights form a block, one cache line; eight blocks form a group, eight groups one of the next level, up to the
+root. A group stores, in one cache line each, the sums of its members, the sum *before* each member (which a draw
+compares with), and their minima (over positive weights). A draw reads one line per level.
 
-Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never shifted by a
-difference, so that nothing drifts and equal updates give equal trees; ``before`` is infinite behind a group's last
-member of positive sum, so that a draw never returns a row of weight 0.
+Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
+a difference, so that rounding errors do not accumulate and equal updates give equal trees. ``before`` is infinite after
+a group's last member of positive sum, so that a draw never returns a row of weight 0.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are per ``B`` of ``N`` rows.
 """
@@ -33,14 +33,14 @@ __all__ += ["update_", "weight_of"]
 def update_(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
 ) -> float | Tensor:
-    """Set the priority of rows; the last error of a duplicate row stays. O(B log N).
+    """Set the priority of rows; the last error of a duplicate row is kept. O(B log N).
 
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
-    or infinite. On other devices, where looking would wait for the device, they are skipped, and bad errors counted.
+    or infinite. Other devices, where a check would wait for the device, skip these entries and count the bad errors.
 
-    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign does not matter.
-    ``rows`` may be named; it, ``alpha`` and ``eps``, none negative, may be 0-dim tensors, for graphs that see them
-    change. ``counts``: on devices, whether the largest error is remembered.
+    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign is ignored. ``rows``,
+    ``alpha`` and ``eps`` are not negative; they may be 0-dim tensors, so that captured graphs see changes. ``counts``:
+    on devices, whether the largest error updates the largest seen.
 
     Returns the largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest seen since the tree
     was cleared, a 0-dim tensor that later updates change.
@@ -56,7 +56,7 @@ def update_(
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
-    """Give ``count`` rows from ``start`` on one magnitude (new rows, say). O(count + log N)."""
+    """Give one magnitude to ``count`` rows from ``start`` on (such as new rows). O(count + log N)."""
     if backend_of(tree.weight) == "numba":
         return loops("sum_tree.cpu").fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
@@ -68,7 +68,7 @@ def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Numbe
 
 
 def rebuild_(tree: SumTree) -> None:
-    """Compute everything above the weights anew. O(N)."""
+    """Recompute all nodes above the weights. O(N)."""
     if backend_of(tree.weight) == "numba":
         loops("sum_tree.cpu").repair_range(tree.addresses, 0, tree.weight.shape[0])
     else:
@@ -76,7 +76,7 @@ def rebuild_(tree: SumTree) -> None:
 
 
 def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
-    """Compute every weight anew from its magnitude (after a change of alpha). O(N)."""
+    """Recompute every weight from its magnitude (after a change of alpha). O(N)."""
     tree.weight.copy_(torch.where(tree.magnitude < 0, 0.0, weight_of(tree.magnitude, alpha, eps)))
     rebuild_(tree)
 
@@ -84,13 +84,13 @@ def reweigh_(tree: SumTree, alpha: Number, eps: Number) -> None:
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Number, beta: Number, norm: str | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Draw rows with probability ``weight / total``, and their importance weights. O(B log N).
+    """Draw rows with probability ``weight / total``, and compute their importance weights. O(B log N).
 
     Args:
         tree: the weights.
         uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
         stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
-        rows: ``N`` of the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
+        rows: ``N`` in the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
         norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
 
@@ -102,7 +102,7 @@ def draw(
         rows, beta = tree.device_state.put(drawn=rows, beta=beta)
         return kernels.draw(tree, uniform, stratified, rows, beta, norm)
     batch = uniform.shape[0]
-    index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than by way of torch.empty
+    index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)  # 4 us less than with torch.empty
     law = step_of(batch, stratified), int(rows), float(beta), NORMS[norm]
     if not loops("sum_tree.cpu").draw(tree.addresses, uniform.numpy(), *law, index, weight):
         return None
@@ -110,7 +110,7 @@ def draw(
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to where captured graphs read them; return where the largest magnitude is kept, None on the CPU."""
+    """Copy settings to where captured graphs read them; return the largest magnitude as a tensor, None on the CPU."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
@@ -125,7 +125,7 @@ def _device_kernels(tree: SumTree) -> ModuleType:
 
 
 def _compare(device: torch.device) -> None:
-    """Raise unless Triton's kernels do what the reference does, on a tree of five levels."""
+    """Raise unless Triton's kernels agree with the reference, on a tree of five levels."""
     rows, generator = 5_000, torch.Generator().manual_seed(0)
     weight = torch.rand(2, rows, dtype=torch.float64, generator=generator, device="cpu").to(device)
     weight[:, 1_000:1_100] = 0.0

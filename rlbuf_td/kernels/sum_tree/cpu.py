@@ -1,7 +1,7 @@
 """The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over its ``addresses``.
 
-Levels outside, batch inside: the cache misses of a level overlap, where following one row at a time would wait for
-each. Unsigned indices spare numba's check for negative ones.
+Levels outside, batch inside: the cache misses of a level overlap, while a loop over rows would wait for each.
+Unsigned indices avoid numba's check for negative ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _set_block(weight, sums, minima, block):
 
 @kernel
 def _set_group(sums, before, first, above):
-    """Recompute the group whose members begin at ``first``; its sum goes to ``above``."""
+    """Recompute the group whose members begin at ``first``; write its sum to node ``above``."""
     total = 0.0
     for k in range(BLOCK):
         before[first + uint64(k)] = total
@@ -78,7 +78,7 @@ def _smallest_of(minima, first):
 
 @kernel
 def _raise_minimum(starts, minima, node):
-    """Recompute the minima above a block until one does not change."""
+    """Recompute the minima above a block, up to the first unchanged one."""
     for k in range(starts.shape[0] - 1):
         node >>= _SHIFT
         smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
@@ -94,7 +94,7 @@ def update(tree, index, td_error, rows, alpha, eps):
         return REFUSED
     starts, magnitude, weight, sums, before, minima = _arrays(tree)
     for j in range(index.shape[0]):
-        if index[j] >= 0:  # so that the cache misses of all rows overlap
+        if index[j] >= 0:  # a separate loop: the cache misses of all rows overlap
             prefetch(tree[4] + 8 * index[j])
             prefetch(tree[5] + 8 * index[j])
             for nodes in range(6, 9):
@@ -123,7 +123,7 @@ def _sum_upwards(starts, sums, before, node, count):
     """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
     for k in range(starts.shape[0] - 1):
         start, above = starts[k], starts[k + 1]
-        if (above - start) >> _SHIFT <= uint64(count):  # fewer groups than rows: take all of them
+        if (above - start) >> _SHIFT <= uint64(count):  # fewer groups than rows: recompute all of them
             for g in range((above - start) >> _SHIFT):
                 _set_group(sums, before, start + (uint64(g) << _SHIFT), above + uint64(g))
             continue
@@ -143,7 +143,7 @@ def fill(tree, start, count, value, alpha, eps):
 
 @kernel
 def repair_range(tree, start, count):
-    """Recompute the blocks of ``count`` rows from ``start`` on, and everything above."""
+    """Recompute the blocks of ``count`` rows from ``start`` on, and all nodes above."""
     first, last = uint64(start) >> _SHIFT, uint64(start + count - 1) >> _SHIFT
     starts, _, weight, sums, before, minima = _arrays(tree)
     for block in range(first, last + _ONE):
@@ -172,7 +172,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Go on to the row, by halves, whose sums are added on the way."""
+    """Descend from blocks to rows by halves, whose sums are computed on the way."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -194,13 +194,13 @@ def _draw_in_blocks(weight, mass, node):
 
 @kernel
 def draw(tree, uniform, step, rows, beta, mode, index, importance):
-    """See :func:`rlbuf_td.kernels.sum_tree.draw`; ``step`` and ``mode``: see :mod:`rlbuf_td.kernels.strata`."""
+    """See :func:`rlbuf_td.kernels.sum_tree.draw`; for ``step`` and ``mode`` see :mod:`rlbuf_td.kernels.strata`."""
     starts, _, weight, sums, before, minima = _arrays(tree)
     root = starts[starts.shape[0] - 1]
     total = sums[root]
     if not total > 0.0:
         return False
-    mass, node = uniform, index.view(np.uint64)  # changed in place, level by level
+    mass, node = uniform, index.view(np.uint64)  # updated in place, level by level
     masses(uniform, total, step, mass)
     node[:] = 0
     _descend(tree, starts, before, mass, node)
@@ -219,6 +219,6 @@ def _importance(weight, row, smallest, beta, importance):
     for j in range(row.shape[0]):
         ratio = weight[row[j]] / smallest
         if 1e-37 < ratio < 1e37:
-            importance[j] = np.float32(ratio) ** exponent  # half the time of the power in float64
+            importance[j] = np.float32(ratio) ** exponent  # half the time of a float64 power
         else:
             importance[j] = ratio**-beta

@@ -1,9 +1,9 @@
-"""Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`: drawing, and recomputing what lies above changed rows.
+"""Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`: draws, and repairs above changed rows.
 
-A draw descends as the reference does: one thread per draw, and one cache line of ``before`` per level. Changes are
-repaired in two launches, for a launch is the only thing that all programs wait for: every program of the first one
-recomputes a subtree of 512 rows, and the only program of the second one everything above. Sums are added in the order
-of the reference, so that equal weights give equal bits.
+A draw descends as in the reference: one thread per draw, and one cache line of ``before`` per level. A repair takes two
+launches, because only a new launch synchronises all programs: in the first, every program recomputes a subtree of 512
+rows; in the second, one program recomputes all nodes above. Sums are added in the order of the reference, so that equal
+weights give equal bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = tl.constexpr(8)  # sum_tree.BLOCK
 SUBTREE = tl.constexpr(512)  # rows of three levels
 FIRST = tl.constexpr(strata.FIRST)
 
-#: Products that are not rounded would lead a draw to another row than its mass says, even to one of weight 0.
+#: Unrounded products (fused multiply-add) could lead a draw to another row than its mass says, even one of weight 0.
 _EXACT = {"enable_fp_fusion": False}
 
 
@@ -50,7 +50,7 @@ def _set_groups(sums, before, minima, start, above, group, inside):
     """Recompute groups of the level that begins at ``start``, and their nodes on the one that begins at ``above``."""
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
-    last = tl.zeros_like(group)  # the last member of positive sum
+    last = tl.zeros_like(group)  # the last member with a positive sum
     for member in tl.static_range(1, 8):
         last = tl.where(tl.load(sums + line + member, mask=inside, other=0.0) > 0, member, last)
         smallest = tl.minimum(smallest, tl.load(minima + line + member, mask=inside, other=0.0))
@@ -66,9 +66,9 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute a subtree of 512 rows: that of a row, or one counted from ``first``.
+    """Recompute a subtree of 512 rows: the subtree of a given row, or the one numbered from ``first``.
 
-    Programs of one subtree write the same values, each before it reads them.
+    Several programs on one subtree write the same values, each before it reads them.
     """
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -88,7 +88,7 @@ def _repair(
 
 @triton.jit
 def _finish(sums, before, minima, starts, levels, nodes, SIZE: tl.constexpr):
-    """Recompute everything above subtrees, ``nodes`` of them, up to the root: one program."""
+    """Recompute all nodes above ``nodes`` subtrees, up to the root, in one program."""
     for at in range(2, levels):
         groups = (nodes + 7) // 8
         start, above = tl.load(starts + at), tl.load(starts + at + 1)
@@ -107,7 +107,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Go on from blocks to their rows, by halves; return the rows and their weights."""
+    """Descend from blocks to their rows by halves; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
@@ -176,7 +176,7 @@ def repair_range(tree: SumTree, start: int, count: int) -> None:
 
 
 def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) -> None:
-    """Recompute the subtrees of ``rows``, or ``programs`` subtrees from ``first`` on, and everything above."""
+    """Recompute the subtrees of ``rows``, or ``programs`` subtrees from ``first`` on, and all nodes above."""
     starts, blocks = tree.starts_on_device, tree.weight.shape[0] // WIDTH.value
     levels, nodes = starts.shape[0] - 1, triton.cdiv(blocks, 64)
     above = tree.sums, tree.before, tree.minima
@@ -192,7 +192,7 @@ def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) ->
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is the batch's."""
+    """As :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is ``"batch"``."""
     count, starts, by_batch = uniform.shape[0], tree.starts_on_device, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)

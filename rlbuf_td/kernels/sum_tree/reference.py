@@ -1,6 +1,6 @@
-"""The reference of :mod:`rlbuf_td.kernels.sum_tree` in torch ops: any device, no host synchronisation.
+"""The reference of :mod:`rlbuf_td.kernels.sum_tree` in torch operations: any device, no host synchronisation.
 
-Rows, alpha, beta and eps may be numbers, or 0-dim tensors where a graph is to see them change.
+Rows, alpha, beta and eps may be numbers, or 0-dim tensors so that captured graphs see changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
 def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set magnitudes and weights, and return as ``write_magnitudes``; the nodes above are to be repaired."""
+    """Set magnitudes and weights; return the result of ``write_magnitudes``. The caller repairs the nodes above."""
     row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
     magnitude = tree.magnitude[row]
     tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
@@ -64,7 +64,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return the sums of eight, four, two and one of eight columns, added in the order of the other backends."""
+    """Return sums of eight, four, two and one of eight columns, added in the same order as the other backends."""
     levels = [weight]
     for _ in range(3):
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])

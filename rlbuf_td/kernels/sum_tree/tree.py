@@ -13,32 +13,32 @@ from torch import Tensor
 from rlbuf_td.kernels.device_scalars import PriorityState, outside_inference_mode
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 
-#: A number, or a 0-dim tensor that a graph sees change.
+#: A number, or a 0-dim tensor whose changes captured graphs see.
 Number: TypeAlias = float | Tensor
 
 BLOCK = 8
-#: Weights are kept within these bounds, so that no sum overflows and no positive priority becomes 0.
+#: Bounds of weights: no sum overflows, and no positive priority becomes 0.
 SMALLEST, LARGEST = 1e-290, 1e290
-#: What an update returns instead of a magnitude when it refuses a batch.
+#: Result of an update that refuses a batch, instead of a magnitude.
 REFUSED = -2.0
 
 
 @dataclass
 class SumTree:
-    """The state: plain tensors, which may be shared, saved and moved."""
+    """The state: plain tensors, which can be shared, saved and moved."""
 
-    magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 for rows without
-    weight: Tensor  # ``[8 * blocks]`` float64, 0 for rows without
-    sums: Tensor  # the levels one after the other, each padded to whole groups, the blocks first and the root last
-    before: Tensor  # the same for the sums of the members before each member of a group
-    minima: Tensor  # the same for minima, infinite where nothing is positive
+    magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
+    weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
+    sums: Tensor  # the levels, each padded to whole groups, from the blocks to the root
+    before: Tensor  # same layout: the sum of the members before each member of a group
+    minima: Tensor  # same layout: smallest positive weights, infinite if there is none
     _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows without priorities; less than 20 bytes per row."""
+        """Return a tree for ``capacity`` rows without priorities, of less than 20 bytes per row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
@@ -71,8 +71,8 @@ class SumTree:
 
     @property
     def device_state(self) -> PriorityState:
-        """What device backends and captured graphs read, made at first use."""
-        found = self.__dict__.get("_device_state")  # not as an attribute: torch.compile would compile twice
+        """State for device backends and captured graphs, created at first use."""
+        found = self.__dict__.get("_device_state")  # attribute access would make torch.compile compile twice
         if found is None:
             names = "alpha", "eps", "beta", "drawn", "named", "entry"
             found = self.__dict__["_device_state"] = PriorityState(names, self.weight.device)
@@ -80,13 +80,13 @@ class SumTree:
 
     @cached_property
     def starts_on_device(self) -> Tensor:
-        """The starts of the levels as ``[levels + 1]`` int64."""
+        """The starts of the levels, ``[levels + 1]`` int64."""
         with outside_inference_mode():
             return torch.tensor(self.starts, device=self.weight.device)
 
     @property
     def refused(self) -> Tensor | int:
-        """How many NaN or infinite errors have been left out; the CPU refuses the whole batch instead."""
+        """Number of NaN or infinite errors that were skipped; the CPU refuses the whole batch instead."""
         return 0 if self._device_state is None else self._device_state.refused
 
     def share_memory_(self) -> None:
@@ -98,13 +98,13 @@ class SumTree:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """The number of levels, rows and nodes, and where the starts and the state are; made once per memory."""
+        """The numbers of levels, rows and nodes, then the addresses of starts and state; computed once per memory."""
         arrays = self.starts_on_device, *self.tensors().values()
         sizes = len(arrays[0]), len(self.weight), len(self.sums)
         return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
 
     def __getstate__(self) -> dict[str, Tensor]:
-        return self.tensors()  # without the addresses, which are wrong in a copy
+        return self.tensors()  # without the addresses, which are invalid in a copy
 
 
 def _starts(rows: int) -> list[int]:
