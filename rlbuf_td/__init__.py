@@ -16,6 +16,7 @@ In docstrings B is the size of a batch, N the number of rows, T time steps and E
 shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
 """
 
+from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.prioritized import PrioritizedReplayBuffer
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.rollout import RolloutBuffer
@@ -31,6 +32,7 @@ from rlbuf_td.samplers import (
     MinibatchSampler,
     NStepSampler,
     ProportionalSampler,
+    QueueSampler,
     RankSampler,
     SequenceSampler,
     UniformSampler,
@@ -40,11 +42,12 @@ from rlbuf_td.samplers import (
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.memory_budget import MemoryWarning
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
-from rlbuf_td.writers import ReservoirWriter, RingWriter, RolloutWriter
+from rlbuf_td.writers import QueueWriter, ReservoirWriter, RingWriter, RolloutWriter
 
 __all__ = [
     "CheckpointError",
     "EpisodeStats",
+    "ExperienceQueue",
     "GymnasiumRecorder",
     "HindsightSampler",
     "MemoryWarning",
@@ -53,6 +56,8 @@ __all__ = [
     "PackedStorage",
     "PrioritizedReplayBuffer",
     "ProportionalSampler",
+    "QueueSampler",
+    "QueueWriter",
     "RankSampler",
     "ReplayBuffer",
     "ReservoirWriter",

@@ -119,7 +119,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
     storage.share_memory_()
     counters = vars(writer)
     if storage.shared_rows is not None:
-        names = "_cursor_value", "_write_count_value", "_following_value", "_threshold_value"
+        names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
         watched = (counters[name] for name in names if name in counters)
         storage.shared_rows.journal.watch(*watched)
     samplers = [sampler]

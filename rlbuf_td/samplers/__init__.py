@@ -5,6 +5,7 @@ from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.samplers.n_step import NStepSampler
 from rlbuf_td.samplers.proportional import ProportionalSampler
+from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.rank import RankSampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
@@ -16,6 +17,7 @@ __all__ = [
     "MinibatchSampler",
     "NStepSampler",
     "ProportionalSampler",
+    "QueueSampler",
     "RankSampler",
     "SequenceSampler",
     "UniformSampler",

@@ -1,7 +1,8 @@
 """Writers: where the next transition goes."""
 
+from rlbuf_td.writers.queue import QueueWriter
 from rlbuf_td.writers.reservoir import ReservoirWriter
 from rlbuf_td.writers.ring import RingWriter
 from rlbuf_td.writers.rollout import RolloutWriter
 
-__all__ = ["ReservoirWriter", "RingWriter", "RolloutWriter"]
+__all__ = ["QueueWriter", "ReservoirWriter", "RingWriter", "RolloutWriter"]

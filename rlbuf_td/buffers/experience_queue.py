@@ -1,0 +1,124 @@
+"""A bounded queue between actors and a learner: a buffer that waits for room and for rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from queue import Empty, Full
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+
+from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.samplers import QueueSampler
+from rlbuf_td.writers import QueueWriter
+
+_POLL = 0.001  # seconds between two looks: nobody who has died can be the one to wake a waiting process
+Result = TypeVar("Result")
+
+
+class ExperienceQueue(ReplayBuffer):
+    """A first-in-first-out queue of rows, each taken once: for asynchronous actors (IMPALA, APPO).
+
+    A row is a transition, or a trajectory of L steps: its entries are ``[L, ...]`` then, and those of a batch
+    ``[B, L, ...]``. Writes wait while the queue is full, samples while fewer rows wait than a batch has. A write is
+    taken whole or not at all, and the rows of one writer come in its order.
+
+    Threads use the same object; processes that are forked, or spawned and sent the queue, do so after :meth:`share`. A
+    process that dies, at any moment, blocks nobody: what it was writing was not written, and what it was taking is
+    taken by another one. Rows that :meth:`sample` has returned are gone with it.
+
+    Args:
+        timeout: seconds to wait at most, else a TimeoutError; ``None``: for ever.
+        **kwargs: ``storage``, a :class:`PackedStorage` ``[T]`` whose capacity bounds the rows that wait (default:
+            1,000), ``batch_size``, ``transform`` and others of :class:`ReplayBuffer`.
+
+    Raises:
+        TimeoutError: (on writing or sampling) there was no room, or there were no rows, in time; nothing has changed.
+        ValueError: ``prefetch`` is given, as rows drawn ahead would die with a process; (on writing) more rows come
+            than the queue ever has room for.
+        RuntimeError: (while waiting) the queue was shut down in this process.
+
+    Cost: that of a uniform sample and of a write; who waits looks once in a millisecond.
+
+    Example: a learner that corrects for the lag of its actors with V-trace
+
+        >>> from rlbuf_td import PackedStorage
+        >>> from rlbuf_td.functional import vtrace_advantage_estimate
+        >>> from tensordict import TensorDict
+        >>> queue = ExperienceQueue(storage=PackedStorage(64), batch_size=2, timeout=10.0)
+        >>> names = "state_value", "next_state_value", "reward", "log_prob"
+        >>> unroll = dict.fromkeys(names, torch.zeros(1, 5, 1)) | {"done": torch.zeros(1, 5, 1, dtype=torch.bool)}
+        >>> for _ in range(2):  # actors, in threads or processes of their own
+        ...     index = queue.extend(TensorDict(unroll, [1]))
+        >>> batch = queue.sample()  # the learner
+        >>> log_prob = torch.full((2, 5, 1), -0.1)  # by the newest policy
+        >>> values = batch["state_value"], batch["next_state_value"], batch["reward"], batch["done"]
+        >>> advantage, value_target = vtrace_advantage_estimate(0.9, log_prob, batch["log_prob"], *values)
+        >>> value_target.shape, queue.waiting
+        (torch.Size([2, 5, 1]), 0)
+    """
+
+    def __init__(self, *, timeout: float | None = None, **kwargs: Any) -> None:
+        given = {name for name in ("sampler", "writer", "prefetch") if kwargs.get(name)}
+        if given:
+            reason = "it writes in order, and takes each row once, when it is asked for"
+            raise ValueError(f"an ExperienceQueue has no {' and no '.join(sorted(given))} of its own choice: {reason}")
+        self.timeout = timeout
+        writer = QueueWriter()
+        super().__init__(writer=writer, sampler=QueueSampler(writer), **kwargs)
+
+    @property
+    def waiting(self) -> int:
+        """The rows that wait to be taken."""
+        return self._initialize().writer.waiting
+
+    def add(self, data: TensorDictBase) -> int | torch.Tensor:
+        """Write one row once there is room, and return its index; raises as the class says."""
+        return self._once_possible(partial(super().add, data), self.timeout)
+
+    def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
+        """Write ``[n]`` rows in order, once there is room for all, and return their index; raises as the class says.
+
+        Args:
+            tensordicts: the rows.
+            update_priority: as in TorchRL; there are no priorities here.
+        """
+        return self._once_possible(partial(super().extend, tensordicts, update_priority=update_priority), self.timeout)
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> Any:
+        """Take the rows that have waited longest, once there are enough; see :meth:`ReplayBuffer.sample`.
+
+        Args:
+            batch_size: default: the queue's.
+            return_info: return ``(batch, info)``.
+            include_info: as in TorchRL.
+            wait: ``False``: do not wait.
+            timeout: default: that of the queue.
+        """
+        seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
+        return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
+
+    def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
+        """Return what ``call`` returns once the queue is not full, or not empty, outside of all locks."""
+        deadline = inf if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return call()
+            except (Full, Empty) as error:
+                if self._service_shutdown:
+                    raise RuntimeError("the queue has been shut down") from None
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"{error}, for {timeout} seconds") from None
+            time.sleep(_POLL)

@@ -1,0 +1,104 @@
+"""A writer whose rows wait in a ring until they have been taken, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from queue import Full
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.storages.shared.memory import SharedNumbers
+from rlbuf_td.writers.common import TimeWriter, length_of
+
+_FILE = "queue.json"
+
+
+class QueueWriter(TimeWriter):
+    """Write rows that wait until a :class:`QueueSampler` has taken them; a full queue refuses more.
+
+    The capacity of the storage ``[T]`` bounds the rows that wait. :class:`ExperienceQueue` puts both parts together,
+    and waits for room.
+
+    Raises:
+        queue.Full: (on writing) fewer rows are free than come; nothing has changed.
+        ValueError: (on writing) there is nothing to write, or more than the queue ever has room for; (in a buffer) the
+            storage has lanes.
+        SchemaError: (on writing) the data does not match the rows; nothing has changed.
+
+    Cost: as :class:`RingWriter`.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, QueueSampler, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> writer = QueueWriter()
+        >>> rb = ReplayBuffer(storage=PackedStorage(4), sampler=QueueSampler(writer), writer=writer, batch_size=2)
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(3)}, [3]))
+        >>> rb.sample()["x"], writer.waiting
+        (tensor([0, 1]), 1)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = SharedNumbers("q", [0, 0, 0])  # cursor, rows written, rows taken
+        self._cursor_value, self._write_count_value, self._taken_value = self.numbers.counters()
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write into ``storage`` from now on; rows that it holds have been taken, or belong to nobody."""
+        if storage.ndim > 1:
+            raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
+        super().register_storage(storage)
+
+    @property
+    def waiting(self) -> int:
+        """The rows that have not been taken yet."""
+        return min(self.numbers[1] - self.numbers[2], len(self._storage))
+
+    def take(self, count: int) -> torch.Tensor:
+        """Count the oldest ``count`` rows as taken, and return them, ``[count]`` int64; the caller holds the lock."""
+        steps = self._storage._max_size_along_dim0()
+        start = self.numbers[0] - self.waiting
+        self._taken_value.value = self.numbers[1] - self.waiting + count  # one store: all are taken, or none
+        return torch.arange(start, start + count, device=self._storage.device) % steps
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Write one row, and return its index; raises as the class says."""
+        self._refuse_more_than_fits(1, self._storage._max_size_along_dim0(single_data=data))
+        return super().add(data)
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write ``[n]`` rows in order, all or none, and return their index; raises as the class says."""
+        self._refuse_more_than_fits(length_of(data), self._storage._max_size_along_dim0(batched_data=data))
+        return super().extend(data)
+
+    def _refuse_more_than_fits(self, count: int, steps: int) -> None:
+        if count > steps:
+            raise ValueError(f"{count} rows never fit into a queue of {steps}: write fewer at once, or enlarge it")
+        if count > steps - self.waiting:
+            raise Full(f"{count} rows do not fit: {self.waiting} of {steps} wait to be taken")
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        super()._empty(empty_write_count=empty_write_count)
+        self._taken_value.value = self._write_count_value.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return cursor and counters."""
+        return super().state_dict() | {"taken": self.numbers[2]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was called."""
+        taken = int(state_dict["taken"])
+        super().load_state_dict(state_dict)
+        self._taken_value.value = taken
+
+    def dumps(self, path: str | Path) -> None:
+        """Write the state into the folder ``path``."""
+        super().dumps(path)
+        (Path(path) / _FILE).write_text(json.dumps({"taken": self.numbers[2]}))
+
+    def loads(self, path: str | Path) -> None:
+        """Read the state from the folder ``path``."""
+        super().loads(path)
+        self._taken_value.value = json.loads((Path(path) / _FILE).read_text())["taken"]

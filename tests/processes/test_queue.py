@@ -1,0 +1,239 @@
+"""A queue gives each row once, in order, to threads and processes, whoever of them is killed."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import threading
+import time
+from queue import Empty, Full
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlbuf_td import ExperienceQueue, PackedStorage, QueueSampler, QueueWriter, ReplayBuffer, SchemaError
+from rlbuf_td.storages.rows import PlainRows
+from tests.processes.test_kill import die, half_then_die, killed
+from tests.processes.test_sharing import elsewhere
+
+CAPACITY, BATCH = 16, 4
+pytestmark = pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes:UserWarning")  # TorchRL's, for other sizes
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def rows(first: int, count: int, writer: int = 0) -> TensorDict:
+    return TensorDict({"x": torch.arange(first, first + count), "writer": torch.full((count,), writer)}, [count])
+
+
+def make(timeout: float | None = 60.0) -> ExperienceQueue:
+    return ExperienceQueue(storage=PackedStorage(CAPACITY), batch_size=BATCH, timeout=timeout)
+
+
+def test_rows_come_in_order_once_around_the_ring():
+    queue, taken = make(), []
+    for first in range(0, 120, 6):
+        queue.extend(rows(first, 5))
+        queue.add(rows(first + 5, 1)[0])
+        while queue.waiting >= BATCH:
+            taken += queue.sample()["x"].tolist()
+    assert taken == list(range(120))
+    assert queue.waiting == 0
+
+
+def test_it_waits_for_rows_and_for_room_no_longer_than_told():
+    queue = make(timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"a batch has 4 rows, and 0 wait, for 0.05 seconds"):
+        queue.sample()
+    queue.extend(rows(0, 15))
+    with pytest.raises(TimeoutError, match=r"2 rows do not fit: 15 of 16 wait to be taken, for 0.05 seconds"):
+        queue.extend(rows(15, 2))
+    with pytest.raises(TimeoutError, match=r"a batch has 16 rows, and 15 wait, for 0.0 seconds"):
+        queue.sample(16, wait=False)
+    assert queue.sample(15)["x"].tolist() == list(range(15))
+    queue.shutdown()
+    with pytest.raises(RuntimeError, match="shut"):
+        queue.sample()
+
+
+def test_what_it_refuses_changes_nothing():
+    queue = make()
+    queue.extend(rows(0, 5))
+    with pytest.raises(ValueError, match="17 rows never fit into a queue of 16"):
+        queue.extend(rows(5, 17))
+    with pytest.raises(SchemaError, match="'y'"):
+        queue.extend(rows(5, 2).set("y", torch.zeros(2)))
+    with pytest.raises(ValueError, match="a queue holds rows"):
+        ExperienceQueue(storage=PackedStorage(8, ndim=2))
+    with pytest.raises(ValueError, match="an ExperienceQueue has no prefetch of its own choice"):
+        ExperienceQueue(prefetch=2)
+    writer = QueueWriter()
+    parts = ReplayBuffer(storage=PackedStorage(2), sampler=QueueSampler(writer), writer=writer, batch_size=2)
+    with pytest.raises(Empty, match="a batch has 2 rows, and 0 wait"):
+        parts.sample()
+    parts.extend(rows(0, 2))
+    with pytest.raises(Full, match="1 rows do not fit: 2 of 2 wait"):
+        parts.add(rows(2, 1)[0])
+    assert parts.sample()["x"].tolist() == [0, 1]
+    assert queue.sample(5)["x"].tolist() == list(range(5))
+
+
+@pytest.mark.parametrize("how", ["a dump", "a state", "a copy"])
+def test_what_waits_survives_saving(how, tmp_path):
+    queue = make()
+    queue.extend(rows(0, 14))
+    queue.sample(10)
+    queue.extend(rows(14, 6))
+    if how == "a copy":
+        other = pickle.loads(pickle.dumps(queue))
+    else:
+        other = make()
+        other.extend(rows(0, 1))
+        queue.dumps(tmp_path)
+        other.loads(tmp_path) if how == "a dump" else other.load_state_dict(queue.state_dict())
+    assert other.sample(10)["x"].tolist() == queue.sample(10)["x"].tolist() == list(range(10, 20))
+    queue.extend(rows(20, 3))
+    queue.empty()
+    assert queue.waiting == 0
+    queue.extend(rows(30, 4))
+    assert queue.sample()["x"].tolist() == [30, 31, 32, 33]
+
+
+def check_streams(streams: list[list[tuple[int, int]]], writers: int, each: int, lost: int = 0) -> None:
+    """Each ``(writer, x)`` was taken once, in each stream in its writer's order; at most ``lost`` are missing."""
+    taken = [item for stream in streams for item in stream]
+    assert len(set(taken)) == len(taken)
+    assert writers * each - lost <= len(taken) <= writers * each
+    for stream in streams:
+        for writer in range(writers):
+            mine = [x for of, x in stream if of == writer]
+            assert mine == sorted(mine)
+
+
+def read(queue: ExperienceQueue, taken: list[tuple[int, int]], batches: int) -> None:
+    for _ in range(batches):
+        batch = queue.sample()
+        taken += zip(batch["writer"].tolist(), batch["x"].tolist(), strict=True)
+
+
+def write(queue: ExperienceQueue, writer: int, count: int) -> None:
+    for first in range(0, count, 3):
+        queue.extend(rows(first, 3, writer))
+
+
+def test_threads_take_each_row_once():
+    queue = make()
+    streams: list[list[tuple[int, int]]] = [[], []]
+    threads = [threading.Thread(target=write, args=(queue, writer, 96)) for writer in range(3)]
+    threads += [threading.Thread(target=read, args=(queue, stream, 36)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check_streams(streams, 3, 96)
+
+
+def announce_then_die(writer: QueueWriter, *args: Any) -> None:
+    announce(writer, *args)
+    die()
+
+
+announce = QueueWriter._announce
+WRITES: dict[str, tuple[Any, ...]] = {
+    "half the rows are written": (PlainRows, "copy_", half_then_die),
+    "the rows are written": (PackedStorage, "count_written"),
+    "the cursor has moved": (QueueWriter, "_bump_generation"),
+    "the others have been told": (QueueWriter, "_announce", announce_then_die),
+}
+
+
+@needs_fork
+@pytest.mark.parametrize("point", WRITES)
+def test_a_killed_write_is_taken_whole_or_never(point):
+    queue = make()
+    queue.extend(rows(0, 10))
+    queue.sample(8)
+    queue.share()
+    killed(lambda: queue.extend(rows(900, 12)), *WRITES[point])
+    queue.extend(rows(10, 2))
+    is_written = point == "the others have been told"
+    expected = [8, 9, *(range(900, 912) if is_written else ()), 10, 11]
+    assert queue.sample(len(expected))["x"].tolist() == expected
+    assert queue.waiting == 0
+
+
+def take_then_die(writer: QueueWriter, count: int) -> None:
+    take(writer, count)
+    die()
+
+
+take = QueueWriter.take
+TAKES: dict[str, tuple[Any, ...]] = {
+    "nothing is counted": (QueueWriter, "take"),
+    "they are counted": (QueueWriter, "take", take_then_die),
+    "they are being gathered": (PackedStorage, "gather"),
+}
+
+
+@needs_fork
+@pytest.mark.parametrize("point", TAKES)
+def test_what_a_killed_process_was_taking_is_taken_by_another(point):
+    queue = make()
+    queue.extend(rows(0, 12))
+    queue.sample()
+    queue.share()
+    killed(queue.sample, *TAKES[point])
+    assert queue.sample()["x"].tolist() == [4, 5, 6, 7]
+    assert queue.sample()["x"].tolist() == [8, 9, 10, 11]
+
+
+@needs_fork
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_write_and_take(method):
+    queue = make()
+    queue.share()
+    elsewhere(queue.extend, rows(0, 10), method=method)
+    assert queue.sample()["x"].tolist() == [0, 1, 2, 3]
+    elsewhere(queue.sample, method=method)
+    assert queue.waiting == 2
+    assert queue.sample(2)["x"].tolist() == [8, 9]
+
+
+def report(queue: ExperienceQueue, pipe: int) -> None:
+    """Take batches for ever, and tell of each by one write to a pipe, which is whole or not made."""
+    torch.set_num_threads(1)
+    while True:
+        batch = queue.sample()
+        taken = zip(batch["writer"].tolist(), batch["x"].tolist(), strict=True)
+        os.write(pipe, b"".join(b"%d %d %d\n" % (os.getpid(), *item) for item in taken))
+
+
+@needs_fork
+def test_processes_take_each_row_once_while_some_are_killed():
+    queue = make()
+    queue.share()
+    context, (reading, writing) = mp.get_context("fork"), os.pipe()
+    readers = [context.Process(target=report, args=(queue, writing)) for _ in range(3)]
+    writers = [context.Process(target=write, args=(queue, writer, 300)) for writer in range(2)]
+    for process in (*readers, *writers):
+        process.start()
+    for reader in readers[:2]:
+        time.sleep(0.3)
+        os.kill(reader.pid or 0, signal.SIGKILL)
+    for writer in writers:
+        writer.join(120)
+        assert writer.exitcode == 0
+    deadline = time.monotonic() + 60
+    while queue.waiting >= BATCH and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    readers[2].kill()
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        told = [tuple(map(int, line.split())) for line in pipe]
+    streams = [[(of, x) for pid, of, x in told if pid == reader.pid] for reader in readers]
+    check_streams(streams, 2, 300, lost=3 * BATCH)  # what a killed process had taken, and not told of yet
+    assert sum(map(len, streams)) > 0
