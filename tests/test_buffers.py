@@ -165,7 +165,7 @@ def test_sample_options_and_iteration_do_as_in_torchrl():
         assert rb.sample(5).batch_size == (5,)
     for index in (slice(None), slice(2, 4), torch.tensor([1, 5])):
         assert_same(rb[index], transitions(20)[index])
-    words = "20 of 60 rows", "bytes a row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "33.3%"
+    words = "20 of 60 rows", "bytes per row", "'observation': float32 (3,)", "ProportionalSampler(alpha=0.6", "33.3%"
     assert [word for word in words if word not in repr(rb)] == []
 
 

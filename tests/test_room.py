@@ -220,7 +220,7 @@ def test_memory_that_the_system_refuses_is_a_memory_error(device, shared, monkey
         pytest.skip("shared memory is RAM")
     monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)
     storage = PackedStorage(10**13, device=device, shared=shared)
-    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be had: .* GiB of .*"
+    words = r"10,000,000,000,000 rows of 12,\d+ bytes take 109.7 PiB, which cannot be allocated: .* GiB of .*"
     words += "offload=True" if device.type == "cuda" else "scratch_dir"
     with pytest.raises(MemoryError, match=words):
         storage.set(range(2), step().to(device))

@@ -1,4 +1,4 @@
-"""Storages: where transitions lie in memory."""
+"""Storages: the memory of the transitions."""
 
 from rlbuf_td.storages.packed import PackedStorage
 from rlbuf_td.storages.schema import SchemaError

@@ -1,4 +1,4 @@
-"""Where the bytes of the rows live: RAM, shared memory, a memory-mapped file, a CUDA device, or RAM that one reads."""
+"""Allocates the bytes of the rows: RAM, shared memory, a memory-mapped file, a CUDA device, or page-locked RAM."""
 
 from __future__ import annotations
 
@@ -47,40 +47,40 @@ def refuse_arguments(
 
 
 def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
-    """Refuse arguments of TorchRL's storages that cannot be met, by name."""
+    """Refuse arguments of TorchRL's storages that cannot be honoured."""
     if shared_init and not cleanup_memmap:
         raise ValueError(
-            "cleanup_memmap=False keeps temporary files, and shared_init=True makes none: give scratch_dir"
+            "cleanup_memmap=False keeps temporary files, but shared_init=True makes none: pass scratch_dir instead"
         )
     if compilable and (shared or shared_init):
-        raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave it out")
+        raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
     if shared_init and torch.device("cpu" if device == "auto" else device).type != "cpu":
         raise ValueError(f"shared_init needs device='cpu', got device={str(device)!r}")
 
 
 def reserve(storage: Any, schema: TensorDictBase) -> None:
-    """Allocate, before the first write, for transitions that hold at least the keys of a schema.
+    """Allocate before the first write, for transitions that hold at least the keys of a schema.
 
     The first write may bring more keys, such as a policy's outputs. RAM is not touched until then, unless it is
     page-locked.
 
     Args:
-        schema: a time step, ``[*lanes]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
+        schema: a time step, ``[*lanes]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
 
     Raises:
-        RuntimeError: the rows are there already.
+        RuntimeError: the rows are already allocated.
         SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
     """
     if storage.rows is not None:
-        raise RuntimeError("the rows of this storage are there already: reserve them before the first write")
+        raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
     storage._init(schema)
     storage.is_reserved = True
 
 
 def release(storage: Any) -> None:
-    """Give back reserved rows; a RuntimeError if rows have been written."""
+    """Free reserved rows; RuntimeError if rows have been written."""
     if len(storage):
-        raise RuntimeError("rows that have been written are not given back: empty the buffer instead")
+        raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
     storage.rows = storage._live = storage._storage = None
     if storage.scratch_dir is not None:
         (storage.scratch_dir / ROWS_FILE).unlink()
@@ -88,14 +88,14 @@ def release(storage: Any) -> None:
 
 def steps_for(storage: Any, lanes: torch.Size) -> int:
     if not prod(lanes):
-        raise SchemaError(f"cannot store transitions of no lanes: the batch dims after time are {tuple(lanes)}")
+        raise SchemaError(f"cannot store transitions without lanes: the batch dims after time are {tuple(lanes)}")
     return -(-storage.max_size // prod(lanes))
 
 
 def make_rows(
     storage: Any, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
 ) -> Rows:
-    """Return new rows of the capacity and in the place of a storage, which it does not use before ``adopt``."""
+    """Return new rows with the capacity and placement of a storage; the storage uses them after ``adopt``."""
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
     sections = None if dedup is None else Sections.of(dedup, prod(shape))
@@ -105,7 +105,7 @@ def make_rows(
     scratch_dir = storage.scratch_dir
     if storage.existsok and scratch_dir is not None:
         (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
-    with torch.inference_mode(False):  # else rows first written in inference mode could not be written outside it
+    with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
         if storage.shared_rows is not None and scratch_dir is None:
             memory = storage.shared_rows.memory(nbytes)
         elif grows(place) and sections is not None:
@@ -114,7 +114,7 @@ def make_rows(
             where = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
             sparse = None if sections is None else (sections.likely, sections.fixed)
             memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
-            # Longer rows cost more at their first write than reads save soon.
+            # Longer rows cost more at their first write than faster reads would save soon.
             if dedup is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
         if storage.auto_cleanup and scratch_dir is not None:
@@ -137,7 +137,7 @@ def rows_in(
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Return the rows in the file in ``scratch_dir`` or in shared memory, where another process may have made them."""
+    """Return rows in the file in ``scratch_dir`` or in shared memory; another process may have allocated them."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
     memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.memory(nbytes)
@@ -150,13 +150,13 @@ def _remedy(storage: Any, layout: RowLayout) -> str:
     if storage.offload:
         elsewhere = (
             "raise the limits on locked memory (ulimit -l, those of a container), or keep the rows on the CPU with "
-            "scratch_dir=..., in a file, and bring batches to the GPU by ReplayBuffer(device=...)"
+            "scratch_dir=..., in a file, and move batches to the GPU with ReplayBuffer(device=...)"
         )
     elif storage.device != "auto" and torch.device(storage.device).type == "cuda":
         elsewhere = "offload=True, which keeps the rows in RAM"
     return (
-        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes a "
-        "row. rlbuf_td.plan(...) tells more."
+        f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes per "
+        "row. rlbuf_td.plan(...) shows the memory of every key."
     )
 
 
@@ -173,11 +173,11 @@ def allocate_bytes(
     offload: bool = False,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, not initialized: in RAM, in a file, in shared memory, or page-locked for a device.
+    """Return ``[nbytes]`` uint8, uninitialised: in RAM, in a file, in shared memory, or page-locked for a device.
 
-    In RAM, pages are taken from the system when they are first written; elsewhere all are taken at once. ``sparse``
-    memory, in RAM or in a file, is zeros of which (first number) bytes will be used; the file has holes behind the
-    (second number) first bytes, which :class:`FileRoom` fills before they are written to.
+    RAM is committed when pages are first written; other memory is committed at once. ``sparse`` memory, in RAM or in a
+    file, is zero-filled. Its first number says how many bytes will probably be used. After the second number of bytes
+    the file is a hole, which :class:`FileRoom` fills before writes.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -196,7 +196,7 @@ def allocate_bytes(
         memory = _zeros_not_reserved(nbytes)
     except (OSError, RuntimeError) as error:
         words = room_for(place, shared=shared).words() + (f", but {error}" if offload else "")
-        message = f"{purpose.what} {show_bytes(likely)}, which cannot be had: {words}. {purpose.remedy}"
+        message = f"{purpose.what} {show_bytes(likely)}, which cannot be allocated: {words}. {purpose.remedy}"
         raise MemoryError(message) from error
     advise_huge_pages(memory)
     return memory
@@ -210,14 +210,14 @@ def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
 
 
 class FileRoom:
-    """Takes disk space for holes of a file before they are written to: a full disk is then an error, not a crash."""
+    """Reserves disk space for holes of a file before they are written: a full disk is an error, not a crash."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes
-        self._filled: dict[int, int] = {}  # by the beginning of a section, how many of its bytes
+        self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Take disk space for the first ``nbytes`` of a section; an OSError if the disk is full."""
+        """Reserve disk space for the first ``nbytes`` of a section; OSError if the disk is full."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return
@@ -232,8 +232,8 @@ class FileRoom:
         self._filled[section] = filled + ahead
 
 
-_FILL = 256 << 20  # bytes that are taken ahead at most
-_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not named before Python 3.13
+_FILL = 256 << 20  # most bytes reserved ahead
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
 
 def _make_file(scratch_dir: Path, nbytes: int, at_once: int) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _make_file(scratch_dir: Path, nbytes: int, at_once: int) -> torch.Tensor:
     try:
         with open(path, "x+b", opener=partial(os.open, mode=0o644)) as file:
             if hasattr(os, "posix_fallocate"):
-                # A full disk is an error here, not a crash at a later write.
+                # A full disk is an error here instead of a crash at a later write.
                 os.posix_fallocate(file.fileno(), 0, at_once)
             os.ftruncate(file.fileno(), nbytes)
     except FileExistsError as error:
@@ -263,5 +263,5 @@ def _delete_file(path: Path, process: int) -> None:
 
 
 def map_bytes(scratch_dir: Path, nbytes: int) -> torch.Tensor:
-    """Return the ``[nbytes]`` uint8 of a file that is there, as every process that maps it sees them."""
+    """Return the first ``[nbytes]`` uint8 of an existing file, shared with every process that maps it."""
     return torch.from_file(str(scratch_dir / ROWS_FILE), shared=True, size=nbytes, dtype=torch.uint8)

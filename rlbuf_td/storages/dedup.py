@@ -1,4 +1,4 @@
-"""Observations that are stored once: what the user asks for, the keys that are chosen for it, and where they lie."""
+"""Observations that are stored once: the user's options, the keys chosen from them, and their memory layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
-_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read them without the rest of a row
+_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns alone
 _MIN_KEY_BYTES = 8  # a row holds two entry ids of 4 bytes instead of the key
 _MIN_BYTES = 16  # of all keys together, for "auto"
 _LOOK = 256  # time steps of the first write that "auto" compares
@@ -32,9 +32,9 @@ _MAX_ENTRIES = 2**31 - 2
 class DedupGroup:
     """Keys that are stored together in one kind of entry."""
 
-    keys: tuple[Key, ...]  # of the observation; the next observation has the same keys below "next"
-    pieces: int = 1  # how many entries make up one observation (frames of a stack)
-    dim: int = 0  # of the key, along which the pieces lie
+    keys: tuple[Key, ...]  # of the observation; the next observation has these keys under "next"
+    pieces: int = 1  # entries per observation (frames of a stack)
+    dim: int = 0  # the dim of the key along which the pieces lie
     has_next: bool = True  # whether rows hold a next observation
 
 
@@ -68,9 +68,9 @@ class DedupOptions:
 def _key(key: Any, argument: str) -> Key:
     path = (key,) if isinstance(key, str) else key
     if not isinstance(path, tuple) or not path or not all(isinstance(name, str) for name in path):
-        raise ValueError(f"{argument} names keys, a string or a tuple of strings each: got {key!r}")
+        raise ValueError(f"{argument} takes keys, each a string or a tuple of strings: got {key!r}")
     if path[0] == "next":
-        raise ValueError(f"{argument} names keys as they are at the root, without 'next': got {key!r}")
+        raise ValueError(f"{argument} names keys at the root, without 'next': got {key!r}")
     return path
 
 
@@ -78,7 +78,7 @@ def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
     pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
     if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
         raise ValueError(
-            f"frames of {key!r} must be a whole number, at least 2, or (that number, the dim along which they lie), "
+            f"frames of {key!r} must be a whole number, at least 2, or (that number, the dim of the frames), "
             f"got {how!r}"
         )
     return int(pair[0]), int(pair[1])
@@ -87,11 +87,11 @@ def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
 def choose_groups(
     options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None = None
 ) -> tuple[DedupGroup, ...]:
-    """Choose which keys of whole rows are stored once.
+    """Choose the keys that are stored once.
 
-    ``data`` is the first write, ``[T, *lanes, ...]``, which ``"auto"`` looks at; None if it is one time step, which
-    cannot show what repeats: ``"auto"`` then takes all keys of 16 bytes or more, a group each, so that a key which does
-    not repeat costs the others nothing.
+    ``data`` is the first write, ``[T, *lanes, ...]``, in which ``"auto"`` looks for repeated observations. It is None
+    if the first write is one time step, which cannot repeat: ``"auto"`` then takes all keys of 16 bytes or more, in a
+    group each, so that a key that does not repeat makes the others no larger.
     """
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
@@ -120,9 +120,7 @@ def _may_share(leaves: Mapping[Key, Leaf], key: Key) -> bool:
 def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None or other is None:
-        raise SchemaError(
-            f"share_next names {show_key(key)}, but rows do not hold both that and {show_key(('next', *key))}"
-        )
+        raise SchemaError(f"share_next names {show_key(key)}, but rows lack that key or {show_key(('next', *key))}")
     if not leaf.is_like(other):
         raise SchemaError(f"share_next names {show_key(key)}, which has another dtype or shape in 'next'")
     if not _may_share(leaves, key):
@@ -135,11 +133,11 @@ def refuse_key(leaves: Mapping[Key, Leaf], key: Key) -> None:
 def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> DedupGroup:
     leaf, other = leaves.get(key), leaves.get(("next", *key))
     if leaf is None:
-        raise SchemaError(f"frames names {show_key(key)}, which rows do not hold")
+        raise SchemaError(f"frames names {show_key(key)}, which is not a key of the rows")
     if not -len(leaf.shape) <= dim < len(leaf.shape) or leaf.shape[dim] % count or not leaf.nbytes:
         raise SchemaError(
             f"frames={{{show_key(key)}: ({count}, {dim})}}, but dim {dim} of its shape {tuple(leaf.shape)} "
-            f"is not {count} frames: name the dim along which they lie"
+            f"is not {count} frames: name the dim of the frames"
         )
     if other is not None and not leaf.is_like(other):
         raise SchemaError(f"frames names {show_key(key)}, which has another dtype or shape in 'next'")
@@ -147,7 +145,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Return whether the next observation is that of the following row, in half of the rows or more."""
+    """Return whether the next observation equals that of the following row, in half of the rows or more."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -156,26 +154,26 @@ def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
 
 
 class DedupLayout:
-    """A *stored row* holds the ids of entries in place of the deduplicated keys; entries hold the observations."""
+    """A *stored row* holds entry ids instead of the deduplicated keys; the entries hold the observations."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
-        self.layout, self.chosen = layout, chosen  # of whole rows, as batches hold them; at least one group
+        self.layout, self.chosen = layout, chosen  # layout of whole rows, as in batches; at least one group
         leaves = _by_key(layout)
-        #: Of each deduplicated key: its group, its place in that group, and 1 below "next", else 0.
+        #: For each deduplicated key: its group, its position in that group, and 1 under "next", else 0.
         self.places: dict[Key, tuple[int, int, int]] = {}
         for g, group in enumerate(chosen):
             for p, key in enumerate(group.keys):
                 self.places.update((path, (g, p, side)) for side, path in enumerate(_sides(group, key)))
         self.deduplicated = {key: leaves[key] for key in self.places}
         if (ENTRY_IDS,) in layout.offsets or any(name == ENTRY_IDS for name, _ in layout.root.nodes):
-            raise SchemaError(f"rows that share observations cannot hold a key {ENTRY_IDS!r}")
+            raise SchemaError(f"rows that share observations cannot have a key {ENTRY_IDS!r}")
         row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.places)
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
         row.set(ENTRY_IDS, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
         self.stored = RowLayout(row, lead_dims=0)
-        #: Which leaves of a whole row are kept in the stored row, in the order of its leaves.
+        #: Indices of the leaves that are kept in the stored row, in its order.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
-        #: Which leaves of a whole row each part of the groups comes from: the observation's, and the next one's.
+        #: Indices of the leaves of each part of the groups: of the observation, and of the next one.
         self.given = [
             tuple(layout.places[path] for path in _sides(group, key)) for group in chosen for key in group.keys
         ]
@@ -185,13 +183,13 @@ class DedupLayout:
     def chosen_for(
         cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
     ) -> DedupLayout | None:
-        """Return what the options choose for rows of a layout, ``data`` being the first write; None for nothing."""
+        """Return the layout that the options choose for rows, or None; ``data`` is the first write."""
         chosen = choose_groups(options, _by_key(layout), data)
         return cls(layout, chosen) if chosen else None
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """What is copied from a stored row, ``[R, 3]``: from where, to which leaf, how many bytes."""
+        """Copies from a stored row to leaves, ``[R, 3]``: offset in the row, index of the leaf, bytes."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
@@ -213,7 +211,7 @@ class DedupLayout:
         return tuple(groups)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
-        """Return the bytes saved by key, of the observations of ``cells`` rows, with ``used`` entries of each group."""
+        """Return the saved bytes by key, for ``cells`` rows with ``used`` entries of each group."""
         saved = {}
         for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
             for key, part in zip(group.keys, kernel.parts, strict=True):
@@ -223,7 +221,7 @@ class DedupLayout:
         return saved
 
     def state(self) -> list[list[Any]]:
-        """Return the groups as plain numbers and strings; :meth:`from_state` reads them back."""
+        """Return the groups as plain numbers and strings, for :meth:`from_state`."""
         return [[[list(key) for key in g.keys], g.pieces, g.dim, g.has_next] for g in self.chosen]
 
     @classmethod
@@ -251,16 +249,16 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
 
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
-    """Return how saved rows are deduplicated; None for plain rows."""
+    """Return the deduplication of saved rows; None for plain rows."""
     return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Where the parts of deduplicated rows lie in one block of memory, in bytes; each begins at a page.
+    """Offsets of the parts of deduplicated rows in one block of memory, in bytes, each page-aligned.
 
-    Rows come first, then the counters, then for each group the stack of free ids and the entries. Their memory is taken
-    from the system as they are used: there is room for rows that share nothing, and for as many that replace them.
+    Rows come first, then the counters, then for each group the stack of free ids and the entries. The system commits
+    the memory as it is used. There is room for rows that share nothing and for the same number of replacements.
     """
 
     counters: int
@@ -268,7 +266,7 @@ class Sections:
     entries: tuple[int, ...]
     most: tuple[int, ...]  # entries of each group
     fixed: int  # bytes before the stacks
-    likely: int  # bytes that are taken where each row shares its next observation
+    likely: int  # bytes used if each row shares its next observation
     total: int
 
     @classmethod

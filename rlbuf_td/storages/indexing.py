@@ -1,7 +1,7 @@
-"""How rows are named, and how batches, their rows and their TD errors fit together.
+"""Indices of rows, and the mapping between batches, their rows and their TD errors.
 
 A flat row is ``t`` when ``ndim=1`` and ``t * E + e`` when ``ndim=2``; its coordinates are ``(t, e)``. A batch has *row
-dims*, which index rows, and perhaps *inner dims* behind them, where a row is a batch itself (a trajectory, say).
+dims*, which index rows. If each row is itself a batch (a trajectory, for example), *inner dims* follow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
 
 
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    """Return the object of a class that is attached to a storage; attach a new one if there is none."""
+    """Return the object of a class that is attached to a storage; create and attach one if there is none."""
     found = attached(storage, kind)
     if found is None:
         found = kind(storage)  # type: ignore[call-arg]
@@ -34,7 +34,7 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return the columns of all cells ``[T, *lanes]`` in place; ``None`` before the first write or without keys."""
+    """Return views of the columns of all cells, ``[T, *lanes]``; None before the first write or without keys."""
     rows = getattr(storage, "_storage", None)
     return rows if isinstance(rows, TensorDictBase) else None
 
@@ -50,12 +50,12 @@ def lanes_of(storage: Storage) -> torch.Size:
     """Return the dims after time, empty for ``ndim=1``."""
     if storage.ndim == 1:
         return torch.Size([])
-    lanes = getattr(storage, "lanes", None)  # a PackedStorage has them at hand: ten times as fast as its shape
+    lanes = getattr(storage, "lanes", None)  # ten times as fast as the shape of a PackedStorage
     return lanes or storage.shape[1:]
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
-    """Return flat rows as TorchRL gives indices: the rows themselves, or a tuple of one tensor a dim."""
+    """Return flat rows in TorchRL's form of an index: the rows themselves, or a tuple of one tensor per dim."""
     if storage.ndim == 1:
         return flat
     parts = []
@@ -67,10 +67,10 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def moved(value: Any, device: torch.device) -> torch.Tensor:
-    """Return what is, or can be, a tensor on a device; a GPU is not waited for.
+    """Return a value as a tensor on a device, without waiting for a GPU.
 
-    Of pageable memory the driver has a copy when the call returns (CUDA Runtime API, "API synchronization behavior");
-    page-locked memory it would read later, when its owner may have changed it.
+    The driver copies pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"). It
+    would read page-locked memory later, when the owner may have changed it.
     """
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
@@ -80,9 +80,9 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Return an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]`` as flat rows.
+    """Return an index as flat rows: an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]``.
 
-    They are contiguous, ``[B]`` int64; rows named -1 ("skip") stay -1.
+    The result is contiguous, ``[B]`` int64; rows of -1 ("skip") stay -1.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -91,7 +91,7 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     index = moved(index, device)
     if index.dtype is not torch.int64:
         if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
-            raise TypeError(f"rows are named by integers, got an index of dtype {index.dtype}")
+            raise TypeError(f"row indices must be integers, got an index of dtype {index.dtype}")
         index = index.to(torch.int64)
     if index.ndim < 2:
         return index.reshape(-1).contiguous()
@@ -99,14 +99,14 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
         raise ValueError(f"an index of shape {tuple(index.shape)} needs the storage: pass storage=rb.storage")
     if index.ndim > 2 or index.shape[-1] != storage.ndim:
         raise ValueError(
-            f"an index of shape {tuple(index.shape)} does not name rows of a storage with ndim={storage.ndim}: "
+            f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}: "
             f"it must be flat, or of shape [B, {storage.ndim}]"
         )
     first, *others = index.unbind(-1)
     flat = first
     for size, part in zip(lanes_of(storage), others, strict=True):
         if backend_of(part) == "numba" and bool(((first >= 0) & ((part < 0) | (part >= size))).any()):
-            raise IndexError(f"lanes {part.min()} to {part.max()} were named, there are lanes 0 to {size - 1}")
+            raise IndexError(f"lanes {part.min()} to {part.max()} are out of range: lanes are 0 to {size - 1}")
         flat = flat * size + part
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
 
@@ -121,21 +121,21 @@ def inner_dims(storage: Storage, dims: int) -> int:
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Put what a sampler reports into a batch of one row dim that nobody else has seen."""
+    """Merge the sampler's report into a new batch of one row dim, which has no other references yet."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
     if plain:
         return set_entries_(batch, info)
     for key, value in info.items():
-        if isinstance(value, tuple):  # coordinates, one tensor a dim
+        if isinstance(value, tuple):  # coordinates, one tensor per dim
             value = torch.stack(value, -1)
             value = value.view(len(value), *(1,) * (batch.ndim - 1), value.shape[-1]).expand(*batch.shape, -1)
         batch.set(key, expand_as_right(value, batch) if value.ndim < batch.ndim else value)
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Set what is known of the rows of a batch where it is missing, unless the batch has other rows by now."""
+    """Restore entries of a batch's rows that are missing, unless the batch now has other rows."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -144,19 +144,19 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, of a batch of ``dims`` dims."""
+    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, for a batch of ``dims`` dims."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
         raise ValueError(
-            f"the batch has an index of shape {tuple(index.shape)} a row, which does not name rows of a storage "
+            f"the batch has an index of shape {tuple(index.shape)} per row, which does not fit a storage "
             f"with ndim={storage.ndim}"
         )
     return one_a_row(td_error, dims - inner, reduction), index
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return ``[B, ...]`` of an entry of a batch with ``dims`` batch dims, ``inner`` of which lie within a row."""
+    """Return ``[B, ...]`` of an entry of a batch with ``dims`` batch dims, ``inner`` of them within a row."""
     if dims == 1:
         return entry
     if dims == 0:
@@ -166,7 +166,7 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Return one TD error a row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
+    """Return one TD error per row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:
@@ -179,7 +179,7 @@ def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Te
     if td_error.shape[1] == 1:
         return td_error[:, 0]
     if not td_error.shape[1]:
-        raise ValueError("the rows have no TD error each: its last dims have size 0")
+        raise ValueError("the TD errors are empty: their last dims have size 0")
     if not td_error.is_floating_point():
         td_error = td_error.to(torch.float64)
     reduced = getattr(td_error.abs(), reduction)(1)

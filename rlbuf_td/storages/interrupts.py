@@ -1,4 +1,4 @@
-"""Ctrl-C comes before a write or after it, never in the middle: rows, counters and priorities change together."""
+"""Delays Ctrl-C until the end of a write, so that rows, counters and priorities change together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class _HeldBack(ContextDecorator):
-    """A block, or a function, that Ctrl-C does not end: it is delivered at the end of the outermost such block.
+    """A block or function that Ctrl-C does not interrupt: it takes effect at the end of the outermost block.
 
-    Python runs signal handlers in the main thread, between any two instructions of it; other threads see none. Kernels
-    are not interrupted anyway, so that a write by one kernel needs no such block. Cost: 2 us, nested 0.2 us.
+    Python runs signal handlers in the main thread only, between two of its instructions. Kernels are not
+    interrupted, so a write by one kernel needs no block. Cost: 2 us, nested 0.2 us.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""How a transition becomes one row of bytes: pure bookkeeping, no storage.
+"""The layout of a transition as one row of bytes: pure bookkeeping, no storage.
 
-Leaves are ordered by descending item size, so that each is aligned, and leaves of one dtype are neighbours, so that a
-block of rows becomes a TensorDict with one ``view`` and one ``split`` per dtype, however many leaves there are.
+Leaves are ordered by descending item size, which aligns each of them. Leaves of one dtype are neighbours: a block of
+rows becomes a TensorDict with one ``view`` and one ``split`` per dtype, whatever the number of leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_VALUE: Any = object()
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbouring leaves of one dtype: what to split a row into, and which parts are leaves."""
+    """Neighbouring leaves of one dtype: the parts into which a row is split, and which of them are leaves."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Node:
-    """One level of nesting: its key, its leaves by name and slot, the levels below, and its own batch dims."""
+    """One level of nesting: its key, its leaves by name and slot, the nested levels, and its own batch dims."""
 
     path: tuple[str, ...]
     leaves: tuple[tuple[str, int], ...]
@@ -46,9 +46,9 @@ class _Node:
 
 
 class RowLayout:
-    """The fixed byte range of every leaf in a row. The order of the keys makes no difference.
+    """The fixed byte range of every leaf in a row, independent of the order of the keys.
 
-    ``data`` is an example. Its first ``lead_dims`` batch dims index rows; what is left of every leaf is one row's.
+    ``data`` is an example. Its first ``lead_dims`` batch dims index rows; the remaining dims of a leaf belong to a row.
     """
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
@@ -58,27 +58,27 @@ class RowLayout:
             refuse_unpackable(key, value)
             found.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
         if not found:
-            raise SchemaError("cannot store a TensorDict without a single tensor")
-        # An order that does not depend on that of the keys: rows saved by one storage are rows of another.
+            raise SchemaError("cannot store a TensorDict that contains no tensor")
+        # An order independent of that of the keys: rows saved by one storage fit another.
         self.leaves = tuple(sorted(found, key=_place))
-        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # which of the leaves a key is
+        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # index of each key's leaf
         self.root = _describe(data, lead_dims, (), self.places)
-        self.offsets: dict[tuple[str, ...], int] = {}  # where each leaf begins in a row, in bytes
+        self.offsets: dict[tuple[str, ...], int] = {}  # offset of each leaf in a row, in bytes
         self.data_bytes = 0
         for leaf in self.leaves:
             self.offsets[leaf.key] = self.data_bytes
             self.data_bytes += leaf.nbytes
-        #: ``[leaves, 2]``: where each leaf begins in a row, and its bytes, as kernels take them.
+        #: ``[leaves, 2]``: offset of each leaf in a row, and its bytes, as kernels take them.
         self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
         align = max(8, self.leaves[0].dtype.itemsize)
         small, lines = (-(-max(1, self.data_bytes) // size) * size for size in (align, CACHE_LINE))
-        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # whole lines if that is cheap
+        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # whole lines if cheap
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
-        self._blank: tuple[Any, list[torch.Tensor]] = (None, [])  # one element each, as large as the last blank leaves
+        self._blank: tuple[Any, list[torch.Tensor]] = (None, [])  # examples with the shapes of the last blank leaves
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
-        self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the common dtype saves one view
+        self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the rows' common dtype saves a view
 
     def _groups(self) -> Iterator[_Group]:
         start = 0
@@ -93,19 +93,19 @@ class RowLayout:
             yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf, in the order of :attr:`leaves`, as a view of ``rows``, ``[*lead, row_bytes]`` in bytes."""
+        """Return every leaf, in the order of :attr:`leaves`, as a view of ``rows``, ``[*lead, row_bytes]`` bytes."""
         lead = rows.shape[:-1]
         columns: list[torch.Tensor] = [rows] * len(self.leaves)
         for group in self.groups:
             typed = rows if rows.dtype is group.dtype else rows.view(group.dtype)
-            # Unsafe only in that autograd does not tie the parts together: a leaf of a batch may be changed in place.
+            # "Unsafe": autograd does not link the parts. Each leaf of a batch may therefore be changed in place.
             split = typed.unsafe_split_with_sizes(group.sizes, -1)
             for part, slot, shape in group.parts:
                 columns[slot] = split[part] if shape is None else split[part].view(lead + shape)
         return columns
 
     def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
-        """Return a tensor ``[*lead, ...]`` for each leaf, not initialised."""
+        """Return an uninitialised tensor ``[*lead, ...]`` for each leaf."""
         key, examples = self._blank
         if key != (lead, device):  # ``empty_like`` takes two thirds of the time of ``empty``
             examples = [example_of(lead + leaf.shape, leaf.dtype, device) for leaf in self.leaves]
@@ -119,17 +119,17 @@ class RowLayout:
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace those of the same key."""
+        """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace equal keys."""
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return what ``data`` has in place of :attr:`leaves`, and whether it holds anything else."""
+        """Return the values of ``data`` for :attr:`leaves`, and whether ``data`` has other entries."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; an ``"index"`` may be left over."""
+        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; a further ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -148,7 +148,7 @@ class RowLayout:
                     leaves[slot] = value.detach()
             if unknown:
                 refuse(data, self.leaves, lead)
-        except RuntimeError:  # a nested tensor has no shape to look at
+        except RuntimeError:  # a nested tensor has no shape
             refuse(data, self.leaves, lead)
         return leaves
 
@@ -167,7 +167,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Order by item size and dtype; "next" comes last, its reward first, so that n-step reads lie together."""
+    """Sort key: item size, dtype, then "next" last with its reward first, so that n-step reads are adjacent."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
@@ -191,7 +191,7 @@ def _build(
     more: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorDict:
     entries: dict[str, Any] = {}
-    for name, slot in node.leaves:  # a comprehension is a call
+    for name, slot in node.leaves:  # a comprehension would cost a call
         entries[name] = columns[slot]
     for name, child in node.nodes:
         entries[name] = _build(child, columns, lead, device)
@@ -200,7 +200,7 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Put the leaves of ``data`` into their slots; return whether it holds anything else but the ``reserved`` key."""
+    """Put the leaves of ``data`` into their slots; return whether it has entries other than the ``reserved`` key."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

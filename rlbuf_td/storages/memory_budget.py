@@ -1,7 +1,7 @@
-"""How much room there is in RAM, shared memory, on a disk or a CUDA device, and what to say when there is too little.
+"""Available memory in RAM, shared memory, on a disk or a CUDA device, and the errors if it is too small.
 
-Whoever is about to allocate asks, at a cost of well under a millisecond. Limits of control groups (containers, job
-schedulers) count as the machine's own. Where a system does not tell, a number is ``None``, and nothing is refused.
+Every allocation checks it first, in well under a millisecond. Limits of control groups (containers, job schedulers)
+count as limits of the machine. If a system does not report a number, it is ``None`` and nothing is refused.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import torch
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-_WORTH_A_LOOK = 1 << 20  # bytes; a look takes some hundred microseconds
+_WORTH_A_LOOK = 1 << 20  # bytes from which to check: a check takes some hundred microseconds
 _SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class MemoryWarning(UserWarning):
-    """A buffer will not fit into what is free once it is full. Silence it with ``warnings.filterwarnings``.
+    """A full buffer will exceed the free memory. Silence the warning with ``warnings.filterwarnings``.
 
-    It comes when rows or priorities are allocated; what can never fit is a ``MemoryError`` instead.
+    It is issued when rows or priorities are allocated; sizes that can never fit raise ``MemoryError`` instead.
 
     Example:
         >>> import warnings
         >>> from rlbuf_td import MemoryWarning
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", MemoryWarning)  # or "error": rather stop now than be killed later
+        ...     warnings.simplefilter("ignore", MemoryWarning)  # or "error": stop now instead of being killed later
     """
 
 
 @dataclass(frozen=True)
 class Room:
-    """What one place can hold."""
+    """The memory of one place."""
 
     place: str  # "RAM", "shared memory", "disk (/path)", "cuda:0"
-    free: int | None  # bytes that can be taken without anybody giving up theirs; None: not known
-    total: int | None  # bytes that there are, swap included; None: not known
+    free: int | None  # free bytes; None: not known
+    total: int | None  # total bytes, swap included; None: not known
 
     def words(self) -> str:
-        """Return both numbers as an error message shows them."""
+        """Return both numbers in words, for error messages."""
         if self.free is None:
             return f"{self.place} of unknown size"
         in_all = "" if self.total is None else f" ({show_bytes(self.total)} in all)"
@@ -64,7 +64,7 @@ def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: b
 
 
 def ram() -> Room:
-    """Return the memory of the machine, or of the tightest control group; swap counts in the total, not as free."""
+    """Return the memory of the machine, or of the tightest control group; swap counts in the total only."""
     kib = _numbers(_PROC / "meminfo")
     if "MemTotal" not in kib:
         with suppress(AttributeError, ValueError, OSError):
@@ -78,7 +78,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the room for shared memory, which is RAM within a file system of limited size."""
+    """Return the shared memory, which is RAM in a file system of limited size."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
@@ -99,7 +99,7 @@ def _file_system(folder: Path, place: str) -> Room:
 
 
 def cuda(device: torch.device) -> Room:
-    """Return the memory of a CUDA device, unknown where there is none; what torch holds without using it is free."""
+    """Return a CUDA device's memory (unknown without one); memory that torch caches counts as free."""
     if not torch.cuda.is_available():
         return Room(str(device), None, None)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -108,15 +108,15 @@ def cuda(device: torch.device) -> Room:
     return Room(f"cuda:{index}", free + spare, total)
 
 
-# -- what to do about it
+# -- checks before allocations
 
 
 class Purpose(NamedTuple):
-    """What memory is for, in words for warnings and errors."""
+    """The purpose of an allocation, for warnings and errors."""
 
-    what: str = "The rows take"  # how messages begin: "1,000 rows of 8 bytes take"
+    what: str = "The rows take"  # the beginning of messages: "1,000 rows of 8 bytes take"
     remedy: str = ""
-    quiet: bool = False  # whether there are no warnings
+    quiet: bool = False  # whether to suppress warnings
 
 
 def require_room(
@@ -128,9 +128,9 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Check before an allocation whether the memory can be had; not on CUDA, where allocating too much is an error.
+    """Check before an allocation whether the memory is available. On CUDA, the allocation itself raises.
 
-    Memory that is taken ``lazily``, as it is written to, may exceed what is free, with a MemoryWarning.
+    Memory that is committed ``lazily``, as it is written, may exceed the free memory, with a MemoryWarning.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
@@ -142,19 +142,19 @@ def require_room(
         raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
     if room.free is not None and nbytes > room.free and not purpose.quiet:
         share = f"{room.free / nbytes:.0%}"
-        message = f"{message}: the system may end this process when {share} of them are written. {purpose.remedy}"
+        message = f"{message}: the system may kill this process when {share} of them are written. {purpose.remedy}"
         warnings.warn(message, MemoryWarning, stacklevel=2)
 
 
 def show_bytes(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it: ``'999 bytes'``, ``'159.3 MiB'``."""
+    """Return a number of bytes in a readable unit: ``'999 bytes'``, ``'159.3 MiB'``."""
     if nbytes < 1 << 10:
         return f"{nbytes:.0f} bytes"
     exponent = min(int(math.log2(nbytes)) // 10, len(_UNITS))
     return f"{nbytes / (1 << 10 * exponent):,.1f} {_UNITS[exponent - 1]}"
 
 
-# -- where the numbers are
+# -- sources of the numbers
 
 
 def _read(path: Path) -> str:
@@ -170,7 +170,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield ``(limit, unused)`` of every control group that limits memory; droppable file caches count as unused."""
+    """Yield ``(limit, unused)`` of each control group that limits memory; reclaimable file cache counts as unused."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: one tree for all
@@ -180,7 +180,7 @@ def _control_groups() -> Iterator[tuple[int, int]]:
             limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        inner = root / path.lstrip("/")  # in a container it, and some of those above it, do not exist
+        inner = root / path.lstrip("/")  # in a container, this path and some of its parents do not exist
         for folder in (inner, *(each for each in inner.parents if each == root or root in each.parents)):
             limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
             if limit.isdigit() and used.isdigit():

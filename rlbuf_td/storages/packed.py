@@ -27,10 +27,10 @@ from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, 
 
 
 class PackedStorage(LazyTensorStorage):
-    """A TensorDict storage with one row of bytes per transition: a batch is one gather, whatever the number of keys.
+    """A TensorDict storage with one row of bytes per transition: a batch is one gather for any number of keys.
 
-    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows; RAM is taken as rows are
-    written. A sampled batch is fresh memory; as in TorchRL, an ``int`` or a ``slice`` gives a view instead.
+    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows; RAM is committed as rows
+    are written. A sampled batch is fresh memory; as in TorchRL, an ``int`` or a ``slice`` gives a view instead.
 
     Args:
         max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole time steps of all lanes.
@@ -38,44 +38,44 @@ class PackedStorage(LazyTensorStorage):
         ndim: number of leading dims that count as transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
         scratch_dir: a folder for a memory-mapped file of the rows (CPU only); an existing file is never overwritten.
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
-        offload: keep the rows of a CUDA device in page-locked RAM, which the device reads and writes over the bus:
-            there may be more rows than the device has memory for. The RAM is taken at once. (Linux; not with
+        offload: keep the rows of a CUDA device in page-locked RAM, which the device reads and writes over the bus, so
+            that the buffer may exceed the device's memory. The RAM is committed at once. (Linux; not with
             ``share_next`` or ``frames``.)
-        share_next: store an observation once if the next observation of a row and the observation of the following row,
-            in the same lane, have equal bytes; where they differ, as at the end of a trajectory, both are stored.
-            ``True``: all keys at the root that are also below ``"next"``; a list of such keys; ``"auto"``: the keys
-            that repeat in at least half of the first write's rows and are worth it (if that write is one time step: all
-            keys of 16 bytes or more, each by itself). Keys of less than 8 bytes, flags and rewards are always stored in
-            the row. A column, a slice or an int gives a copy of a deduplicated key instead of a view: edit it by the
-            methods of :class:`ReplayBuffer`, not of TorchRL's own buffers.
-        frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim along which the frames lie (default 0),
+        share_next: store an observation once if the next observation of a row and the observation of the following row
+            in the same lane have equal bytes. Where they differ, as at the end of a trajectory, both are stored.
+            ``True``: all keys at the root that also exist under ``"next"``. A list: these keys. ``"auto"``: the keys
+            that repeat in at least half of the first write's rows and save memory; if that write is one time step, all
+            keys of 16 bytes or more, each by itself. Keys of less than 8 bytes, flags and rewards are always stored in
+            the row. A column, a slice or an int gives a copy of a deduplicated key instead of a view: edit it with the
+            methods of :class:`ReplayBuffer`, not those of TorchRL's own buffers.
+        frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the frames (default 0),
             ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the other frames
-            equal those of the row before, else the whole stack; the same holds for the stack below ``"next"``.
-        existsok: replace a file of rows that is in ``scratch_dir`` already; processes that use it keep the old one.
-        auto_cleanup: delete the file, and a folder that is empty then, with the storage or at the process's end.
+            equal those of the previous row, else the whole stack; the same applies to the stack under ``"next"``.
+        existsok: replace an existing file of rows in ``scratch_dir``; processes that use the old file keep it.
+        auto_cleanup: delete the file, and its folder if empty, with the storage or when the process ends.
             TorchRL's ``LazyMemmapStorage(n)`` is ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)``.
-        shared_init: share the rows from the start, see :meth:`share_memory_`: the first process that writes makes them.
+        shared_init: share the rows from the start, see :meth:`share_memory_`; the first writer allocates them.
         cleanup_memmap: as in TorchRL, but ``shared_init`` makes no temporary files that ``False`` would keep.
-        compilable: as in TorchRL, not together with sharing; ``torch.compile`` breaks its graph at every call anyway.
-        consolidated: the rows always lie in one block of memory.
+        compilable: as in TorchRL, not with sharing; ``torch.compile`` breaks its graph at every call in any case.
+        consolidated: no effect; the rows always lie in one block of memory.
 
-    A copy, pickled or deep, has rows of its own in RAM or shared memory, never in the file of its original. Sent to a
-    spawned process, the storage keeps its rows: both processes read and write the same ones.
+    A copy, pickled or deep, has its own rows in RAM or shared memory, never in the file of its original. A storage
+    that is sent to a spawned process keeps its rows: both processes read and write the same ones.
 
     Raises:
-        ValueError: an argument is out of range, or two of them exclude each other.
-        SchemaError: (on writing) the data does not match the rows; nothing has been written.
+        ValueError: an argument is out of range, or two arguments exclude each other.
+        SchemaError: (on writing) the data does not match the rows; nothing is written.
         MemoryError: (on the first write) the rows can never fit; with ``offload``: the RAM is not free or not lockable.
-        OSError: (on the first write) the disk of ``scratch_dir`` has less room.
+        OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
-        MemoryWarning: (on the first write) less RAM is free than the rows will take once all are written.
+        MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
 
     Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows.
-    ``python tests/benchmarks/memory.py`` measures what deduplicated observations save and cost.
+    ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
-    Differs from TorchRL's ``LazyTensorStorage``: a missing or unknown key is an error, and only TensorDicts of tensors
-    are taken.
+    Differs from TorchRL's ``LazyTensorStorage``: a missing or unknown key is an error, and it only accepts TensorDicts
+    of tensors.
 
     Example:
         >>> from tensordict import TensorDict
@@ -121,21 +121,21 @@ class PackedStorage(LazyTensorStorage):
         self.existsok, self.auto_cleanup = existsok, bool(auto_cleanup)
         self.shared, self.offload = shared, offload
         self.rows: Rows | None = None  # from the first write on
-        self._live: Rows | None = None  # those that were written at the last read
-        self.is_reserved = False  # whether the rows are those of a schema, to which the first write may add keys
+        self._live: Rows | None = None  # the written rows, cached by the last read
+        self.is_reserved = False  # whether rows were allocated for a schema; the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
-        self.process = os.getpid()  # which made it; others, forked from it, have counters of their own
-        self.lock: Any = RLock()  # every buffer over this storage takes it
+        self.process = os.getpid()  # the process that made it; processes forked from it have their own counters
+        self.lock: Any = RLock()  # taken by every buffer over this storage
         self.make_counters()
         if shared_init or (self.dedup_options and shared):
             self.share_memory_()
 
-    # -- counters: 64 bits, this process's own until the rows are shared; the buffer's locks order the writes
+    # -- counters: 64 bits, per process until the rows are shared; the buffer's locks order the writes
 
     def make_counters(self) -> None:
-        """Count from zero."""
-        self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, and the time step written last
+        """Create counters at zero."""
+        self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, last written time step
         self._len_value, self._mutation_revision_value, self._last_cursor_index_value = self.numbers.counters()
 
     @property
@@ -153,40 +153,40 @@ class PackedStorage(LazyTensorStorage):
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
 
-    # TorchRL's constructor sets what is counted here.
+    # TorchRL's constructor sets these counters.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
 
     def count_written(self, rows: Rows, steps: int, last: int) -> None:
-        """Count ``steps`` time steps as written, the newest of this write being ``last``."""
+        """Count ``steps`` time steps as written; ``last`` is the newest one of this write."""
         self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
 
-    # -- what there is
+    # -- properties
 
     @property
     def layout(self) -> RowLayout | None:
-        """What a row holds; ``None`` before the first write."""
+        """The layout of a row; ``None`` before the first write."""
         return None if self.rows is None else self.rows.layout
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a whole row, padding included, as batches hold it; 0 before the first write."""
+        """Bytes of a whole row in a batch, padding included; 0 before the first write."""
         return 0 if self.rows is None else self.rows.layout.row_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, with the observations that they store once; 0 before the first write."""
+        """Bytes of all rows and of the observations that are stored once; 0 before the first write."""
         return 0 if self.rows is None else self.rows.nbytes
 
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes saved so far, by key at the root, because observations or frames are stored once."""
+        """Bytes saved so far by storing observations or frames once, by key at the root."""
         return {} if self.rows is None else self.written_rows().saved_bytes()
 
     @property
     def dedup(self) -> DedupLayout | None:
-        """How observations are stored once; ``None`` if they are not."""
+        """The layout of observations that are stored once; ``None`` if there are none."""
         return None if self.rows is None else self.rows.dedup
 
     @property
@@ -196,17 +196,17 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def lanes(self) -> torch.Size:
-        """The dims after time; empty before there are rows."""
+        """The dims after time; empty before the rows are allocated."""
         return torch.Size([]) if self.rows is None else self.rows.lanes
 
     def all_rows(self) -> Rows:
-        """Return the rows, written or not; a RuntimeError before the first write."""
+        """Return all allocated rows; RuntimeError before the first write."""
         if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
 
     def written_rows(self) -> Rows:
-        """Return the rows that have been written."""
+        """Return the written rows."""
         cells, rows, live = self.numbers.values[0], self.rows, self._live
         if live is None or live.cells != cells:
             rows = self.all_rows()
@@ -224,7 +224,7 @@ class PackedStorage(LazyTensorStorage):
 
         Raises:
             RuntimeError: nothing has been written yet.
-            IndexError: an index is out of range of the rows that have been written.
+            IndexError: an index is out of range of the written rows.
             KeyError: no such key.
         """
         rows = self.written_rows()
@@ -250,8 +250,8 @@ class PackedStorage(LazyTensorStorage):
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write ``[n, *lanes]`` transitions (``single``: ``[*lanes]``) from time step ``start`` on; wraps at the end.
 
-        ``start`` lies not beyond the steps written so far, ``1 <= n <= T``, and an ``"index"`` is not stored. Raises
-        ``SchemaError`` if the data does not match the rows; nothing has been written then.
+        ``start`` is at most the number of steps written so far; ``1 <= n <= T``. An ``"index"`` is not stored. Raises
+        ``SchemaError``, without writing anything, if the data does not match the rows.
         """
         rows, leaves, count = writes.admit(self, data, single, drop_index=True)
         writes.begin(self, start, count)
@@ -264,9 +264,9 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             cursor: an ``int``, ``slice``, integer tensor, array, list or ``range`` along time; or, to replace
-                transitions, a boolean mask or a tuple of one index per dim. Of repeated positions the last one counts.
-            data: as many transitions; a list of TensorDicts is stacked.
-            set_cursor: whether the write may append, without leaving out a row.
+                transitions, a boolean mask or a tuple of one index per dim. The last row of a repeated position counts.
+            data: the same number of transitions; a list of TensorDicts is stacked.
+            set_cursor: whether the write may append rows, without gaps.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -274,17 +274,17 @@ class PackedStorage(LazyTensorStorage):
             TypeError: ``data`` is not a TensorDict.
         """
         data = as_tensordict(data)
-        with self.lock, held_back:  # a buffer's writes hold the lock already
+        with self.lock, held_back:  # writes of a buffer already hold the lock
             if isinstance(cursor, tuple) or is_mask(cursor):
                 writes.replace(self, cursor, data)
                 set_cursor = False
             else:
                 writes.set_steps(self, cursor, data, set_cursor)
-            if not set_cursor:  # else they have been counted
+            if not set_cursor:  # otherwise they are already counted
                 self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replace the transitions at an index, or, if it is a key, that entry of all of them."""
+        """Replace the transitions at an index; if the index is a key, replace that entry of all transitions."""
         if is_key(index):
             self.edit(lambda data: data.set_(index, value))
         else:
@@ -297,11 +297,11 @@ class PackedStorage(LazyTensorStorage):
     reserve = allocate.reserve
 
     def _init(self, data: TensorDictBase) -> None:
-        """Allocate for time steps like ``data`` (which has no time dim); TorchRL's checkpointers call it."""
+        """Allocate for time steps like ``data``, which has no time dim; TorchRL's checkpointers call this."""
         writes.fix_rows(self, data, self.ndim - 1)
 
     def adopt(self, rows: Rows) -> None:
-        """Use ``rows`` from now on; TorchRL's ``_storage`` becomes a TensorDict of views of them."""
+        """Use ``rows`` from now on; TorchRL's ``_storage`` becomes a TensorDict of their views."""
         self.rows, self._live = rows, None
         self.device = rows.matrix.device
         self._storage = rows.view()
@@ -314,7 +314,7 @@ class PackedStorage(LazyTensorStorage):
     release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        """Return the capacity in time steps; before the first write, that for lanes like those of the data."""
+        """Return the capacity in time steps; before the first write, the capacity for the lanes of the data."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:
@@ -338,24 +338,24 @@ class PackedStorage(LazyTensorStorage):
     share_memory_ = share
 
     def _make_init_directory(self) -> None:
-        """Do nothing: TorchRL's collectors call it to let a worker write first, which shared rows do not need."""
+        """Do nothing: TorchRL's collectors call it so that one worker writes first, which shared rows do not need."""
 
     # -- state
 
     state_dict = state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the content by what :meth:`state_dict` returned. Open trajectories with ids end.
+        """Replace the content by a result of :meth:`state_dict`. Open trajectories with ids end.
 
         Raises:
             SchemaError: the saved rows differ in keys, dtypes or shapes; nothing has changed.
-            ValueError: capacity or lanes do not fit, or another kind of storage has saved them; nothing has changed.
+            ValueError: capacity or lanes do not fit, or the state is of another kind of storage; nothing has changed.
         """
         state.load(self, state_dict)
         state.end_trajectories(self)
 
     def loads(self, path: str | Path) -> None:
-        """Replace the content by what :meth:`dumps` saved. Open trajectories with ids end."""
+        """Replace the content by a file that :meth:`dumps` saved. Open trajectories with ids end."""
         super().loads(path)
         state.end_trajectories(self)
 

@@ -1,4 +1,4 @@
-"""RAM that a CUDA device reads and writes itself over the bus: page-locked, and shown to torch as the device's own."""
+"""Page-locked RAM that a CUDA device accesses over the bus, as a torch tensor of that device."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 from rlbuf_td.kernels.huge_pages import advise_huge_pages, take_pages
 
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not name
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not define
 
 
 def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, dedup: bool) -> None:
     """Refuse ``offload=True`` if another argument or the system excludes it."""
     if device == "auto" or torch.device(device).type != "cuda":
         raise ValueError(
-            "offload=True keeps the rows of a CUDA device in RAM, where it reads them itself: it needs device='cuda', "
-            f"got device={str(device)!r}. Rows on the CPU lie in RAM as they are"
+            "offload=True keeps the rows of a CUDA device in RAM, where the device reads them: it needs device='cuda', "
+            f"got device={str(device)!r}. Rows on the CPU are in RAM already"
         )
     if scratch_dir is not None or shared:
         raise ValueError(
-            "offload=True takes RAM of this process alone, neither scratch_dir nor shared: for those, keep the rows on "
-            "the CPU and bring batches to the GPU by ReplayBuffer(device=...)"
+            "offload=True takes RAM of this process alone, without scratch_dir or shared: for those, keep the rows on "
+            "the CPU and move batches to the GPU with ReplayBuffer(device=...)"
         )
     if dedup:
         raise ValueError(
-            "offload=True excludes share_next and frames: rows that share observations take less, so keep them on the "
-            "GPU, or on the CPU, and bring batches to the GPU by ReplayBuffer(device=...)"
+            "offload=True excludes share_next and frames: rows that share observations are smaller; keep them on "
+            "the GPU, or on the CPU and move batches to the GPU with ReplayBuffer(device=...)"
         )
     if sys.platform != "linux":
         raise ValueError(
@@ -41,59 +41,59 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros that lie in RAM, as a tensor of a CUDA device (without an index the current one).
+    """Return ``[nbytes]`` uint8 zeros in RAM, as a tensor of a CUDA device (without an index: of the current one).
 
-    Kernels and copies of the device work on it as on its own memory, in a graph, too. Its pages are taken and locked at
-    once; they are unlocked and given back when the last tensor over them is gone.
+    Kernels and copies of the device use it like the device's own memory, also in a graph. Its pages are committed and
+    locked at once; they are unlocked and freed with the last tensor over them.
 
     Source: unified virtual addressing, CUDA C++ Programming Guide: memory that is registered on 64-bit Linux has the
-    same address on the device. Graph neural networks are fed from RAM so (PyTorch-Direct, Min et al. 2021).
+    same address on the device. PyTorch-Direct (Min et al. 2021) feeds graph neural networks from RAM this way.
     """
-    runtime = torch.cuda.cudart()  # before memory is taken: there may be no GPU
+    runtime = torch.cuda.cudart()  # before memory is allocated: there may be no GPU
     _unlock_waiting()
     index = torch.cuda.current_device() if device.index is None else device.index
-    area = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # whole pages, which no other memory lies in
-    with suppress(OSError):  # an old kernel: a fork then copies what is locked
+    area = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # whole pages, shared with no other memory
+    with suppress(OSError):  # an old Linux: a fork then copies the locked pages
         area.madvise(_WIPE_ON_FORK)
     memory = torch.frombuffer(area, dtype=torch.uint8)
     advise_huge_pages(memory)
-    take_pages(memory)  # by several threads; the driver would take them one after the other
-    with torch.cuda.device(index):  # whose the memory is, as the driver tells torch
+    take_pages(memory)  # by several threads; the driver would take the pages one by one
+    with torch.cuda.device(index):  # the driver reports this device as the owner of the memory
         result = runtime.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE | _MAPPED)
         if int(result):
             _forget_error(index)
-            del memory, area  # given back although a debugger may keep this frame
-            raise RuntimeError(f"page-locking fails, {runtime.cudaGetErrorString(result)} ({int(result)})")
+            del memory, area  # freed even if a debugger keeps this frame
+            raise RuntimeError(f"page-locking failed, {runtime.cudaGetErrorString(result)} ({int(result)})")
         tensor = _tensor_over(_Locked(memory, index, runtime), index)
     if tensor.data_ptr() != memory.data_ptr():
-        raise RuntimeError("page-locking fails, torch takes the memory for that of another device")
+        raise RuntimeError("page-locking failed, torch takes the memory for that of another device")
     return tensor
 
 
 class _Locked:
-    """Memory that stays page-locked while this object lives; torch keeps it with the tensor over it."""
+    """Memory that stays page-locked while this object lives; the tensor over it keeps it alive."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}
         self.__cuda_array_interface__ = place | {"strides": None, "version": 3}
-        # Not at the end of the process: others may still be at work then, and the system takes everything back.
+        # Not at process exit: kernels may still be running then, and the system frees everything.
         weakref.finalize(self, _unlock, memory, index, runtime, os.getpid()).atexit = False
 
 
 def _unlock(memory: torch.Tensor, index: int, runtime: Any, process: int) -> None:
-    if os.getpid() == process:  # a forked one has zeros there, and no device
+    if os.getpid() == process:  # a forked process has zeros there, and no device
         _waiting.append((memory, index, runtime))
         _unlock_waiting()
 
 
 def _unlock_waiting() -> None:
-    """Unlock what nobody uses; not while a graph is captured, which that would spoil: garbage is found at any time."""
+    """Unlock unused memory; not during a capture, which unlocking would break: garbage collection may run any time."""
     while not torch.cuda.is_current_stream_capturing():
         try:
             memory, index, runtime = _waiting.pop()
         except IndexError:
             return
-        torch.cuda.synchronize(index)  # kernels that were launched before may not be done with it
+        torch.cuda.synchronize(index)  # earlier kernels may still use it
         result = runtime.cudaHostUnregister(memory.data_ptr())
         if int(result):
             raise RuntimeError(f"page-locked rows cannot be unlocked: {runtime.cudaGetErrorString(result)}")
@@ -107,6 +107,6 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 
 
 def _forget_error(index: int) -> None:
-    """Launch a kernel: it reports the error of the call before it, which is then forgotten."""
+    """Launch a kernel: it reports, and so clears, the error of the previous call."""
     with suppress(RuntimeError):
         torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

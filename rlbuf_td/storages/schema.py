@@ -1,4 +1,4 @@
-"""What may be written: the error, and the words for everything that is wrong with a write."""
+"""Checks of written data, and their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlbuf_td.storages.tensordict_fast import entries_of
 
 
 class SchemaError(ValueError):
-    """Data whose keys, dtypes or shapes do not match the rows of a storage. Nothing has been written.
+    """Data whose keys, dtypes or shapes do not match the rows of a storage; nothing has been written.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -29,7 +29,7 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a transition: its key, and what a row holds of it."""
+    """One tensor of a transition: its key, and its dtype and shape in a row."""
 
     key: tuple[str, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ def show_key(key: tuple[str, ...]) -> str:
 
 
 def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the leaves of a TensorDict or of nested dicts, by key in its long form."""
+    """Yield the leaves of a TensorDict or of nested dicts, with their keys as tuples."""
     for name, value in (entries_of(data) if isinstance(data, TensorDictBase) else data).items():
         if isinstance(value, TensorDictBase | Mapping) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
@@ -62,7 +62,7 @@ def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -
 
 
 def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
-    """Refuse what has no fixed number of bytes a row."""
+    """Refuse values without a fixed number of bytes per row."""
     if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
         raise SchemaError(
             f"key {show_key(key)} holds non-tensor data ({type(value).__name__}), which has no fixed size in bytes: "
@@ -82,7 +82,7 @@ def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
 
 
 def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
-    """Return ``reshape(data)``, and say it in words if an entry is of a kind that cannot be reshaped."""
+    """Return ``reshape(data)``; raise a SchemaError if an entry is of a kind that cannot be reshaped."""
     try:
         return reshape(data)
     except RuntimeError:  # sparse and nested tensors
@@ -110,7 +110,7 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
             shapes = [getattr(leaves[key], "shape", None) if key in leaves else "absent" for leaves in (first, other)]
             if shapes[0] != shapes[1]:
                 raise SchemaError(
-                    f"key {show_key(key)} is ragged: the stacked TensorDicts differ in it "
+                    f"key {show_key(key)} is ragged: its shape differs between the stacked TensorDicts "
                     f"({shapes[0]} and {shapes[1]}); pad it to one shape, or use torchrl.data.LazyStackStorage, "
                     "which takes it"
                 )
@@ -122,7 +122,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Refuse data, ``[*lead, ...]``, of which a key does not fit the rows; ``more``: it may hold other keys."""
+    """Refuse data, ``[*lead, ...]``, with a key that does not fit the rows; ``more``: other keys are allowed."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():
@@ -152,5 +152,5 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
 
 
 def kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return a dtype and a shape as an error message shows them."""
+    """Return a dtype and a shape in words, for error messages."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""The state of a :class:`~rlbuf_td.PackedStorage`: pickling, copies, ``state_dict``. ``storage`` is one throughout."""
+"""The state of a :class:`~rlbuf_td.PackedStorage` (argument ``storage``): pickling, copies, ``state_dict``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_
 
 
 def pickled(storage: Any) -> dict[str, Any]:
-    """Return what ``__getstate__`` does: a copy's content, or where a spawned process finds the same rows."""
+    """Return the pickled state: the content of a copy, or the location of shared rows for a spawned process."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
         return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
@@ -37,7 +37,7 @@ def pickled(storage: Any) -> dict[str, Any]:
 def unpickle(storage: Any, state: dict[str, Any]) -> None:
     saved = state.pop("_saved", None)
     vars(storage).update(state)
-    if saved is None:  # another process: the same rows
+    if saved is None:  # a spawned process: the same rows
         storage.lock = storage.shared_rows.lock
         return storage.shared_rows.find()
     storage.rows = storage._live = storage._storage = storage.shared_rows = None
@@ -46,12 +46,12 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
     if storage.dedup_options and storage.shared:
         storage.share_memory_()
     revision, content = saved
-    load(storage, content)  # a copy goes on with open trajectories
-    storage._mutation_revision_value.value = revision  # what was read from the original holds for the copy
+    load(storage, content)  # a copy continues open trajectories
+    storage._mutation_revision_value.value = revision  # caches of the original are valid for the copy
 
 
 def snapshot(storage: Any) -> dict[str, Any]:
-    """Return :meth:`PackedStorage.state_dict` with the rows themselves rather than a copy."""
+    """Return :meth:`PackedStorage.state_dict` with the rows themselves instead of a copy."""
     rows = storage.rows
     if rows is None:
         return {"_len": 0}
@@ -68,9 +68,9 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def state_dict(storage: Any) -> dict[str, Any]:
-    """Return a copy of the rows, where they lie (of offloaded ones in RAM), and their layout, as plain state."""
+    """Return copies of the rows, on their device (offloaded ones: in RAM), and their layout, as serializable state."""
     state, rows = snapshot(storage), storage.rows
-    if rows is not None:  # of page-locked ones the device may lack the room for a copy
+    if rows is not None:  # the device may lack the memory for a copy of page-locked rows
         device = torch.device("cpu") if storage.offload else rows.matrix.device
         state["rows"] = state["rows"].to(device, copy=True)
     if "entries" in state:
@@ -84,7 +84,7 @@ def load(storage: Any, state: dict[str, Any]) -> None:
         return storage._empty()
     layout, lanes, dedup = admitted
     matrix, entries, rows = state["rows"], state.get("entries", []), storage.rows
-    if rows is not None and matrix.data_ptr() == rows.matrix.data_ptr():  # its own snapshot
+    if rows is not None and matrix.data_ptr() == rows.matrix.data_ptr():  # a snapshot of this storage
         return storage.restore_counters(state)
     if rows is not None and rows.layout != layout:
         storage.release()
@@ -100,19 +100,19 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 
 def end_trajectories(storage: Any) -> None:
-    """End the open trajectories that have ids: after a load, new collectors and recorders give the same ids again."""
+    """End the open trajectories that have ids: after a load, new collectors and recorders reuse the ids."""
     for each in storage._attached_entities:
         if hasattr(each, "mark_load"):
             each.mark_load()
 
 
 def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
-    """Return layout, lanes and deduplication of the rows that :func:`load` would load, None for none."""
+    """Return layout, lanes and deduplication of the rows that :func:`load` would load; None without rows."""
     if "layout" not in state:
-        if state.keys() != {"_len"}:  # what is saved before the first write
+        if state.keys() != {"_len"}:  # the state before the first write
             raise ValueError(
-                f"this is not the state of a PackedStorage (it holds {', '.join(map(repr, state))}): load it "
-                "into a storage of its own kind, and extend this one's buffer by what that holds"
+                f"this is not the state of a PackedStorage (it holds {', '.join(map(repr, state))}): load it into "
+                "a storage of its own kind, and extend this storage's buffer with that content"
             )
         return None
     if state.get("reserved", False) and storage.rows is not None:
@@ -126,16 +126,16 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return how new rows for saved ones are deduplicated: as these are, if the storage's are to be at all."""
+    """Return the deduplication of new rows for saved ones: the saved one, if the storage deduplicates at all."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
-    """Return the layout and the lanes of saved rows that a storage can take in; changes nothing."""
+    """Return layout and lanes of saved rows, or refuse rows that do not fit the storage; changes nothing."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
     if rows is not None and layout != rows.layout and not may_get_more:
-        raise SchemaError("the saved rows hold other keys, dtypes or shapes than those of this storage")
+        raise SchemaError("the saved rows have other keys, dtypes or shapes than this storage")
     if len(lanes) != storage.ndim - 1 or (rows is not None and lanes != rows.lanes):
         own = tuple(rows.lanes) if rows is not None else f"of a storage with ndim={storage.ndim}"
         raise ValueError(f"saved rows of lanes {tuple(lanes)} do not fit lanes {own}")
@@ -143,13 +143,13 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
     if state["_len"] > capacity or (state["full"] and state["_len"] != capacity):
         raise ValueError(
             f"{state['_len']} rows of a {'full ' if state['full'] else ''}buffer do not fit "
-            f"a capacity of {capacity}; rb.dumps and rb.loads bring the newest ones that fit into another capacity"
+            f"a capacity of {capacity}; rb.dumps and rb.loads transfer the newest ones that fit into another capacity"
         )
     return layout, lanes
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Count rows that have been put in place; the write clock goes on, or counts all rows as rewritten."""
+    """Restore the counters after a load; the write clock continues, or counts all rows as rewritten."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -162,7 +162,7 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
 
 
 def describe(storage: Any) -> str:
-    """Return the storage in words, a line for each leaf."""
+    """Return a description of the storage, with one line per leaf."""
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"
@@ -178,12 +178,12 @@ def describe(storage: Any) -> str:
     )
     head = f"{name}({len(storage):,} of {storage.max_size:,} rows, shape {tuple(rows.shape)}, "
     return "\n".join(
-        (f"{head}{rows.layout.row_bytes} bytes a row, {rows.nbytes / 2**20:,.1f} MiB, {place}", *lines, ")")
+        (f"{head}{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}", *lines, ")")
     )
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Refuse saved rows that name entries which were not saved with them, or entries of another size."""
+    """Refuse saved rows with ids of entries that were not saved with them, or entries of another size."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes
@@ -202,7 +202,7 @@ def rows_of_state(
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], len(matrix)
-    for group, found in zip(dedup.groups, entries, strict=True):  # more than so few rows have: others were there once
+    for group, found in zip(dedup.groups, entries, strict=True):  # some entries may be of earlier rows
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)

@@ -1,7 +1,7 @@
-"""The one place that touches TensorDict's private parts, each with the public way behind it.
+"""The only module that uses TensorDict's private attributes, each with a public fallback.
 
-A batch of seven leaves takes 25 microseconds to wrap with TensorDict's constructor and less than 1 by hand; reading the
-leaves of a write takes 1 microsecond per key through ``get`` and 0.1 through the dict that holds them.
+The constructor of TensorDict takes 25 microseconds for a batch of seven leaves, direct assembly less than 1. To read
+the leaves of a write takes 1 microsecond per key through ``get``, and 0.1 through the underlying dict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.dev
 
 
 def _knows_tensordict() -> bool:
-    """Return whether a TensorDict put together by hand is, attribute by attribute, what the constructor makes."""
+    """Return whether a TensorDict assembled here equals, attribute by attribute, one made by the constructor."""
     example = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
     try:
         return _assemble(*example).__dict__.keys() == TensorDict(*example).__dict__.keys()
@@ -38,14 +38,14 @@ new_tensordict = _assemble if _HAS_DICT else TensorDict
 
 
 def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
-    """Return the entries of one level of ``data`` as a mapping; not to be changed by the caller."""
+    """Return the entries of one level of ``data`` as a read-only mapping."""
     if type(data) is TensorDict and _HAS_DICT:
         return data._tensordict
     return dict(data.items())
 
 
 def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> None:
-    """Set entries that are known to fit the batch size and device of ``data``, which must not be locked."""
+    """Set entries that fit the batch size and device of ``data``, unchecked; ``data`` must not be locked."""
     if type(data) is TensorDict and _HAS_DICT:
         dict.update(data._tensordict, entries)
     else:
@@ -53,7 +53,7 @@ def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> N
 
 
 def leaf_of(data: TensorDictBase, key: tuple[str, ...]) -> Any:
-    """Return the entry at a key in its long form, None if there is none."""
+    """Return the entry at a key given as a tuple; None if there is none."""
     found: Any = data
     for name in key:
         if found is None:

@@ -1,4 +1,4 @@
-"""Which rows belong to one trajectory: the index that everything asks that needs the past or the future of a row."""
+"""The trajectory index: for each row, which rows before and after it belong to the same trajectory."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
-_NEVER = -2  # a write that follows is no reason to think that the boundaries are up to date
+_NEVER = -2  # a revision that no write follows: the next look-up rebuilds the boundaries
 
 
 class TrajectoryIndex:
-    """For any row: how far its trajectory reaches back and ahead, and whether it has ended.
+    """For any row: how far its trajectory extends back and ahead, and whether it has ended.
 
     Time is dim 0 of the storage, the other dims are lanes. Row ``t + 1`` of a lane follows row ``t`` unless the
-    trajectory ends there: by a done flag, by another trajectory id, at the write head, or where a writer has put a row
-    somewhere else than after its last one. The ring wraps; rows of different lanes are never neighbours.
+    trajectory ends there: by a done flag, by another trajectory id, at the write head, or where the writer wrote out of
+    order. The ring wraps; rows of different lanes are never neighbours.
 
-    Writers tell the index of every write. Data that comes by another way (``storage.set``, a loaded checkpoint) is
-    noticed at the next question, and read once.
+    Writers report every write to the index. Data from another source (``storage.set``, a loaded checkpoint) is detected
+    at the next look-up, and read once.
 
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, or TorchRL's tensor or memory-mapped ones.
-        done_key: bool, one or more per row: the trajectory ends with this row. Where it is not stored, terminated and
-            truncated flags beside it are taken together.
-        traj_key: integers that name trajectories. Used where stored; flattened ``[E * T]`` batches need it.
+        done_key: bool, one or more per row: the trajectory ends with this row. If it is not stored, the index combines
+            the terminated and truncated flags beside it.
+        traj_key: integer trajectory ids. Used if stored; flattened ``[E * T]`` batches need it.
 
-    Questions take written rows: flat ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``.
+    Look-ups take written rows: flat ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``.
 
     Raises:
-        KeyError: (on the first question) neither flags nor ids are stored.
-        TypeError: (on the first question) the storage holds no TensorDicts, flags are not bool, or ids no integers.
-        RuntimeError: (on a question) nothing is stored.
+        KeyError: (on the first look-up) neither flags nor ids are stored.
+        TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids not integers.
+        RuntimeError: (on a look-up) nothing is stored.
 
-    Cost: O(1) per row for questions (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes
-    per row. On CUDA 2 bytes, and a scan of all rows at the first question after a write. TorchRL has no such index.
+    Cost: O(1) per row for look-ups (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes
+    per row. On CUDA 2 bytes, and a scan of all rows at the first look-up after a write. TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -68,20 +68,20 @@ class TrajectoryIndex:
         self.done_key, self.traj_key = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         self._boundaries: Boundaries | None = None
         self._size: tuple[int, int, torch.device] | None = None
-        self._seen = SharedNumbers("q", [-1])  # the storage's revision, as of the last write that was taken in
+        self._seen = SharedNumbers("q", [-1])  # the storage's revision after the last recorded write
         self._unbind()
 
     def _unbind(self) -> None:
-        self._columns: TensorDictBase | None = None  # the storage's own, when the views below were made
+        self._columns: TensorDictBase | None = None  # the storage's columns when the views below were made
         self._end = torch.empty(0, dtype=torch.bool, device="cpu")
         self._name: torch.Tensor | None = None
-        self._flags: list[torch.Tensor] = []  # what `_end` is a copy of, if it is not a column itself
+        self._flags: list[torch.Tensor] = []  # the columns that `_end` combines, if it is not itself a column
 
     @classmethod
     def of(
         cls, storage: Storage, *, done_key: NestedKey = DONE_KEY, traj_key: NestedKey | None = TRAJ_KEY
     ) -> TrajectoryIndex:
-        """Return the index that is attached to ``storage``, attaching one if there is none with these keys."""
+        """Return the index attached to ``storage`` with these keys; attach a new one if there is none."""
         keys = as_tuple(done_key), None if traj_key is None else as_tuple(traj_key)
         for listener in storage._attached_entities:
             if isinstance(listener, cls) and (listener.done_key, listener.traj_key) == keys:
@@ -90,22 +90,22 @@ class TrajectoryIndex:
         storage.attach(index)
         return index
 
-    # -- questions
+    # -- look-ups
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool."""
         return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:
-        """Return how many steps before each row its trajectory begins, as far as it is stored: ``[B]`` int64."""
+        """Return how many steps before each row its trajectory begins, as far as stored: ``[B]`` int64."""
         return self.reach(index)[0]
 
     def steps_ahead(self, index: Any) -> torch.Tensor:
-        """Return how many steps after each row the last row so far of its trajectory lies: ``[B]`` int64."""
+        """Return how many rows of its trajectory are stored after each row: ``[B]`` int64."""
         return self.reach(index)[1]
 
     def ended(self, index: Any) -> torch.Tensor:
-        """Return whether each row's trajectory is finished, by a done flag or another trajectory's id: ``[B]`` bool."""
+        """Return whether each row's trajectory has ended, by a done flag or a new trajectory id: ``[B]`` bool."""
         return self.reach(index)[2]
 
     def length(self, index: Any) -> torch.Tensor:
@@ -114,10 +114,10 @@ class TrajectoryIndex:
         return back + ahead + 1
 
     def boundaries(self) -> Boundaries:
-        """Return the boundaries, up to date: what the kernels take."""
+        """Return the boundaries, up to date, for kernels."""
         storage = self.storage
         if not len(storage):
-            raise RuntimeError("cannot ask for trajectories of an empty storage: extend the buffer first")
+            raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
         if self._columns is not storage._storage:
             self._bind()
         boundaries = self._boundaries
@@ -127,7 +127,7 @@ class TrajectoryIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index takes; 0 before the first write."""
+        """Memory of the index in bytes; 0 before the first write."""
         if self._boundaries is None:
             return 0
         return sum(tensor.nbytes for tensor in self._boundaries.tensors().values())
@@ -141,7 +141,7 @@ class TrajectoryIndex:
     # -- writes
 
     def mark_range(self, start: int, count: int) -> None:
-        """Take in flat rows ``start, start + 1, ...``: whole time steps that were written in this order."""
+        """Record flat rows ``start, start + 1, ...``: whole time steps, written in this order."""
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
         boundaries = self._followed() or self._begun(start, count)
@@ -149,13 +149,13 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Take in rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; nothing follows a row of -1."""
+        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; nothing follows a row of -1."""
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return
-        steps = np.where(steps < 0, -2, steps)  # never one less than a row
+        steps = np.where(steps < 0, -2, steps)  # never the predecessor of a row
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
             if run[0] < 0:
                 boundaries.head.fill_(-1)
@@ -163,9 +163,9 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return what a kernel that writes rows keeps up to date, ``None`` if it cannot: boundaries and revision.
+        """Return the boundaries, their addresses and the revision for kernels that write rows; None if unsupported.
 
-        The array holds addresses, right as long as the boundaries keep their ``bitmap``.
+        The addresses are valid as long as the boundaries keep their ``bitmap``.
         """
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
@@ -173,7 +173,7 @@ class TrajectoryIndex:
         return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
-        """Read all rows again, as a ring; O(T)."""
+        """Read all rows again, in ring order; O(T)."""
         boundaries = self._bind()
         boundaries.clear()
         storage, (steps, lanes) = self.storage, self._end.shape
@@ -188,7 +188,7 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the step that a full ring wrote last; its writer knows, TorchRL's checkpoints forget it."""
+        """Return the last written step of a full ring, from its writer; TorchRL's checkpoints do not store it."""
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
             if isinstance(writer, RoundRobinWriter) and writer._write_count:
@@ -197,10 +197,10 @@ class TrajectoryIndex:
         return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
-        """Return the boundaries if one more write brings them up to date; else the next question rebuilds them.
+        """Return the boundaries if this write brings them up to date; otherwise the next look-up rebuilds them.
 
-        The storage counts its mutations. A write that is told of has raised the count by one (the second part of a
-        write that wraps by none); whatever else has happened in between was not told.
+        The storage counts its mutations. A reported write raises the count by one (the second part of a write that
+        wraps, by none). A higher count means that changes were not reported.
         """
         storage = self.storage
         revision = int(storage._mutation_revision)
@@ -212,14 +212,14 @@ class TrajectoryIndex:
         return self._boundaries
 
     def _begun(self, start: int, count: int) -> Boundaries | None:
-        """Return empty boundaries if this write, or the first part of one that wraps, is all that is stored."""
+        """Return cleared boundaries if this write, or the first part of one that wraps, is all that is stored."""
         storage = self.storage
         live = len(storage) // lanes_of(storage).numel()
         if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
             return None
         try:
             boundaries = self._bind()
-        except (KeyError, TypeError):  # the rows are written already: the next question says what is wrong with them
+        except (KeyError, TypeError):  # the rows are already written: the next look-up raises the error
             return None
         boundaries.clear()
         self._seen[0] = int(storage._mutation_revision)
@@ -238,8 +238,8 @@ class TrajectoryIndex:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
             raise TypeError(
-                "trajectories are found in a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
-                f"LazyMemmapStorage), not in a {type(storage).__name__}"
+                "trajectories need a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
+                f"LazyMemmapStorage), got a {type(storage).__name__}"
             )
         flags, self._name = self._find(columns, storage.ndim)
         steps, lanes = flags[0].shape[:2]
@@ -262,7 +262,7 @@ class TrajectoryIndex:
         deduplicated = getattr(self.storage, "deduplicated", {})
         for key in (self.done_key, self.traj_key):
             if key in deduplicated:
-                raise KeyError(f"rows share {key}, by which trajectories are to be found: leave it out of share_next")
+                raise KeyError(f"rows share {key}, which the trajectory index needs: leave it out of share_next")
 
         def column(key: tuple[str, ...] | None) -> torch.Tensor | None:
             found = None if key is None else columns.get(key, None)
@@ -272,19 +272,19 @@ class TrajectoryIndex:
         if name is not None:
             if name.shape[2:].numel() != 1 or name.dtype in _NO_NAMES or name.is_floating_point():
                 got = kind(name.dtype, name.shape[2:])
-                raise TypeError(f"trajectory ids {self.traj_key} must be one integer a row, got {got} a row")
+                raise TypeError(f"trajectory ids {self.traj_key} must be one integer per row, got {got} per row")
             name = name.view(name.shape[:2])
         flags = [flag for flag in map(column, self.end_keys()) if flag is not None]
         for flag in flags:
             if flag.dtype is not torch.bool:
                 raise TypeError(
-                    f"done flags {self.done_key} must be bool, got {kind(flag.dtype, flag.shape[2:])} a row"
+                    f"done flags {self.done_key} must be bool, got {kind(flag.dtype, flag.shape[2:])} per row"
                 )
         if flags:
             return flags, name
         if name is None:
             raise KeyError(
-                f"no row says where a trajectory ends: store {self.done_key} (or 'terminated' and 'truncated' there), "
+                f"no row marks the end of a trajectory: store {self.done_key} (or 'terminated' and 'truncated' there), "
                 f"or trajectory ids {self.traj_key}"
             )
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
@@ -292,7 +292,7 @@ class TrajectoryIndex:
     # -- processes
 
     def share_memory_(self) -> None:
-        """Let processes that use the storage together use the same boundaries, if there are rows."""
+        """Share the boundaries with processes that use the storage, if there are rows."""
         if getattr(self.storage, "_storage", None) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
@@ -300,32 +300,32 @@ class TrajectoryIndex:
                 self._seen.share_memory_()
 
     def repair(self) -> None:
-        """Read the rows again at the next question: a process may have died while it took some in."""
+        """Rebuild at the next look-up: a process may have died while it recorded rows."""
         self._seen[0] = _NEVER
 
     # -- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of what cannot be read from the rows: where the writer has put rows out of order."""
+        """Return a copy of the state that rows do not contain: where the writer wrote out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
     def part(self) -> None:
-        """Let no trajectory go on: rows that are written next follow none of those that are stored."""
-        with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
+        """End all open trajectories: rows that are written next follow none of the stored ones."""
+        with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self.boundaries().head.fill_(-1)
 
     def mark_load(self) -> None:
-        """End the open trajectories that have ids: a new collector gives the same ids again, from 0 on."""
-        with suppress(KeyError, TypeError, RuntimeError):  # the next question says why there are no trajectories
+        """End the open trajectories that have ids: a new collector starts its ids at 0 again."""
+        with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
-            if self._name is not None:  # else nothing is to end, and the writer may be loaded only after the storage
+            if self._name is not None:  # without ids nothing has to end, and the writer may be loaded after the storage
                 self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Continue from :meth:`state_dict`, over a storage that holds the same rows; without it, rows are read anew.
+        """Restore :meth:`state_dict`, over a storage that holds the same rows; otherwise the rows are read again.
 
         Raises:
             ValueError: the state is of another size; this index stays as it was.
@@ -341,7 +341,7 @@ class TrajectoryIndex:
         self._seen[0] = int(self.storage._mutation_revision)
 
     def __getstate__(self) -> dict[str, Any]:
-        views = ("_columns", "_end", "_name", "_flags")  # of the storage, which travels itself
+        views = ("_columns", "_end", "_name", "_flags")  # of the storage, which is pickled itself
         return {name: value for name, value in self.__dict__.items() if name not in views}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -353,6 +353,6 @@ class TrajectoryIndex:
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Return a key in its long form."""
+    """Return a key as a tuple of strings."""
     key = key if isinstance(key, str) else unravel_key(key)
     return (key,) if isinstance(key, str) else key

@@ -1,4 +1,4 @@
-"""Stale-safe priorities: a batch knows when its rows were sampled, and the storage when they were written."""
+"""Detects stale priorities: a batch records when its rows were sampled, the storage when they were written."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-#: The entry of a prioritized batch that holds, for each row, the clock at which it was sampled: ``[B]`` int64.
+#: Entry of a prioritized batch: the clock at which each row was sampled, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
-#: Where the clock's values hold the time steps written, the last time step written, and 1 if it notes rows' times.
+#: Positions in the clock's numbers: time steps written, the last written time step, and 1 if times are per row.
 NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return the rows of a batch, -1 for each that no longer holds what was sampled, and the number of these.
+    """Return the rows of a batch, -1 for rows rewritten since they were sampled, and the number of these.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` the :data:`SAMPLED_AT` of ``dims`` dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` is the :data:`SAMPLED_AT` of ``dims`` dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -37,48 +37,48 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
     if stamp.shape != flat.shape:
         raise ValueError(
             f"the batch has {tuple(stamp.shape)} entries {SAMPLED_AT!r} for {rows} rows: take both from one batch, "
-            f"or leave out {SAMPLED_AT!r} to update the rows whatever they hold now"
+            f"or leave out {SAMPLED_AT!r} to update the rows without a check"
         )
     return clock.skip_rewritten(flat, stamp, storage.all_rows().shape)
 
 
 class WriteClock:
-    """Counts the time steps written to a storage, and knows of any row whether it has been rewritten since.
+    """Counts the time steps written to a storage, and tells for any row whether it has been rewritten since.
 
-    A ring writes in order, so that the count alone tells how long ago each row was written. From the first write out of
-    order (at given rows, by a writer that keeps the best ones, ...) the clock notes the time of each row, 8 bytes per
-    row. The count never goes back; it has 64 bits, and differences stay right where it wraps.
+    While a ring writes in order, the count alone tells the age of each row. From the first write out of order (at given
+    rows, or by a writer that keeps the best ones) the clock stores the time of each row, 8 bytes per row. The count
+    never decreases; it has 64 bits, and differences stay correct when it wraps.
     """
 
     def __init__(self) -> None:
-        self.numbers = SharedNumbers("q", [0, -1, 0])  # by NOW, LAST and BY_ROW
-        self._newest: tuple[Any, int] = (None, 0)  # the stamps made last, and when
-        self._written: torch.Tensor | None = None  # int64, by flat row; in use if the number _BY_ROW is 1
+        self.numbers = SharedNumbers("q", [0, -1, 0])  # indices NOW, LAST and BY_ROW
+        self._newest: tuple[Any, int] = (None, 0)  # the last stamps, and their time
+        self._written: torch.Tensor | None = None  # int64, by flat row; used if the number BY_ROW is 1
 
     @property
     def now(self) -> int:
-        """How many time steps have been written so far."""
+        """The number of time steps written so far."""
         return self.numbers[NOW]
 
     def since(self, then: int) -> int:
-        """Return how many time steps have been written since the clock stood at ``then``."""
-        return (self.now - then) % (1 << 64)  # the count may have passed its limit
+        """Return the number of time steps written since the clock was ``then``."""
+        return (self.now - then) % (1 << 64)  # the count may have wrapped
 
     def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
-        """Return stamps ``now`` of ``rows`` rows that are being sampled, ``[rows]`` int64."""
+        """Return stamps ``now`` for ``rows`` sampled rows, ``[rows]`` int64."""
         stamps = torch.full((rows,), now, device=device)
         self._newest = stamps, now
         return stamps
 
     def stands_at(self, stamps: torch.Tensor) -> bool:
-        """Whether these stamps are the last ones made, and nothing has been written since."""
+        """Whether these are the newest stamps and nothing has been written since."""
         newest, then = self._newest
         return stamps is newest and self.now == then
 
-    # -- what writes tell
+    # -- called by writes
 
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
-        """Note ``count`` time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes]."""
+        """Record ``count`` time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes]."""
         numbers, steps = self.numbers, shape[0]
         last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
@@ -90,19 +90,19 @@ class WriteClock:
         numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Note a write of ``count`` time steps or rows at flat rows in any order."""
+        """Record a write of ``count`` time steps or rows, at flat rows in any order."""
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Count all rows as rewritten; a ring of ``steps`` time steps goes on after ``last``."""
+        """Count all rows as rewritten; a ring of ``steps`` time steps continues after ``last``."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Note the times of rows, if they must be noted, in this memory (which processes share): ``[N]`` int64."""
+        """Store the times of rows, if they are needed, in this memory, which processes share: ``[N]`` int64."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
@@ -120,12 +120,12 @@ class WriteClock:
         self.numbers[BY_ROW] = 1
         return written
 
-    # -- what priorities ask
+    # -- called by priority updates
 
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return ``[B]`` flat rows, -1 where rewritten since the stamp, and how many; never waits for CUDA."""
+        """Return ``[B]`` flat rows, -1 if rewritten since the stamp, and the number of these; never waits for CUDA."""
         now, last, by_row = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
@@ -134,15 +134,15 @@ class WriteClock:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the clock, as numbers and perhaps a tensor."""
+        """Return a copy of the clock: numbers, and perhaps a tensor."""
         now, last, by_row = self.numbers
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
-        """Go on from :meth:`state_dict`, over the same rows, of ``steps`` time steps, written up to ``last``.
+        """Restore :meth:`state_dict`, over the same rows of ``steps`` time steps, the last of which is ``last``.
 
-        A clock that has been running counts all batches as stale: its own and the state's could have the same count.
+        A clock that has counted before treats all batches as stale, because its count may equal that of the state.
         """
         if self.numbers[NOW]:
             self.numbers[NOW] = max(self.numbers[NOW], state["now"])
@@ -158,14 +158,14 @@ class WriteClock:
 
 
 class Tally:
-    """A count that all processes of a shared buffer see; a device's part stays there until it is asked for."""
+    """A count shared by all processes of a shared buffer; a device's part stays on the device until it is read."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])
         self._on_device: torch.Tensor | None = None
 
     def add(self, count: int | torch.Tensor) -> None:
-        """Count more; a 0-dim tensor is not waited for."""
+        """Add to the count; does not wait for a 0-dim tensor."""
         if isinstance(count, torch.Tensor):
             self._on_device = count if self._on_device is None else self._on_device + count
         elif count:

@@ -1,4 +1,4 @@
-"""Writes to a storage at any index: what an index may be, and the steps of a write in their order."""
+"""Writes to a storage: the accepted indices, and the order of the steps of a write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_mask(index: Any) -> bool:
 
 
 def is_index(index: Any) -> bool:
-    """Return whether ``index`` is a tensor of positions; one of no dims is an ``int``, uint8 is a mask to torch."""
+    """Return whether ``index`` is a tensor of positions; a 0-dim tensor counts as an ``int``, uint8 as a mask."""
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
 
 
@@ -45,9 +45,9 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Return a cursor along time, of which ``live`` of ``total`` steps are written, as int64 positions.
+    """Return a cursor along time as int64 positions; ``live`` of ``total`` steps are written.
 
-    Refuse positions that are out of range, or that would leave a row unwritten before the last one.
+    Refuses positions that are out of range, or that would leave a gap of unwritten rows.
     """
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
@@ -86,7 +86,7 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write at flat rows, or else of time steps (default: all); refuse one to a parent's file."""
+    """Announce a write at flat rows, or of time steps (default: all); refuse a write to a parent's file."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
@@ -103,9 +103,9 @@ def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor |
 def admit(
     storage: Any, data: TensorDictBase, single: bool, drop_index: bool = False
 ) -> tuple[Rows, list[torch.Tensor], int]:
-    """Return the rows, the leaves of transitions that fit them, and the number of time steps.
+    """Return the rows, the checked leaves of transitions, and the number of time steps.
 
-    At the first write the rows are allocated to fit, without an ``"index"`` if ``drop_index``.
+    The first write allocates the rows, without an ``"index"`` if ``drop_index``.
     """
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
@@ -118,7 +118,7 @@ def admit(
 
 
 def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
-    """Allocate rows for data like what is written; reserved rows that do not fit are given back."""
+    """Allocate rows for the written data; release reserved rows that do not fit."""
     ndim = storage.ndim
     if data.batch_dims < lead_dims:
         raise SchemaError(
@@ -172,7 +172,7 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
 
 
 def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-    """Let ``change`` set entries, in place, of a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
+    """Let ``change`` edit, in place, a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
 
     Raises:
         IndexError: the region is out of range; nothing has been written.
@@ -195,9 +195,9 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Set entries, ``[B, ...]`` by key, of flat rows; of a row that is named twice the last value stays.
+    """Set entries, ``[B, ...]`` by key, of flat rows; of a repeated row, the last value counts.
 
-    Trajectories are not told: the caller sees to it if an entry ends them.
+    This does not update the trajectory index: the caller does so if an entry ends a trajectory.
 
     Raises:
         IndexError: a row is out of range; nothing has been written.

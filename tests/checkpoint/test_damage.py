@@ -198,7 +198,7 @@ def other_keys():
         (lambda: make("rank"), "the dump has a ProportionalSampler as sampler, this buffer a RankSampler; rows_only"),
         (lambda: make(lanes=2), "the dump has ndim=1, this buffer 2"),
         (lambda: RolloutBuffer(20), "the dump has a RingWriter as writer, this buffer a RolloutWriter"),
-        (other_keys, "the saved rows hold other keys, dtypes or shapes"),
+        (other_keys, "the saved rows have other keys, dtypes or shapes"),
     ],
 )
 def test_other_parts_and_other_keys_are_refused_and_change_nothing(other, match, tmp_path):

@@ -243,7 +243,7 @@ REFUSALS = [
     ({"goal": None}, KeyError, r"hindsight needs 'desired_goal', which is not stored: .*goal_key"),
     ({"achieved_goal": None}, KeyError, r"hindsight needs 'next', 'achieved_goal'|achieved_goal.*not stored"),
     ({"reward": None}, KeyError, r"reward.*not stored: .*reward_key"),
-    ({"done": None}, KeyError, r"no row says where a trajectory ends: store \('next', 'done'\)"),
+    ({"done": None}, KeyError, r"no row marks the end of a trajectory: store \('next', 'done'\)"),
     ({"end": terminated_fn}, KeyError, r"terminated.*not stored: terminated_fn sets it"),
     ({"goal": torch.zeros(6, 3)}, ValueError, r"shape \(3,\), but .*shape \(2,\): goals and outcomes must be alike"),
     ({"desired_goal": torch.zeros(6)}, ValueError, r"goals and outcomes must be alike"),

@@ -165,7 +165,7 @@ def test_bad_arguments_are_refused(args, kwargs, error, words):
     ("spoil", "error", "words"),
     [
         (lambda data: data["next"].del_("reward"), KeyError, "n-step returns need .*reward.*, which is not stored"),
-        (lambda data: data["next"].del_("done"), KeyError, "no row says where a trajectory ends"),
+        (lambda data: data["next"].del_("done"), KeyError, "no row marks the end of a trajectory"),
         (
             lambda data: data.set(("next", "reward"), torch.zeros(9, 1).long()),
             TypeError,

@@ -166,7 +166,7 @@ def test_a_bad_setting_is_refused(cls, settings, message):
         (torch.arange(3), torch.ones(2), ValueError, "2 priorities .* for 3 rows"),
         (torch.tensor([0, 10]), torch.ones(2), IndexError, "row 10 is out of range: 10 rows"),
         (torch.tensor([0, -2]), torch.ones(2), IndexError, "row -2 is out of range"),
-        (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "named by integers"),
+        (torch.tensor([0.0, 1.0]), torch.ones(2), TypeError, "row indices must be integers"),
         (torch.arange(2), torch.ones(2, dtype=torch.complex64), TypeError, "must be real numbers"),
         (torch.ones(2, 2, dtype=torch.int64), torch.ones(2), ValueError, r"it must be flat, or of shape \[B, 1\]"),
     ],
@@ -204,7 +204,7 @@ def test_rows_of_two_dims_can_be_named_in_every_form(form, cls):
 def test_a_row_or_lane_that_is_not_there_is_refused():
     rb = buffer(5, 5, lanes=3)
     for index in ((torch.tensor([0]), torch.tensor([3])), torch.tensor([[1, -1]])):
-        with pytest.raises(IndexError, match="there are lanes 0 to 2"):
+        with pytest.raises(IndexError, match="lanes are 0 to 2"):
             rb.update_priority(index, torch.ones(1))
     for index in ([-1], [15]):
         for ask in (rb.sampler.priority, rb.sampler.probability):

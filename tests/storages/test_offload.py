@@ -253,7 +253,9 @@ def test_all_of_the_ram_must_be_free_at_once(driver, monkeypatch, free, fits):
 def test_pages_that_the_driver_refuses_to_lock_are_a_memory_error(driver, monkeypatch):
     driver.refuses = 2
     storage = PackedStorage(1_000, device="cuda", offload=True)
-    words = r"take 11.7 MiB, which cannot be had: .* of RAM .* page-locking fails, out of memory \(2\)\. .*ulimit -l"
+    words = (
+        r"take 11.7 MiB, which cannot be allocated: .* of RAM .* page-locking failed, out of memory \(2\)\. .*ulimit -l"
+    )
     with pytest.raises(MemoryError, match=words):
         storage.set(range(2), BIG)
     assert (storage.initialized, len(storage)) == (False, 0)
@@ -263,7 +265,7 @@ def test_pages_that_the_driver_refuses_to_lock_are_a_memory_error(driver, monkey
     driver.refuses = 0
     storage.set(range(2), BIG)
     monkeypatch.setattr(memory, "require_room", lambda *_, **__: None)
-    with pytest.raises(MemoryError, match=r"109.1 PiB, which cannot be had: .* of RAM .*Cannot allocate memory"):
+    with pytest.raises(MemoryError, match=r"109.1 PiB, which cannot be allocated: .* of RAM .*Cannot allocate memory"):
         PackedStorage(10**13, device="cuda", offload=True).set(range(2), BIG)
     assert len(driver.locked) == 1
 
@@ -284,10 +286,10 @@ def test_rows_that_are_too_many_for_a_gpu_are_told_of_the_ram(driver: Driver, mo
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "cpu": ({"device": "cpu"}, r"RAM, where it reads them itself: it needs device='cuda', got device='cpu'"),
+    "cpu": ({"device": "cpu"}, r"RAM, where the device reads them: it needs device='cuda', got device='cpu'"),
     "auto": ({"device": "auto"}, "needs device='cuda', got device='auto'"),
-    "shared": ({"shared": True}, r"neither scratch_dir nor shared.* ReplayBuffer\(device="),
-    "file": ({"scratch_dir": "x"}, r"neither scratch_dir nor shared.* ReplayBuffer\(device="),
+    "shared": ({"shared": True}, r"without scratch_dir or shared.* ReplayBuffer\(device="),
+    "file": ({"scratch_dir": "x"}, r"without scratch_dir or shared.* ReplayBuffer\(device="),
     "share_next": ({"share_next": True}, "excludes share_next and frames"),
     "frames": ({"frames": {"pixels": 4}}, "excludes share_next and frames"),
 }

@@ -211,7 +211,7 @@ def test_the_repr_tells_rows_bytes_place_and_columns() -> None:
     for part in (
         "21 of 30 rows",
         "shape (10, 3)",
-        "24 bytes a row",
+        "24 bytes per row",
         "cpu",
         "'observation': float32 (3,)",
         "'done': bool",

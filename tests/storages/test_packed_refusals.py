@@ -221,9 +221,9 @@ def test_what_cannot_be_packed_is_refused_with_the_storage_that_takes_it(make: A
 
 
 FIRST = {
-    "no tensor": (1, lambda: TensorDict({"n": {}}, [3]), "without a single tensor"),
+    "no tensor": (1, lambda: TensorDict({"n": {}}, [3]), "contains no tensor"),
     "too few dims": (2, lambda: good(), r"ndim=2 takes TensorDicts with 2 or more batch dims.*got batch size \(3,\)"),
-    "no lanes": (2, lambda: transitions(SCHEMAS["vector"], 3, (0,)), r"transitions of no lanes.*\(0,\)"),
+    "no lanes": (2, lambda: transitions(SCHEMAS["vector"], 3, (0,)), r"transitions without lanes.*\(0,\)"),
 }
 
 

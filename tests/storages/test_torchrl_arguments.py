@@ -73,7 +73,7 @@ def test_rows_that_have_been_written_are_not_given_back() -> None:
     storage.reserve(transitions(NESTED, 1)[0])
     storage.release()
     storage.set(range(3), transitions(NESTED, 3))
-    with pytest.raises(RuntimeError, match="rows that have been written are not given back"):
+    with pytest.raises(RuntimeError, match="rows that have been written cannot be released"):
         storage.release()
     assert len(storage) == 3
     assert bool(torch.isfinite(storage[:]["first"]).all())

@@ -175,11 +175,11 @@ def test_an_empty_storage_is_refused():
     ("entries", "error", "words"),
     [
         ({"x": (torch.float32, 1)}, KeyError, r"store \('next', 'done'\) \(or .*'terminated'.*'truncated'.*ids"),
-        ({"done": (torch.bool, 1)}, KeyError, r"no row says where a trajectory ends"),
-        ({("next", "done"): (torch.float32, 1)}, TypeError, r"must be bool, got float32 of shape \(1,\) a row"),
-        ({("next", "done"): (torch.uint8,)}, TypeError, r"must be bool, got uint8 of shape \(\) a row"),
-        ({("collector", "traj_ids"): (torch.float64,)}, TypeError, r"must be one integer a row, got float64"),
-        ({("collector", "traj_ids"): (torch.int64, 2)}, TypeError, r"one integer a row, got int64 of shape \(2,\)"),
+        ({"done": (torch.bool, 1)}, KeyError, r"no row marks the end of a trajectory"),
+        ({("next", "done"): (torch.float32, 1)}, TypeError, r"must be bool, got float32 of shape \(1,\) per row"),
+        ({("next", "done"): (torch.uint8,)}, TypeError, r"must be bool, got uint8 of shape \(\) per row"),
+        ({("collector", "traj_ids"): (torch.float64,)}, TypeError, r"must be one integer per row, got float64"),
+        ({("collector", "traj_ids"): (torch.int64, 2)}, TypeError, r"one integer per row, got int64 of shape \(2,\)"),
     ],
 )
 def test_columns_that_say_nothing_about_time_are_refused_when_asked(entries, error, words, early):
@@ -200,7 +200,7 @@ def test_a_storage_of_other_things_is_refused():
     rb = TensorDictReplayBuffer(storage=ListStorage(5))
     index = TrajectoryIndex.of(rb.storage)
     rb.extend(steps([0, 0]))
-    with pytest.raises(TypeError, match="not in a ListStorage"):
+    with pytest.raises(TypeError, match="got a ListStorage"):
         index.steps_back(torch.tensor([0]))
     tensors = LazyTensorStorage(5)
     tensors.set(range(2), torch.zeros(2, 3))

@@ -1,4 +1,4 @@
-"""Rows in memory: the interface, and rows that hold all of their bytes. They count nothing, and know no TorchRL."""
+"""Rows in memory: the interface, and rows that hold all of their bytes. They keep no counters and import no TorchRL."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 
 
 class Rows(ABC):
-    """``[T, *lanes]`` rows: what a storage, a sampler or a checkpoint may ask of them, however they are stored.
+    """``[T, *lanes]`` rows: the interface for storages, samplers and checkpoints, independent of the memory layout.
 
     Positions are flat rows (``t * E + e``), time steps, or coordinates; negative time steps and coordinates count from
     the end. Reading gives fresh memory, except for :meth:`view`, :meth:`at_region` and :meth:`column`. An index out of
-    range is an ``IndexError`` on the CPU. Leaves that are written have been checked before.
+    range raises ``IndexError`` on the CPU. Callers check leaves before they write them.
     """
 
-    dedup: DedupLayout | None = None  # which observations are stored once; None: all rows are whole
-    is_mapped = False  # whether the rows lie in a file, whose pages are asked for before rows are read
-    is_deferred = False  # whether only a later write uses overwritten entries again, as a process may die in this one
+    dedup: DedupLayout | None = None  # the layout of observations stored once; None: all rows are whole
+    is_mapped = False  # whether the rows lie in a file, whose pages are requested before rows are read
+    is_deferred = False  # whether only later writes reuse overwritten entries: a process may die in this one
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
-        self.layout = layout  # of whole rows, as batches hold them
+        self.layout = layout  # layout of whole rows, as in batches
         self._use(matrix)
 
     def _use(self, matrix: torch.Tensor) -> None:
-        """Take ``[T, *lanes, bytes]``, of the carrier dtype, as the stored rows."""
+        """Use ``[T, *lanes, bytes]``, of the carrier dtype, as the stored rows."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
 
-    # -- what there is
+    # -- properties
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, padding included, and of the entries that have been used so far."""
+        """Bytes of all rows, padding included, and of the entries used so far."""
         return self.matrix.nbytes
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes saved because observations are stored once, by key."""
+        """Bytes saved by storing observations once, by key."""
         return {}
 
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -69,9 +69,9 @@ class Rows(ABC):
 
     @abstractmethod
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf of the rows at flat positions, int64 of any shape, not negative: ``[*cells.shape, ...]``.
+        """Return every leaf of the rows at flat positions, ``[*cells.shape, ...]``; ``cells``: int64, not negative.
 
-        On the CPU each is a contiguous tensor of its own.
+        On the CPU each leaf is a separate contiguous tensor.
         """
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
@@ -100,11 +100,11 @@ class Rows(ABC):
         """Return all rows as a TensorDict of strided views, without the keys that are stored once."""
 
     def at_region(self, index: Any) -> TensorDict:
-        """Return what any other index of a tensor gives: views, but fresh memory for keys that are stored once."""
+        """Return the rows at any other tensor index: views, but fresh memory for keys that are stored once."""
         return self.view()[index]
 
     def column(self, path: tuple[str, ...]) -> Any:
-        """Return one key, or one level of keys, of all rows."""
+        """Return one key, or one level of nested keys, of all rows."""
         return self.view()[path]
 
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
@@ -112,26 +112,26 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield time steps in order, as how many and their leaves, in parts that fit into memory."""
+        """Yield the number of time steps and their leaves, in order, in parts that fit into memory."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     # -- writing
 
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, wrapping at the end; leaves may be views of these rows."""
+        """Write ``count`` time steps from ``start`` on, wrapping; ``leaves`` may be views of these rows."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions of any shape; of one that is named twice, the last row stays."""
+        """Write at flat positions of any shape; of a repeated position, the last row counts."""
         flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
         self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
 
     @abstractmethod
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions, ``[B]``; of one that is named twice, the last row stays."""
+        """Write at flat positions, ``[B]``; of a repeated position, the last row counts."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
-        """Whether any of some tensors is a view of these rows."""
+        """Whether any of the leaves is a view of these rows."""
         begin = self.matrix.data_ptr()
         return any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves)
 
@@ -141,25 +141,25 @@ class Rows(ABC):
         return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat positions of a region, an index of a tensor ``[T, *lanes]``, in the region's shape."""
+        """Return the flat positions of a region (an index of a tensor ``[T, *lanes]``), in the region's shape."""
         cells: Any = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
             cells = cells * size + coordinate.expand(self.shape)[region]
         return cells
 
-    # -- state: saved rows are the first time steps of a matrix, and the entries that they name
+    # -- state: saved rows are the first time steps of a matrix, and the entries that they refer to
 
     def entries(self) -> list[torch.Tensor]:
-        """Return the entries of each group that have been used, ``[n, bytes]``, as views."""
+        """Return the used entries of each group, ``[n, bytes]``, as views."""
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows, with ``used`` entries of each group, may be put in place as they are."""
+        """Whether saved rows, with ``used`` entries of each group, can be copied in without conversion."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
-        """Put saved rows and their entries in place of what is here."""
+        """Replace the content by saved rows and their entries."""
         used = [len(saved) for saved in entries]
         for room, saved in zip(self.room_for(used), entries, strict=True):
             room.copy_(saved)
@@ -167,11 +167,11 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Let rows hold nothing, and return memory for entries of each group; :meth:`rebuild` follows."""
+        """Clear all entry ids and return memory for entries of each group; the caller then calls :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write the time steps of other rows, (first, count) one after the other, from the first one on."""
+        """Write time steps of other rows, given as (first, count) ranges, one after the other from step 0 on."""
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
@@ -179,10 +179,10 @@ class Rows(ABC):
                 at += count
 
     def forget(self) -> None:
-        """Free all entries: no row names one any more."""
+        """Free all entries; no row refers to one any more."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Find anew which entries are free, from what the rows name; ``used``: how many have been put in place."""
+        """Find the free entries from the ids in the rows; ``used``: how many entries were restored."""
 
 
 class PlainRows(Rows):
@@ -212,8 +212,8 @@ class PlainRows(Rows):
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         head = min(count, self.steps - start)
-        if self.holds_any(leaves if count > 1 else leaves[:1]):  # of one row, torch itself refuses the rest
-            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
+        if self.holds_any(leaves if count > 1 else leaves[:1]):  # for one row, torch refuses any other overlap
+            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         if head == count:
             torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
         else:
@@ -229,7 +229,7 @@ class PlainRows(Rows):
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Count negative positions from the end; an IndexError on the CPU if one is out of range."""
+    """Convert negative positions, which count from the end; IndexError on the CPU if one is out of range."""
     if index.is_cuda:
         return index % max(1, size)
     if not index.numel():
@@ -241,7 +241,7 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return positions in order, each once, with the last row that is given for it."""
+    """Return sorted unique positions, each with the last row given for it."""
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]

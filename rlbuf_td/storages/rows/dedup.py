@@ -1,4 +1,4 @@
-"""Rows that store repeated observations once: a stored row holds the ids of entries in place of the observations."""
+"""Rows that store repeated observations once: a stored row holds entry ids instead of the observations."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup import ENTRY_IDS, DedupLayout, Sections
 from rlbuf_td.storages.rows import Rows, last_of_each
 
-_CHUNK = 256 << 20  # bytes of whole rows that are put together at once where many are copied
-_LOOK = 4096  # rows that are checked together for entries
+_CHUNK = 256 << 20  # bytes of whole rows that are assembled at once when many are copied
+_LOOK = 4096  # rows that are checked for entries at once
 
 
 class DedupRows(Rows):
-    """``[T, *lanes]`` rows of bytes that name entries of a pool.
+    """``[T, *lanes]`` rows of bytes that refer to entries of a pool.
 
-    ``block`` has :attr:`Sections.total` bytes, zeros at first; on other devices than the CPU the first
-    :attr:`Sections.fixed`, and entries have memory of their own that grows by copies, at the host's waiting.
-    ``make_room`` is called with each section that is to grow and the bytes that it needs; OSError if the disk is full.
+    ``block`` has :attr:`Sections.total` bytes, initially zero. Off the CPU it has the first :attr:`Sections.fixed`
+    bytes only; entries have their own memory, which grows by copies while the host waits.
+    ``make_room`` is called with each section that has to grow and the bytes it needs; it raises OSError on a full disk.
     """
 
     dedup: DedupLayout
@@ -71,16 +71,16 @@ class DedupRows(Rows):
             not grows(block.device),
         )
 
-    # -- what there is
+    # -- properties
 
     @property
     def used(self) -> list[int]:
-        """How many entries of each group have memory, free ones included."""
+        """Number of entries of each group that have memory, free ones included."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
     def in_use(self) -> list[int]:
-        """How many entries of each group are named by rows."""
+        """Number of entries of each group that rows refer to."""
         return [int(counters[1] - counters[0]) for counters in self.table.counters]
 
     @property
@@ -155,7 +155,7 @@ class DedupRows(Rows):
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         if self.holds_any(leaves):
-            leaves = [leaf.clone() for leaf in leaves]  # else a row could be read after it was overwritten
+            leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         lanes = self.cells // self.steps
         self._ensure(count * lanes)
         self._copy_stored(start, count, [leaves[slot] for slot in self.dedup.kept])
@@ -175,7 +175,7 @@ class DedupRows(Rows):
         return columns
 
     def _write_entries(self, leaves: list[torch.Tensor], lane_dims: int, cells: torch.Tensor | int, count: int) -> None:
-        """Let rows name the observations that are written to them; leaves without a time dim are of one time step."""
+        """Store written observations as entries and set the rows' ids; leaves without a time dim are one time step."""
         table, device, deferred = self.table, self.matrix.device, self.is_deferred
         if table.is_compiled:
             lanes = leaves[0].ndim - len(self.layout.leaves[0].shape) - lane_dims
@@ -212,7 +212,7 @@ class DedupRows(Rows):
     # -- room for entries
 
     def _ensure(self, rows: int) -> None:
-        """Make room for the entries that a write of ``rows`` rows may take; an OSError if the disk is full."""
+        """Make room for the entries that a write of ``rows`` rows may need; OSError if the disk is full."""
         if self._make_room is None and not grows(self.matrix.device):
             return
         for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
@@ -234,7 +234,7 @@ class DedupRows(Rows):
             counters.zero_()
 
     def _clear_ids(self, g: int) -> None:
-        """Let no row name an entry. Rows without any are only read: memory that was never written is not taken."""
+        """Clear all entry ids. Rows without ids are only read, so that untouched memory stays uncommitted."""
         ids = self.table.ids(g)
         for part in [ids] if grows(ids.device) else ids.split(_LOOK):
             if grows(ids.device) or part.any():
@@ -249,7 +249,7 @@ class DedupRows(Rows):
         return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        if self.is_deferred or dedup != self.dedup:  # deferred: the load may have to be undone
+        if self.is_deferred or dedup != self.dedup:  # if deferred, a load may have to be undone
             return False
         return all(count <= room for count, room in zip(used, self._sections.most, strict=True))
 
@@ -264,20 +264,20 @@ class DedupRows(Rows):
             self.forget()
             return super().copy_steps_(source, ranges)
         for g in range(len(self.table.groups)):
-            self._clear_ids(g)  # the entries stay as they are until the load is done
+            self._clear_ids(g)  # the entries stay unchanged until the load is done
         try:
             super().copy_steps_(source, ranges)
-        finally:  # also after an error: entries that are neither free nor named would be lost
+        finally:  # also after an error: entries that are neither free nor in use would be lost
             self.rebuild()
 
 
 def grows(device: torch.device) -> bool:
-    """Whether memory of a device is all taken at once, so that it has to grow by copies."""
+    """Whether a device allocates memory at once, so that entries have to grow by copies."""
     return device.type != "cpu"
 
 
 def _dense(leaf: torch.Tensor, lane_dims: int, shape_dims: int) -> torch.Tensor:
-    """Return a leaf as ``[T, E, ...]`` whose rows are dense, a copy only where it must be one."""
+    """Return a leaf as ``[T, E, ...]`` with dense rows, copied only if necessary."""
     if leaf.ndim == lane_dims + shape_dims:
         leaf = leaf[None]
     size = leaf.shape[1 : 1 + lane_dims].numel()

@@ -1,1 +1,1 @@
-"""What lets several processes use one buffer: numbers, memory, a lock, and a journal of the write in progress."""
+"""Parts that let several processes use one buffer: numbers, memory, a lock, and a journal of the current write."""

@@ -1,4 +1,4 @@
-"""A lock for threads and processes that outlives whoever holds it."""
+"""A lock for threads and processes that is released when its holder dies."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ except ImportError:  # not on Windows
 
 
 class Guarded(Protocol):
-    """What a :class:`ProcessLock` guards, and tells who comes in and leaves, perhaps with an error."""
+    """The object that a :class:`ProcessLock` protects; the lock calls these hooks when a process enters or leaves."""
 
     def entered(self) -> None: ...
-    def leaving(self, failed: bool) -> bool: ...  # returns whether all work is finished
-    def recover(self) -> None: ...  # somebody has died inside, or left work unfinished
+    def leaving(self, failed: bool) -> bool: ...  # returns whether the work is finished
+    def recover(self) -> None: ...  # a process has died with the lock, or left work unfinished
 
 
 class ProcessLock:
-    """Let one thread of one process in at a time; reentrant; free again when a process dies inside.
+    """Admits one thread of one process at a time; reentrant; released when a process dies with it.
 
-    An ``RLock`` (or the ``thread_lock`` given), and between a process and those that it forks, or spawns and sends the
-    lock to, a POSIX record lock on a nameless file, which the system takes back from a process that dies. Whoever dies
-    inside leaves a mark, by which the next one calls ``guarded.recover``. Cost: two system calls, some 2 us.
+    It consists of an ``RLock`` (or ``thread_lock``) and of a POSIX record lock on a nameless file, shared with forked
+    processes and with spawned ones that receive it. The system releases the record lock of a process that dies. A mark
+    stays behind, so that the next holder calls ``guarded.recover``. Cost: two system calls, some 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
         if fcntl is None:
             raise RuntimeError("several processes cannot share a buffer on this system: it has no POSIX record locks")
-        self._file = NamelessFile()  # never mapped: closing any descriptor of a file gives up the process's lock on it
-        self._inside = SharedNumbers("q", [0]).share_memory_()  # the process inside, or that died there; 0 for none
+        self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
+        self._inside = SharedNumbers("q", [0]).share_memory_()  # the process that holds it or died with it; 0: none
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
 
@@ -44,7 +44,7 @@ class ProcessLock:
         self._depth = 0
 
     def __enter__(self) -> ProcessLock:
-        if self._process != os.getpid():  # forked: whichever thread was inside is not in this process
+        if self._process != os.getpid():  # forked: the thread that held the lock is not in this process
             self._begin(threading.RLock())
         self._threads.acquire()
         if self._depth:
@@ -61,9 +61,9 @@ class ProcessLock:
                 self._guarded.recover()
                 self._inside[0] = 0
             self._guarded.entered()
-            self._inside[0] = self._process  # not before: who dies until now has changed nothing
+            self._inside[0] = self._process  # only now: a process that died earlier has changed nothing
         except BaseException:
-            self._leave()  # with the mark, if there was one
+            self._leave()  # keeps the mark, if there was one
             raise
         return self
 

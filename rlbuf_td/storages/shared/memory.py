@@ -1,4 +1,4 @@
-"""What several processes see: memory of a size that may be chosen after they have forked, and a few numbers."""
+"""Memory shared by several processes: a file whose size may be chosen after a fork, and single numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES: dict[str, Any] = {"q": c_longlong, "d": c_double}
 
 
 class NamelessFile:
-    """A file in memory without a name: forked processes have it, and spawned ones to which it is sent."""
+    """A file in memory without a name, accessible to forked processes and to spawned ones that receive it."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -28,7 +28,7 @@ class NamelessFile:
                 self.descriptor = os.dup(file.fileno())
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` (at least 1), uint8, as every process sees them; zeros where none has written."""
+        """Return the first ``nbytes`` (at least 1) as uint8 memory shared by all processes; initially zero."""
         if os.fstat(self.descriptor).st_size < nbytes:
             os.ftruncate(self.descriptor, nbytes)
         return torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
@@ -48,10 +48,10 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers of this process; after :meth:`share_memory_` its forks, and processes it sends them to, see them.
+    """64-bit numbers of this process, visible after :meth:`share_memory_` to its forks and to spawned receivers.
 
-    A copy has its own. Nothing is locked; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths use
-    ``values``, the memory, which sharing replaces.
+    A copy has its own numbers. There is no locking; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths
+    use the memory ``values``, which sharing replaces.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")
@@ -61,7 +61,7 @@ class SharedNumbers:
         self.values: Any = (_TYPES[kind] * len(values))(*values)
 
     def share_memory_(self) -> SharedNumbers:
-        """Move the numbers into memory that other processes see; return this object."""
+        """Move the numbers to shared memory; return this object."""
         if not self._is_shared:
             self.values, self._is_shared = RawArray(self._kind, self.values[:]), True
         return self
@@ -81,7 +81,7 @@ class SharedNumbers:
     def __getstate__(self) -> tuple[str, Any]:
         if get_spawning_popen() is None:
             return self._kind, self.values[:]
-        return self._kind, reduce_ctype(self.share_memory_().values)  # picklers that exist do not know its type yet
+        return self._kind, reduce_ctype(self.share_memory_().values)  # existing picklers do not know its type
 
     def __setstate__(self, state: tuple[str, Any]) -> None:
         kind, values = state
@@ -96,7 +96,7 @@ class SharedNumbers:
 
 
 class NumberOf:
-    """One of several shared numbers, as a ``value``."""
+    """One of several shared numbers, accessible as ``value``."""
 
     __slots__ = ("_numbers", "_position")
 

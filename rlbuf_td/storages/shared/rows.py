@@ -1,4 +1,4 @@
-"""Rows that several processes use: made by whichever writes first, found by all others, and the journal of a write."""
+"""Rows that several processes use: the first writer allocates them, the others map them; and the journal of a write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 _PAGE = 4096
-#: Nothing is being written; rows are being written; rows and counters are, and listeners are being told.
+#: Phases: nothing is being written; rows are being written; rows are complete, counters and listeners follow.
 IDLE, WRITING, WRITTEN = range(3)
 _PHASE, _START, _COUNT, _COUNTERS = range(4)
 _MOST_COUNTERS = 16
@@ -30,15 +30,15 @@ class Counter(Protocol):
 
 
 class Journal:
-    """The write in progress, in memory that all processes see.
+    """The write in progress, in shared memory.
 
-    Before rows are overwritten, those that can be read are copied aside, and so are the counters when a process comes
-    in. Until the new rows and counters are complete, a process that dies has written nothing: :meth:`undo` puts back
-    what was there. From then on its write is done, and what is left to do can be done twice.
+    The journal saves the counters when a process takes the lock, and readable rows before they are overwritten. If a
+    process dies before the new rows and counters are complete, :meth:`undo` restores the old ones: nothing has been
+    written. Afterwards the write counts as done, and the remaining work can safely be repeated.
 
-    The journal is of the process that holds the lock; what it says counts only while the lock is marked as held, which
-    it is from after :meth:`entered` until the work is done. All rests on one invariant: a process is killed between two
-    stores, so that a store to one number, made after others, says that these are made.
+    The journal belongs to the process that holds the lock. It is valid only while the lock is marked as held: from the
+    end of :meth:`entered` until the work is done. The invariant behind it: a process dies between two stores, so a
+    store to a single number, made after other stores, proves that those were made.
     """
 
     def __init__(self) -> None:
@@ -47,24 +47,24 @@ class Journal:
         self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def watch(self, *counters: Counter) -> None:
-        """Put these counters back, too, when a write is undone."""
+        """Also restore these counters when a write is undone."""
         self._counters += [counter for counter in counters if all(counter is not known for known in self._counters)]
         if len(self._counters) > _MOST_COUNTERS:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Take note where the rows are (``[N, width]``), and where to put copies of them and their positions."""
+        """Set the memory of the rows, ``[N, width]``, and the memory for saved rows and their positions."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
-        """Remember the counters; nothing is being written yet."""
+        """Save the counters; nothing is being written yet."""
         words = self._words
         words[_PHASE] = IDLE
         for position, counter in enumerate(self._counters, _COUNTERS):
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Announce a write of ``count`` rows from flat row ``start`` on, wrapping; the first ``live`` rows are read."""
+        """Announce a write of ``count`` rows from ``start`` on, wrapping; only the first ``live`` rows are readable."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -75,7 +75,7 @@ class Journal:
         words[_PHASE] = WRITING
 
     def begin_at(self, cells: torch.Tensor) -> None:
-        """Announce a write at flat rows that can be read, in any order."""
+        """Announce a write at readable flat rows, in any order."""
         cells = cells.unique()
         count = len(cells)
         self._cells[:count] = cells
@@ -98,7 +98,7 @@ class Journal:
         return self._cells[:count] if start < 0 else (start + torch.arange(count, device="cpu")) % len(self._rows)
 
     def undo(self) -> None:
-        """Put back the counters, and the rows that could be read; may be done again."""
+        """Restore the counters and the saved rows; can be repeated."""
         words = self._words
         for position, counter in enumerate(self._counters, _COUNTERS):
             counter.value = words[position]
@@ -106,22 +106,22 @@ class Journal:
             self._rows[self.cells] = self._aside[: words[_COUNT]]
 
     def __getstate__(self) -> dict[str, Any]:
-        nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # whoever is sent the storage finds its memory anew
+        nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # a receiver of the storage maps the memory again
         return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere}
 
 
 class SharedRows:
-    """The memory of a storage that several processes use, the lock that they take, and the journal of their writes.
+    """The memory of a storage that several processes use, their lock, and the journal of their writes.
 
-    What the rows hold is known only with the first write, which may come after the processes have parted. Until then
-    the memory is an empty file; whoever writes first settles its size and describes the rows, the others map it.
+    The first write fixes the layout, perhaps after the processes were forked. Until then the memory is an empty file;
+    the first writer sets its size and describes the rows, and the others map it.
     """
 
     def __init__(self, storage: Any) -> None:
         self.journal = Journal()
         self._storage = storage
         self._rows, self._beside = NamelessFile(), NamelessFile()
-        self._described = SharedNumbers("q", [0]).share_memory_()  # bytes of the rows' description; 0: none yet
+        self._described = SharedNumbers("q", [0]).share_memory_()  # size of the rows' description in bytes; 0: none yet
         self._has_rows = False  # in this process
         self.lock = ProcessLock(self, storage.lock)
 
@@ -132,7 +132,7 @@ class SharedRows:
         return self._rows.map(nbytes)
 
     def find(self) -> None:
-        """Let the storage use the rows that another process has made, if there are any, unless it does."""
+        """Map the rows that another process has allocated, if there are any and the storage has none."""
         length, storage = self._described[0], self._storage
         if length and not self._has_rows:
             found = json.loads(bytes(self._beside.map(length).numpy()))
@@ -140,7 +140,7 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows, unless that is done; return memory to note the times of writes in, ``[N]`` int64."""
+        """Describe the rows if necessary; return the memory for the times of their writes, ``[N]`` int64."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
@@ -156,10 +156,10 @@ class SharedRows:
             self._described[0] = len(text)
         return numbers[rows:]
 
-    # -- what the lock tells
+    # -- hooks of the lock
 
     def entered(self) -> None:
-        """Look for rows that another process has made; remember the counters."""
+        """Map rows that another process has allocated; save the counters."""
         self.find()
         self.journal.entered()
 
@@ -178,7 +178,7 @@ class SharedRows:
             if hasattr(listener, "repair"):
                 listener.repair()
         storage._bump_mutation_revision()
-        if journal.phase == WRITTEN:  # the process may have died before it told the listeners
+        if journal.phase == WRITTEN:  # the process may have died before it notified the listeners
             index = coordinates(journal.cells, storage)
             for listener in storage._attached_entities:
                 listener.mark_update(torch.stack(index, -1) if isinstance(index, tuple) else index)
@@ -188,11 +188,11 @@ class SharedRows:
 
 
 def share(storage: Any) -> Any:
-    """Let processes that are forked from now on, or spawned and sent this storage, use the same rows.
+    """Share the rows with processes that are forked from now on, or spawned and sent this storage.
 
-    Rows in RAM move to shared memory. Before the first write, whichever process writes first allocates the rows.
-    The storage's ``lock`` lets one process in at a time; a write that a dying process leaves unfinished is undone.
-    Cost: a copy of the rows, then one of the rows that a write overwrites.
+    Rows in RAM move to shared memory. Before the first write, the first process to write allocates the rows.
+    The storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
+    Cost: a copy of all rows, then of the rows that each write overwrites.
 
     Raises:
         ValueError: the rows are on a CUDA device.
@@ -211,7 +211,7 @@ def share(storage: Any) -> Any:
         storage.numbers.share_memory_()
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
-        storage.is_reserved, rows = False, storage.rows  # no process may put other rows in place of reserved ones
+        storage.is_reserved, rows = False, storage.rows  # no process may replace reserved rows
         if rows is not None and storage.scratch_dir is None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
