@@ -15,7 +15,7 @@ _FLAGS = ("done", "terminated")
 
 @dataclass(frozen=True)
 class TimeLayout:
-    """What all inputs of one call share."""
+    """The properties that all inputs of one call share."""
 
     function: str
     shape: torch.Size
@@ -29,10 +29,10 @@ class TimeLayout:
     def of(
         cls, function: str, time_dim: int, values: dict[str, Tensor], *others: Tensor | None
     ) -> tuple[TimeLayout, list[Tensor]]:
-        """Check types, shapes, devices and dtypes of inputs; return what they share, and each as ``[L, T, F]``.
+        """Check types, shapes, devices and dtypes of inputs; return their layout, and each input as ``[L, T, F]``.
 
-        ``others`` are reward, done and terminated (``None``: done). The dtype returned depends on ``values`` alone.
-        Numbers come in the dtype to compute in; nothing has a gradient.
+        ``others`` are reward, done and terminated (``None``: done). The result's dtype depends on ``values`` alone.
+        The returned tensors are detached, and have the dtype of the computation.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
@@ -45,7 +45,7 @@ class TimeLayout:
             raise ValueError(f"{function}: all inputs must share one shape [*batch, T, *features], got {shapes}.")
         shape = tuple(first.shape)
         if first.numel() == 0:
-            raise ValueError(f"{function}: the inputs are empty (shape {shape}); there is no step.")
+            raise ValueError(f"{function}: the inputs are empty (shape {shape}): there are no steps.")
         devices = {name: str(x.device) for name, x in inputs.items()}
         if len(set(devices.values())) != 1:
             raise ValueError(f"{function}: all inputs must be on one device, got {devices}.")
@@ -71,7 +71,7 @@ class TimeLayout:
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:
-            raise ValueError(f"{self.function}: {name} requires a gradient, estimates have none. Pass {name}.detach().")
+            raise ValueError(f"{self.function}: {name} requires a gradient; estimates have none. Pass {name}.detach().")
         x = x.to(self.device, self.compute_dtype)
         try:
             return x.expand(self.shape).reshape(self.sizes)

@@ -1,4 +1,4 @@
-"""Advantages: the generalized advantage estimate; V-trace, for actions that another policy took."""
+"""Advantages: the generalized advantage estimate (GAE), and V-trace for actions of another policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generalized_advantage_estimate(
     *,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    r"""Generalized advantage estimate of trajectories, and the value targets that go with it.
+    r"""Generalized advantage estimate of trajectories, and the corresponding value targets.
 
     .. math::
         \delta_t &= r_t + \gamma (1 - \mathrm{terminated}_t) V(s'_t) - V(s_t) \\
@@ -32,7 +32,7 @@ def generalized_advantage_estimate(
         gamma: discount, in [0, 1], or one per step.
         lmbda: decay of the trace, in [0, 1], or one per step.
         state_value: :math:`V(s_t)`, ``[*batch, T, *F]``, floating.
-        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the one after a reset).
+        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the first one after a reset).
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
@@ -47,8 +47,8 @@ def generalized_advantage_estimate(
     Cost: one pass over the data; about 5 µs plus 1 ns per element on a CPU.
 
     Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
-    Takes the place of TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``; unlike
-    theirs it carries no gradient, cuts the series off nowhere, and does not round gamma to float32.
+    Replaces TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``. Unlike these, it
+    carries no gradient, does not truncate the series, and does not round gamma to float32.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)
@@ -75,9 +75,9 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return ``(L, T, F)`` if the CPU kernel can take the tensors as they are, else ``None``; never raises.
+    """Return ``(L, T, F)`` if the CPU kernel accepts the tensors unchanged, else ``None``; never raises.
 
-    A fast form of the checks in :class:`TimeLayout`, since overhead dominates short rollouts.
+    A fast form of the checks in :class:`TimeLayout`, because overhead dominates for short rollouts.
     """
     try:
         dtype, shape = value.dtype, value.shape
@@ -108,7 +108,7 @@ def vtrace_advantage_estimate(
     c_thresh: float | Tensor = 1.0,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    r"""V-trace advantages and value targets: :math:`\pi` evaluated on actions that :math:`\mu` took.
+    r"""V-trace advantages and value targets: evaluate policy :math:`\pi` on actions that policy :math:`\mu` took.
 
     .. math::
         \rho_t &= \min(\bar\rho, \pi/\mu), \quad c_t = \min(\bar c, \pi/\mu), \quad
@@ -116,7 +116,7 @@ def vtrace_advantage_estimate(
         v_t &= V(s_t) + x_t, \qquad x_t = \delta_t + \gamma c_t (1 - \mathrm{done}_t) x_{t+1} \\
         A_t &= \rho_t (r_t + \gamma (1 - \mathrm{terminated}_t) v_{t+1} - V(s_t))
 
-    where :math:`V(s'_t)` stands for :math:`v_{t+1}` at the end of a trajectory and at the last step.
+    where :math:`V(s'_t)` replaces :math:`v_{t+1}` at the end of a trajectory and at the last step.
 
     Args:
         gamma: discount, in [0, 1], or one per step.
@@ -135,13 +135,13 @@ def vtrace_advantage_estimate(
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError: see the module; also a negative threshold (of tensors, values are not checked).
+        ValueError: see the module; also a negative threshold (the values of tensors are not checked).
         TypeError: see the module.
 
     Cost: one pass over the data.
 
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate`` (which
-    names the two policies the other way round, and whose ``time_dim`` other than -2 works on transposed inputs only).
+    swaps the names of the two policies, and is correct for ``time_dim`` other than -2 on transposed inputs only).
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

@@ -1,4 +1,4 @@
-"""Returns: the value of a step, from the rewards and values after it."""
+"""Returns: the value of a step, computed from later rewards and values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def td_lambda_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(:math:`\lambda`) return: n-step returns, mixed with the weights :math:`(1-\lambda)\lambda^{n-1}`.
+    r"""TD(:math:`\lambda`) return: the mean of n-step returns with the weights :math:`(1-\lambda)\lambda^{n-1}`.
 
     .. math::
         G_t = r_t + \gamma \left[ (1 - \lambda) \bar V(s'_t) + \lambda G_{t+1} \right], \qquad
         \bar V(s'_t) = (1 - \mathrm{terminated}_t) V(s'_t)
 
-    where :math:`\bar V(s'_t)` stands for :math:`G_{t+1}` at the end of a trajectory and at the last step.
+    where :math:`\bar V(s'_t)` replaces :math:`G_{t+1}` at the end of a trajectory and at the last step.
 
     Args:
         gamma: discount, in [0, 1], or one per step.
@@ -36,7 +36,7 @@ def td_lambda_return_estimate(
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
         rolling_gamma: with per-step gamma or lmbda, True (default): each step is discounted by its own value.
-            False: a return uses the values of the step that it starts from, throughout; O(T²).
+            False: each return uses the values of its first step throughout; O(T²).
         time_dim: the dimension of time.
 
     Returns:
@@ -70,7 +70,7 @@ def td1_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(1) return: discounted rewards to the trajectory's end, bootstrapped there unless it terminated.
+    r"""TD(1) return: discounted rewards to the trajectory's end, with bootstrapping there unless it terminated.
 
     .. math::
         G_t = r_t + \gamma \begin{cases}
@@ -95,8 +95,8 @@ def td1_return_estimate(
 
     Cost: one pass over the data.
 
-    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, but
-    with ``rolling_gamma=False`` the last step bootstraps here as it does everywhere else, while theirs drops it.
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, except
+    with ``rolling_gamma=False``: the last step bootstraps here as everywhere else, while TorchRL's omits it.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -125,12 +125,12 @@ def _estimate(
         raise ValueError(f"{name}: rolling_gamma=False needs a {which} of the inputs' shape; got one value.")
     g, lam = layout.coefficient("gamma", gamma), layout.coefficient("lmbda", 1.0 if lmbda is None else lmbda)
     bootstrap = next_value.masked_fill(terminated, 0)
-    if lmbda is None:  # a return of rewards only ends where the step terminates, even if done is not set
+    if lmbda is None:  # a TD(1) return ends where the step terminates, even if done is not set
         ends = ends | terminated
     if rolling_gamma is False:
         return layout.restore(_returns_of_fixed_discount(g, lam, bootstrap, reward, ends))
     ends = ends.clone()
-    ends[:, -1] = True  # nothing is known after the last step
+    ends[:, -1] = True  # there is no data after the last step
     mixed = torch.where(ends, bootstrap, 0 if lmbda is None else (1 - lam) * bootstrap)
     returns = scan.reverse_scan(reward + g * mixed, scan.spread(g * lam, bootstrap).masked_fill(ends, 0))
     return layout.restore(returns)
@@ -139,11 +139,11 @@ def _estimate(
 def _returns_of_fixed_discount(
     gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return TD(lambda) returns that use the gamma and lmbda of the step they start from throughout. O(T²)."""
+    """Return TD(lambda) returns, each with the gamma and lmbda of its first step throughout. O(T²)."""
     gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
     returns = bootstrap[:, -1:].expand_as(reward).clone()
     for t in reversed(range(reward.shape[1])):
-        # Entry k <= t holds what the return of step k makes of the steps t + 1 and later.
+        # Entry k <= t is the contribution of steps t + 1 and later to the return of step k.
         ahead = bootstrap[:, t : t + 1]
         later = torch.where(ends[:, t : t + 1], ahead, returns[:, : t + 1])
         g, lam = gamma[:, : t + 1], lmbda[:, : t + 1]

@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
-    r"""Share of the targets' variance that values predict: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
+    r"""Share of the targets' variance that the values explain: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
 
-    1 is a perfect prediction, 0 no better than a constant, below 0 worse than one.
+    1 is a perfect prediction, 0 is no better than a constant, below 0 is worse than a constant.
 
     Args:
         state_value: predictions, any shape, floating.
         value_target: targets, same shape.
 
     Returns:
-        A scalar tensor (float32 at least); NaN if the targets do not vary.
+        A scalar tensor (at least float32); NaN if the targets are constant.
 
     Raises:
         ValueError: shapes differ, or the tensors are empty.
 
-    Cost: O(elements); no host synchronisation. Source: as in OpenAI Baselines; TorchRL has no such function.
+    Cost: O(elements); no host synchronisation. Source: OpenAI Baselines; TorchRL has no such function.
 
     Example:
         >>> target = torch.tensor([1.0, 2.0, 3.0])
@@ -44,7 +44,7 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     Args:
         x: any shape, floating.
-        eps: least divisor, > 0; a constant input becomes zeros.
+        eps: smallest divisor, > 0; a constant input becomes zeros.
 
     Returns:
         A new tensor of the same shape and dtype, detached. bfloat16 and float16 are computed in float32.
@@ -53,7 +53,7 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
         ValueError: ``x`` is empty, or ``eps`` not positive.
 
     Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined for
-    one element; this function divides by the population's (n).
+    one element; this function divides by the population deviation (n).
 
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()
@@ -69,5 +69,5 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Detach; at least float32."""
+    """Detach, and convert to at least float32."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
