@@ -1,4 +1,4 @@
-"""Dump and load whole buffers, and read a dump without one. Everything is checked before anything changes."""
+"""Dump and load whole buffers, or read a dump without a buffer. Every check comes before the first change."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class _Load:
         self._refuse_other_parts()
         if not isinstance(storage, PackedStorage):
             parts.refuse_other_storage(storage, saved)
-        # A dump from before the first write holds no rows; one of a reserved storage holds keys, which matter only
-        # to a storage that has none.
+        # A dump from before the first write holds no rows. One of a reserved storage holds keys, which matter only to a
+        # storage without keys.
         elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)
@@ -86,7 +86,7 @@ class _Load:
             raise CheckpointError(f"rows_only needs a ring, this buffer has a {type(rb.writer).__name__}")
         for part, name in own.items():
             if saved[part]["class"] != name:
-                hint = "; rows_only=True takes the rows alone" if part != "storage" else ""
+                hint = "; rows_only=True loads only the rows" if part != "storage" else ""
                 raise CheckpointError(f"the dump has a {saved[part]['class']} as {part}, this buffer a {name}{hint}")
         if saved["storage"]["ndim"] != rb.storage.ndim:
             raise CheckpointError(f"the dump has ndim={saved['storage']['ndim']}, this buffer {rb.storage.ndim}")
@@ -95,7 +95,7 @@ class _Load:
         fit, saved, lanes, capacity = rows.fit, self.saved, prod(rows.lanes), rows.capacity
         is_tied = isinstance(self.rb.writer, RolloutWriter) or "_generation" in saved["writer"]["state"]
         if is_tied and not fit.is_same:
-            sizes = f"the dump is of {saved['storage']['shape'][0]} time steps, this buffer of {capacity}"
+            sizes = f"the dump has {saved['storage']['shape'][0]} time steps, this buffer {capacity}"
             raise CheckpointError(f"{sizes}: rollouts and tracked generations need the same capacity")
         if not self.rows_only:
             resized = None if fit.is_same else fit.rows(lanes), capacity * lanes, fit.moves
@@ -116,7 +116,7 @@ class _Load:
             saved["buffer"] |= {"prefetched": ()}
 
     def apply(self, report: Report, connect: Callable[[], object]) -> None:
-        """Change the buffer; if a part refuses its state, change nothing."""
+        """Change the buffer; if a part refuses its state, undo all changes."""
         rb, storage, saved = self.rb, self.rb.storage, self.saved
         allocated = self.rows.allocated(report) if self.rows is not None else None
         with parts.Rollback() as rollback:
@@ -134,7 +134,7 @@ class _Load:
                 storage.restore_counters(saved["storage"]["state"])
             elif isinstance(storage, PackedStorage):
                 storage._empty()
-        # Nothing below can fail.
+        # The code below cannot fail.
         if self.rows_only:
             rb.sampler._empty()
             rb.writer._cursor, rb.writer._write_count = (saved["writer"]["state"].get(name, 0) for name in _COUNTERS)
@@ -155,23 +155,23 @@ class Checkpoint:
     classes: dict[str, str]  # the class names of buffer, storage, sampler and writer
     shape: tuple[int, ...]  # the capacity, [T, *lanes]
     rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
-    storage: PackedStorage | None  # the rows as a storage of that capacity in RAM; None if it was TorchRL's
+    storage: PackedStorage | None  # a storage of that capacity in RAM with the rows; None for a TorchRL storage
     sampler: dict[str, Any]  # the sampler's state
-    writer: dict[str, Any]  # the writer's state: a ring writes next at `_cursor`, `_write_count` counts time steps
+    writer: dict[str, Any]  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
 
 
 def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkpoint:
-    """Read what :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` saved, without a buffer to load it into.
+    """Read a dump of :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` without loading it into a buffer.
 
     Args:
         path: the folder.
-        progress: show a bar; ``None``: on a terminal, from 1 GiB on.
+        progress: show a progress bar; ``None``: on a terminal, from 1 GiB on.
 
     Returns:
         A :class:`Checkpoint`: ``rows``, ``classes``, ``shape``, and the states of sampler and writer.
 
     Raises:
-        CheckpointError: a file is missing, damaged, cut short, foreign or of another version. The message names it.
+        CheckpointError: a file is missing, damaged, truncated, foreign or of another version. The message names it.
 
     Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
 
@@ -206,7 +206,7 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
 
 def _storage(reader: DumpReader, saved: dict[str, Any], progress: bool | None) -> PackedStorage:
     shape = [int(size) for size in saved["shape"]]
-    is_deduplicated = "pooled" in saved["state"]  # rows are then stored as they were saved
+    is_deduplicated = "pooled" in saved["state"]  # the rows keep their saved form
     storage = PackedStorage(prod(shape), ndim=int(saved["ndim"]), share_next=is_deduplicated and "auto")
     rows = SavedRows(reader, saved, storage, None)
     if rows.lanes != tuple(shape[1:]):

@@ -1,8 +1,8 @@
-"""The files of a dump. Each is written once and never changes; reading compares it with its checksum.
+"""The files of a dump. Each is written once and never changes; a reader compares it with its checksum.
 
 A dump writes new files beside those of the previous one, then replaces the manifest, which the operating system does
-completely or not at all. Until then the previous dump is untouched. Chunks that the previous dump already holds are
-not written again. The next dump removes the files that a killed one leaves behind: no manifest names them.
+atomically. Until then the previous dump stays intact. Chunks that the previous dump already holds are not written
+again. If a dump is killed, the next one removes its files, because no manifest names them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlbuf_td.checkpoint.manifest import CHUNK_NAME, MANIFEST, CheckpointError, 
 
 DATA = "data"
 CHUNK_BYTES = 8 << 20
-_WRITERS = 8  # threads, whatever the number of cores: they wait for the disk
+_WRITERS = 8  # threads, independent of the number of cores: they wait for the disk
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
-#: Called with the number of bytes that have been processed since the last call.
+#: Called with the number of bytes processed since the last call.
 Report = Callable[[int], Any]
-#: A chunk to read from an offset on into a tensor, or only to compare with its checksum.
+#: A chunk to read into a tensor from an offset on, or only to compare with its checksum.
 Job = tuple[Chunk, int, torch.Tensor | None]
 
 
@@ -50,7 +50,7 @@ class DumpWriter:
         self._known = {(each.nbytes, each.checksum): each for each in chunks if sizes.get(each.file) == each.nbytes}
 
     def store(self, tensors: Sequence[torch.Tensor], report: Report) -> tuple[Stored, ...]:
-        """Write tensors of any device, except the chunks that the previous dump holds."""
+        """Write tensors of any device; skip chunks that the previous dump holds."""
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         parts = [[part for part in flat_bytes(tensor).split(CHUNK_BYTES) if len(part)] for tensor in tensors]
         wait_for_gpus(tensors)
@@ -78,7 +78,7 @@ class DumpWriter:
         return Chunk(name, len(data), digest)
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
-        """Make the new dump the valid one. From here on, the previous one is gone."""
+        """Make the new dump the valid one; this deletes the previous dump."""
         manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
             _sync(self.path / DATA)
@@ -92,7 +92,7 @@ class DumpWriter:
             _sync(self.path)
 
     def clean(self) -> None:
-        """Remove all files of dumps that the manifest does not name; after a failure, those of this one."""
+        """Remove all dump files that the manifest does not name; after a failure, those of this dump."""
         manifest = Manifest.previous(self.path)
         named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
@@ -131,7 +131,7 @@ class DumpReader:
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
         """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
 
-        Only chunks that are read as a whole are compared with their checksums. ``target`` may change before an error.
+        Only chunks that are read completely are compared with their checksums. ``target`` may change before an error.
         """
         wait_for_gpus([target])
         jobs: list[Job] = []
@@ -149,7 +149,7 @@ class DumpReader:
                 report(nbytes)
 
     def _read_part(self, job: Job) -> int:
-        # NumPy asks for huge pages, which makes a comparison three times as fast as in memory of torch's.
+        # NumPy uses huge pages, which makes a comparison three times as fast as in torch's memory.
         chunk, offset, target = job
         file = self._require(chunk)
         nbytes = chunk.nbytes if target is None else len(target)
@@ -165,7 +165,7 @@ class DumpReader:
         return nbytes
 
     def _require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk; refuse one of another length than the manifest says."""
+        """Return the file of a chunk; refuse a file whose length differs from the manifest's."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()
@@ -186,7 +186,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for pending GPU work on tensors, so that threads, which use other streams, may read and write them."""
+    """Wait for pending GPU work on tensors, because the threads read and write them on other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -200,7 +200,7 @@ def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows

@@ -1,4 +1,4 @@
-"""A state in a folder: save it, load it, under a lock that excludes other dumps, with a progress bar."""
+"""Save a state in a folder and load it, with a lock against other dumps and a progress bar."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlbuf_td.checkpoint.manifest import MALFORMED, CheckpointError, decode, enc
 
 _LOCK = ".lock"
 _WAIT_S = 600.0
-_LARGE = 1 << 30  # bytes from which on a progress bar is shown by default
+_LARGE = 1 << 30  # bytes from which a progress bar is shown by default
 
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
-    """Save a state in the folder ``path``, as that of a ``kind``, which :func:`load_state` must name, too."""
+    """Save a state in the folder ``path`` as one of a ``kind``, which :func:`load_state` checks."""
     with writing(path, kind) as writer:
         write_state(writer, state, [], None)
 
@@ -40,7 +40,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} cannot be made: there is a file; a dump is a folder") from error
+        raise CheckpointError(f"{folder} cannot be created: it is a file; a dump is a folder") from error
     with _locked(folder):
         written = datetime.now(timezone.utc).isoformat(timespec="seconds")
         versions = {name: str(sys.modules[name].__version__) for name in ("rlbuf_td", "torch", "tensordict", "torchrl")}
@@ -51,7 +51,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             writer.clean()
-            room = f"{writer.nbytes:,} bytes are wanted beside the previous dump, {disk_usage(folder).free:,} are free"
+            room = f"{writer.nbytes:,} bytes are needed beside the previous dump, {disk_usage(folder).free:,} are free"
             raise OSError(error.errno, f"{error.strerror}: {room}", str(folder)) from error
         finally:
             writer.clean()
@@ -70,7 +70,7 @@ def write_state(
 
 @contextmanager
 def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
-    """Lock the folder ``path`` and return a reader of the dump in it; refuse a dump of another kind."""
+    """Lock the folder ``path`` and return a reader of its dump; refuse a dump of another kind."""
     folder = Path(path).absolute()
     if not folder.is_dir():
         DumpReader(folder)  # raises
@@ -84,7 +84,7 @@ def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
 
 @contextmanager
 def explained(reader: DumpReader) -> Iterator[None]:
-    """Turn errors that a state of the wrong form causes into a CheckpointError that names the dump."""
+    """Convert errors of a malformed state to a CheckpointError that names the dump."""
     try:
         yield
     except CheckpointError:
@@ -96,7 +96,7 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Return a function to call with the bytes processed. A bar shows them; ``None``: on a terminal, from 1 GiB on."""
+    """Return a function to call with the bytes processed; a bar shows them (``None``: on a terminal, from 1 GiB on)."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -104,22 +104,22 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
             raise ImportError("progress=True needs tqdm: pip install tqdm") from None
         yield lambda done: None
         return
-    disable = (nbytes < _LARGE or None) if progress is None else not progress  # None: off where there is no terminal
+    disable = (nbytes < _LARGE or None) if progress is None else not progress  # None: off without a terminal
     with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
         yield shown.update
 
 
 @contextmanager
 def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Exclude other dumps from a folder, also those of other processes. The lock of a killed process is free."""
+    """Exclude other dumps from a folder, also those of other processes. The lock is released if its process dies."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:
         try:
             stack.enter_context(FileLock(path / _LOCK, timeout=_WAIT_S))
         except Timeout as error:
-            raise CheckpointError(f"another dump into {path} has been going on for {_WAIT_S:.0f} seconds") from error
+            raise CheckpointError(f"another dump into {path} has been running for {_WAIT_S:.0f} seconds") from error
         except OSError:
-            if not for_reading:  # else a read-only folder: nobody dumps into it
+            if not for_reading:  # a reader may use a read-only folder, which has no dumps in progress
                 raise
         yield

@@ -49,14 +49,14 @@ class CheckpointError(ValueError):
     """
 
 
-#: What decoding or loading a state of the wrong form raises. A manifest with a valid checksum may hold anything.
+#: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 
 def checksum(data: np.ndarray | bytes) -> str:
     """Return the CRC-32 of some bytes and the 64-bit sum of their words, as 24 hexadecimal digits; about 2 GB/s.
 
-    Repeated dumps take a chunk with a known checksum for unchanged: a CRC alone would be wrong once in 4e9 changes.
+    Repeated dumps skip chunks with a known checksum. A CRC alone would miss one change in 4e9.
     """
     array = np.frombuffer(data, np.uint8)
     whole = len(array) // 8 * 8
@@ -65,7 +65,7 @@ def checksum(data: np.ndarray | bytes) -> str:
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor's bytes: the file that holds exactly these bytes, its length and its checksum."""
+    """A part of a tensor's bytes: the file with exactly these bytes, its length and its checksum."""
 
     file: str
     nbytes: int
@@ -86,7 +86,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
-        """Return the tensor that an entry describes; refuse contradictions and files outside the dump."""
+        """Return the tensor that an entry describes; refuse contradictions, and files outside the dump."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
@@ -124,7 +124,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``; refuse one that is damaged, foreign or of another version."""
+        """Read the manifest in the folder ``path``; refuse a damaged or foreign one, or another version."""
         file = path / MANIFEST
         try:
             data = file.read_bytes()
@@ -144,9 +144,9 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest that a dump replaces; ``None`` if there is none, or if it is damaged or older.
+        """Return the manifest that a dump replaces; ``None`` if there is none, or a damaged or older one.
 
-        A manifest that is not ours, or of a newer version, is never replaced.
+        A foreign manifest, or one of a newer version, is never replaced.
         """
         try:
             return cls.read(path)
@@ -174,19 +174,19 @@ def _refuse_damage(file: Path, data: bytes) -> None:
 
 
 def _instead(path: Path) -> str:
-    """Say what lies where a dump was expected."""
+    """Describe the content of a folder that holds no dump."""
     if not path.exists():
         return "there is no such folder"
     if not path.is_dir():
         return "it is a file; a dump is a folder"
     if (path / "buffer_metadata.json").exists():
         convert = "load it into such a buffer, `theirs`, and rb.extend(theirs[:]), with lanes theirs[:].transpose(0, 1)"
-        return f"a buffer of TorchRL's wrote it: {convert}. If it was full, its oldest row is at theirs.writer._cursor"
+        return f"a TorchRL buffer wrote it: {convert}. If it was full, its oldest row is at theirs.writer._cursor"
     return f"it has no {MANIFEST}"
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    """Return ``value``, which errors call ``where``, in JSON's types; append its tensors, uncopied, to ``tensors``."""
+    """Return ``value`` in JSON's types; append its tensors, uncopied, to ``tensors``. ``where`` names it in errors."""
     if isinstance(value, np.integer | np.floating):
         value = value.item()
     if value is None or isinstance(value, bool | str | int):
@@ -220,7 +220,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
         return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
     if type(value) in _TREES.values():
         return {"$tree": [type(value).__name__, encode(value[_leaves(value.size)], tensors, where)]}
-    content = "numbers, strings, lists, dicts and tensors, and nothing that loading would have to execute"
+    content = "numbers, strings, lists, dicts and tensors, and no objects whose loading executes code"
     raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
 
 

@@ -1,6 +1,6 @@
-"""The state of a buffer's parts, and how to load it: all of it or nothing.
+"""The state of a buffer's parts, and how to load it completely or not at all.
 
-The private attributes of TorchRL's buffers that a dump needs are touched here alone.
+Only this module uses the private attributes of TorchRL's buffers that a dump needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the behaviour of a buffer depends on. The tensors are the live ones."""
+    """Return all state that determines the behaviour of a buffer. Its tensors are not copied."""
     storage, generator = rb.storage, rb._rng
     return {
         "buffer": {
@@ -57,7 +57,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
-    """Restore what :func:`capture` saved of the buffer itself; the caller holds its locks."""
+    """Restore the buffer's own part of :func:`capture`; the caller holds its locks."""
     rb._batch_size = saved["batch_size"]
     rb._consume_after_n_samples = saved["consume_after_n_samples"]
     restore_generator(rb, generator)
@@ -69,7 +69,7 @@ def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(part: Any) -> str:
-    """Return the class of a part and of the one that it wraps: ``"NStepSampler(UniformSampler)"``."""
+    """Return the class names of a part and of the part it wraps: ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
@@ -81,7 +81,7 @@ def _state_of(part: Any) -> dict[str, Any]:
 def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
     """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ."""
     if saved["max_size"] != storage.max_size:
-        sizes = f"max_size={saved['max_size']}, this {type(storage).__name__} {storage.max_size}"
+        sizes = f"max_size={saved['max_size']}, this {type(storage).__name__} max_size={storage.max_size}"
         raise CheckpointError(f"the dump has {sizes}: only a PackedStorage can be loaded into another capacity")
     if len(storage) or getattr(storage, "initialized", False):
         _refuse_other_content(storage.state_dict(), saved["state"], "the storage")
@@ -90,7 +90,7 @@ def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
 def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         if own.keys() != saved.keys():
-            raise CheckpointError(f"{where} holds the keys {sorted(own)}, the dump {sorted(saved)}")
+            raise CheckpointError(f"{where} has the keys {sorted(own)}, the dump {sorted(saved)}")
         for key in own:
             _refuse_other_content(own[key], saved[key], f"{where}.{key}")
     elif isinstance(own, torch.Tensor):
@@ -100,7 +100,7 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse values that only a forged dump holds, where the part that loads them would not."""
+    """Refuse values that only a forged dump contains and that the part would not check."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
@@ -121,21 +121,21 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 
 
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method of this name.
+    """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method ``resized_state``.
 
-    ``rows`` is the saved row of each new one, ``[n]`` int64, or ``None`` if the capacity is the same; ``moved`` says
-    whether a row has another number now, or is gone.
+    ``rows`` is the saved row of each new row, ``[n]`` int64, or ``None`` if the capacity is the same. ``moved``:
+    whether any row has a new position or is dropped.
     """
     if hasattr(sampler, "resized_state"):
         return sampler.resized_state(state, rows, capacity, moved)
     if rows is None or isinstance(sampler, RandomSampler):
         return state
     name = type(sampler).__name__
-    raise CheckpointError(f"a {name} can be loaded into the same capacity only; rows_only=True leaves its state out")
+    raise CheckpointError(f"a {name} can only be loaded into the same capacity; rows_only=True omits its state")
 
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
-    """Return the state of each trajectory index that is attached to a storage."""
+    """Return the state of each trajectory index of a storage."""
     return [
         {"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key], "state": each.state_dict()}
         for each in storage._attached_entities
@@ -144,9 +144,9 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Continue from :func:`trajectories_of`, over the same rows. Other indices read the rows again.
+    """Restore :func:`trajectories_of`, over the same rows. Other indices read the rows again.
 
-    Open trajectories that are numbered end here: what is written next may be of a new collector with the same numbers.
+    Open trajectories with ids end here, because a new collector may reuse the ids for the next writes.
     """
     storage = rb.storage
     for each in storage._attached_entities:
@@ -157,7 +157,7 @@ def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
         index = TrajectoryIndex.of(storage, done_key=tuple(each["done_key"]), traj_key=traj_key)
         try:
             index.load_state_dict(each["state"])
-        except ValueError:  # of a storage of another size or device
+        except ValueError:  # the state is of another size or device
             index.load_state_dict({})
     end_trajectories(storage)
     if rb.episode_stats is not None:
@@ -185,26 +185,26 @@ def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
         return
     device = torch.device(saved["device"])
     if rb._rng is not None and rb._rng.device == device:
-        rb._rng.set_state(saved["state"])  # the same object: others may draw from it, too
+        rb._rng.set_state(saved["state"])  # the same object: others may share it
     elif _is_here(device):
         generator = torch.Generator(device)
         generator.set_state(saved["state"])
         rb.set_rng(generator)
     else:
-        warnings.warn(f"the dump's generator is of {device}, which is not here: it was not restored", stacklevel=4)
+        warnings.warn(f"the dump's generator is on {device}, which is not available: it was not restored", stacklevel=4)
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether this machine has the device: a dump may come from one with more GPUs."""
+    """Whether this machine has the device: a dump may come from a machine with more GPUs."""
     if device.type != "cuda":
         return device.type == "cpu"
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 class Rollback(ExitStack):
-    """Loads states into parts. If an error leaves the ``with`` block, the parts get back the states they had.
+    """Loads states into parts. If the ``with`` block raises, the parts get their old states back.
 
-    Samplers with ``snapshot`` may have a large state, and are not restored: they must come last.
+    Samplers with ``snapshot`` may have a large state and are not restored: they must come last.
     """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
@@ -213,7 +213,7 @@ class Rollback(ExitStack):
         return super().__exit__(kind, *rest)
 
     def load(self, part: Any, state: Any) -> None:
-        """Load a state, which the part may refuse."""
+        """Load a state; the part may refuse it."""
         innermost = part
         while hasattr(innermost, "sampler"):
             innermost = innermost.sampler
@@ -235,7 +235,7 @@ class Rollback(ExitStack):
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts. If one refuses (ValueError), all get back what they had."""
+    """Load a state into each of several parts. If one part refuses (ValueError), restore all of them."""
     with Rollback() as rollback:
         for name, part in parts.items():
             try:

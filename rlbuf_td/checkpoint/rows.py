@@ -1,4 +1,4 @@
-"""The rows of a dump, and how a :class:`~rlbuf_td.PackedStorage` of any capacity takes them in."""
+"""The rows of a dump, and how to load them into a :class:`~rlbuf_td.PackedStorage` of any capacity."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlbuf_td.storages.writes import begin
 
 @dataclass(frozen=True)
 class Fit:
-    """Which time steps of a dump go into a storage."""
+    """The time steps of a dump that fit into a storage."""
 
     ranges: tuple[tuple[int, int], ...]  # (first, count) of the saved steps that fill the storage from step 0 on
     steps: int  # their number
-    is_same: bool  # whether the capacities are equal, so that nothing moves
-    dropped: int  # number of time steps, the oldest, for which there is no room
+    is_same: bool  # whether the capacities are equal, so that rows keep their positions
+    dropped: int  # number of oldest time steps that do not fit
 
     @property
     def moves(self) -> bool:
-        """Whether a row gets another number, or is dropped."""
+        """Whether a row changes its position, or is dropped."""
         return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
@@ -40,14 +40,14 @@ class Fit:
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Fit ``live`` written steps of a ring of ``saved`` steps into one of ``capacity``: the newest, oldest first.
+    """Fit the newest of ``live`` written steps of a ring of ``saved`` steps into ``capacity``, oldest first.
 
-    The ring would have written next at ``cursor``; ``None`` if the writer keeps no order of age.
+    ``cursor`` is the next position of the saved ring; ``None`` if the writer keeps no order of age.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
     if cursor is None:
-        remedy = "its writer keeps no order of age that would say which to drop: load it into the same capacity"
+        remedy = "its writer keeps no order of age to choose the oldest by: load it into the same capacity"
         raise CheckpointError(f"a dump of {live} time steps does not fit a capacity of {capacity}, and {remedy}")
     oldest = cursor if live == saved else 0
     kept = min(live, capacity)
@@ -58,7 +58,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Move the rows out of a storage's state, so that they become the first tensors of a dump; return them."""
+    """Remove the rows from a storage's state and return them as the first tensors of a dump."""
     state = saved["state"]
     if "rows" not in state:
         return []
@@ -70,14 +70,14 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """Saved rows, compared with the storage that is to hold them. ``cursor``: as for :func:`fit`."""
+    """Saved rows, checked against the storage that will hold them. For ``cursor`` see :func:`fit`."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage
         state, self.matrix = saved["state"], reader.tensor(saved["rows"])
         lead, dtype, steps = self.matrix.shape[:-1], self.matrix.dtype, int(saved["shape"][0])
         if not (dtype.is_floating_point or dtype is torch.uint8) or not 0 <= lead[0] <= steps:
-            raise CheckpointError(f"rows of {dtype} and shape {tuple(self.matrix.shape)} are not those of a storage")
+            raise CheckpointError(f"{dtype} of shape {tuple(self.matrix.shape)} cannot be the rows of a storage")
         is_wrong = state["_len"] != prod(lead) or (state["full"] and lead[0] != steps)
         if is_wrong or not 0 <= (cursor or 0) < max(1, steps):
             raise CheckpointError(f"{state['_len']} rows, cursor {cursor} and shape {[*lead]} contradict each other")
@@ -92,7 +92,7 @@ class SavedRows:
         self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
-        # New memory can be thrown away if a file is damaged: its files are checked while they are read.
+        # New memory can be discarded if a file is damaged: its files are checked while they are read.
         self._is_read_once = self.fit.is_same and self.is_fresh and not self._replaces_file
 
     @property
@@ -100,18 +100,18 @@ class SavedRows:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:
-        """Compare the files with their checksums before anything changes, unless that can wait until they are read."""
+        """Compare the files with their checksums before any change, unless the check can wait until they are read."""
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 
     def allocated(self, report: Report) -> Rows | None:
-        """Return new rows that hold the saved ones, if the storage has none like them."""
+        """Return newly allocated rows with the saved content, if the storage has no matching rows."""
         if not self.is_fresh:
             return None
         storage = self.storage
-        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for both
+        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no memory for both
             storage.release()
-        if storage.scratch_dir is not None and self._replaces_file:  # of the process that wrote the dump
+        if storage.scratch_dir is not None and self._replaces_file:  # the file of the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
         rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
         if storage.scratch_dir is None:
@@ -125,7 +125,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Let the storage hold the saved rows: those of :meth:`allocated`, or its own, which are overwritten."""
+        """Put the saved rows into the storage: those of :meth:`allocated`, or by overwriting the storage's own."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)
@@ -142,7 +142,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read rows if they, or those of the storage, hold repeated observations once."""
+        """Read rows if they, or those of the storage, are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

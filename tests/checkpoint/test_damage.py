@@ -101,7 +101,7 @@ def test_a_full_disk_is_named_and_leaves_only_the_previous_dump(when, tmp_path, 
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    match = r"No space left on device: [1-9][\d,]+ bytes are wanted beside the previous dump, [\d,]+ are free: "
+    match = r"No space left on device: [1-9][\d,]+ bytes are needed beside the previous dump, [\d,]+ are free: "
     with pytest.raises(OSError, match=match + repr(str(tmp_path))) as error:
         rb.dumps(tmp_path)
     assert error.value.errno == 28
@@ -119,7 +119,7 @@ def test_a_full_disk_is_named_and_leaves_only_the_previous_dump(when, tmp_path, 
         (lambda path: path.mkdir(), "holds no dump: it has no manifest.json"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{}")), "is not the manifest of a dump of rl"),
         (lambda path: save_state(path, "RankSampler", {"x": 1}), "a dump of a RankSampler, expected one of a buf"),
-        (lambda path: theirs().dumps(path), "a buffer of TorchRL's wrote it: load it into such"),
+        (lambda path: theirs().dumps(path), "a TorchRL buffer wrote it: load it into such"),
     ],
 )
 def test_errors_name_what_lies_where_a_dump_was_expected(prepare, match, tmp_path):
@@ -182,7 +182,7 @@ def test_what_is_not_ours_is_not_overwritten_but_a_damaged_dump_is(tmp_path):
     file.write_bytes(file.read_bytes()[:-9])
     rb.dumps(tmp_path)
     make().loads(tmp_path)
-    with pytest.raises(CheckpointError, match="there is a file; a dump is a folder"):
+    with pytest.raises(CheckpointError, match="it is a file; a dump is a folder"):
         rb.dumps(file)
 
 
@@ -326,7 +326,7 @@ def test_forged_dumps_neither_crash_nor_hang_nor_execute(data, sampler, tmp_path
         before = rows.clone()
         try:
             with warnings.catch_warnings():  # a generator of a device that is not here is left out
-                warnings.filterwarnings("ignore", "the dump's generator is of")
+                warnings.filterwarnings("ignore", "the dump's generator is on")
                 target.loads(path)
         except CheckpointError:
             assert torch.equal(rows, before)

@@ -53,7 +53,7 @@ def test_generators_of_devices_that_are_not_here_are_left_out(device, monkeypatc
     generator = rb._rng
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.warns(UserWarning, match=f"generator is of {device}, which is not here"):
+    with pytest.warns(UserWarning, match=f"generator is on {device}, which is not available"):
         parts.restore_generator(rb, {"device": device, "state": state})
     assert rb._rng is generator
     parts.restore_default_generators({device: state})

@@ -205,11 +205,11 @@ def test_a_used_torchrl_storage_refuses_a_dump_of_other_content(tmp_path):
     rb.dumps(tmp_path)
     other = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
     other.extend(TensorDict({"x": torch.arange(3)}, [3]))
-    with pytest.raises(CheckpointError, match=r"the storage._storage holds the keys .*'x'.* the dump .*'number'"):
+    with pytest.raises(CheckpointError, match=r"the storage._storage has the keys .*'x'.* the dump .*'number'"):
         other.loads(tmp_path)
     assert other.storage[:]["x"].tolist() == [0, 1, 2]
     small = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
-    with pytest.raises(CheckpointError, match="the dump has max_size=20, this LazyTensorStorage 10"):
+    with pytest.raises(CheckpointError, match="the dump has max_size=20, this LazyTensorStorage max_size=10"):
         small.loads(tmp_path)
 
 
