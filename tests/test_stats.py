@@ -331,10 +331,10 @@ def test_on_every_device(device):
     ("arguments", "message"),
     [
         ({"window": 0}, "window and history must be at least 1, got 0"),
-        ({"keys": {("next", "speed"): "median"}}, "metrics are made by 'sum', 'mean' or 'last', got .*median"),
-        ({"keys": ["speed", ("next", "speed")]}, "needs a name of its own"),
-        ({"keys": ["return"]}, "needs a name of its own"),
-        ({"reasons": [("next", "truncated")]}, "needs a name of its own"),
+        ({"keys": {("next", "speed"): "median"}}, "metrics are reduced by 'sum', 'mean' or 'last', got .*median"),
+        ({"keys": ["speed", ("next", "speed")]}, "needs a unique name"),
+        ({"keys": ["return"]}, "needs a unique name"),
+        ({"reasons": [("next", "truncated")]}, "needs a unique name"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):
@@ -352,7 +352,7 @@ def test_bad_data_is_refused_and_not_counted():
     with pytest.raises(ValueError, match="no time dim -1 in batch size"):
         stats.update(data[0, 0])
     data["next", "reward"] = torch.zeros(2, 5, 3)
-    with pytest.raises(ValueError, match=r"one number a step, got \('next', 'reward'\) of shape \[2, 5, 3\]"):
+    with pytest.raises(ValueError, match=r"one number per step, got \('next', 'reward'\) of shape \[2, 5, 3\]"):
         stats.update(data)
     data = play(2, 5, 0, ids=True)
     data["collector", "traj_ids"] = torch.zeros(2, 5, 2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Statistics of episodes, counted from the steps as they are written."""
+"""Statistics of episodes, updated with every write."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from rlbuf_td.storages.trajectory_index import as_tuple
 Key: TypeAlias = tuple[str, ...]
 Reduction = Literal["sum", "mean", "last"]
 
-_REDUCTIONS = ("sum", "mean", "last")  # numbered as in the kernel
-_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as there, too
+_REDUCTIONS = ("sum", "mean", "last")  # in the kernel's order
+_FREE, _STEPS, _EPISODES, _WRITES = np.iinfo(np.int64).min, 0, 1, 2  # as in the kernel
 _SUMMARIES = ("mean", "std", "min", "max")
 _FORGET_AFTER = 1_000  # writes
 _STATE = ("_records", "_ends", "_counters", "_lane_slot", "_keys", "_lengths", "_touched", "_sums")
 
 
 class Steps(NamedTuple):
-    """The columns of a portion of steps."""
+    """The columns of the steps of one write."""
 
     shape: tuple[int, int]  # time steps, lanes
     strides: tuple[int, int]  # in rows, along time and lanes
     columns: list[torch.Tensor | None]  # trajectory ids, ends, metrics, reasons: contiguous, one number per row
-    ready: Any  # the CUDA event after which the columns are on the host; None: they are there
+    ready: Any  # the CUDA event after which the columns are on the host; None: already there
 
 
 class EpisodeStats:
-    """Returns, lengths and other metrics of the last episodes, from steps in portions of any size.
+    """Returns, lengths and other metrics of the last episodes, from writes of any size.
 
-    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then passes it every write before any
-    transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the plain sum of
-    rewards over the steps that were seen.
+    Attach it to a buffer (``ReplayBuffer(..., stats=EpisodeStats())``), which then passes every write to it before any
+    transform, or call :meth:`update` yourself. An episode may span any number of writes. Its return is the undiscounted
+    sum of the rewards seen.
 
-    **Which steps belong together.** With trajectory ids (TorchRL's collectors store them under ``("collector",
-    "traj_ids")``), the steps of one id: also in flattened data, and in batches that come from several workers in turn.
-    An episode without a step for 1,000 writes is forgotten. Without ids, each lane is a sequence of its own.
+    **Which steps form an episode.** With trajectory ids (TorchRL's collectors store them under ``("collector",
+    "traj_ids")``), the steps of one id, also in flattened data and in batches of alternating workers. An
+    open episode without a step for 1,000 writes is dropped. Without ids, each lane is a sequence of its own.
 
     Args:
         keys: further metrics, one number per step, and how to reduce the steps of an episode: ``"sum"``, ``"mean"`` or
             ``"last"``, as in ``{("next", "speed"): "mean"}``. A sequence of keys is summed.
         window: the number of episodes in :meth:`summary`.
-        prefix: the prefix of its names.
+        prefix: the prefix of the names in :meth:`summary`.
         reasons: keys of further flags, one per step, read where an episode ends: ``[("next", "success")]``.
         history: the number of episodes kept for plots and :meth:`history`; at least ``window``.
-        reward_key: the key of rewards. Of the next three flags one is enough; missing ones follow from the others.
+        reward_key: the key of rewards. Of the next three flags one suffices; missing ones are derived from the others.
         done_key: the key of ``done``.
         terminated_key: the key of ``terminated``.
         truncated_key: the key of ``truncated``.
@@ -64,8 +64,8 @@ class EpisodeStats:
         ValueError: an argument is out of range, or two metrics have the same name.
 
     Cost: O(rows) per write, about 8 us for a step of 16 environments (``python tests/benchmarks/stats.py``). Numbers on
-    CUDA are copied to the host without waiting, and counted when they arrive. The process that writes counts: if a
-    collector's worker extends the buffer, the worker's copy.
+    CUDA are copied to the host without waiting, and counted when they arrive. Steps are counted in the process that
+    writes: if a collector's worker extends the buffer, in the worker's copy.
 
     Example:
         >>> from tensordict import TensorDict
@@ -95,18 +95,18 @@ class EpisodeStats:
             raise ValueError(f"window and history must be at least 1, got {window} and {history}")
         how = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, "sum")
         if not set(how.values()) <= set(_REDUCTIONS):
-            raise ValueError(f"metrics are made by 'sum', 'mean' or 'last', got {list(how.values())}")
+            raise ValueError(f"metrics are reduced by 'sum', 'mean' or 'last', got {list(how.values())}")
         self.window, self.prefix, self._rows = window, prefix, max(window, history)
         self._trajectory_key, *flags = map(as_tuple, (trajectory_key, done_key, terminated_key, truncated_key))
         self._flags, others, more = flags, [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
-        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]  # float32 may stay
+        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]  # float32 stays float32
         self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
         self.metrics = ("length", "return", *map(_name, others))
         self.reasons = ("terminated", "truncated", *map(_name, more))
         for names in (("step", *self.metrics), self.reasons):
             if len(set(names)) < len(names):
-                raise ValueError(f"each metric and each reason needs a name of its own, got {names}")
+                raise ValueError(f"each metric and each reason needs a unique name, got {names}")
         self._reduction = np.array([_REDUCTIONS.index(each) for each in ("sum", *how.values())], np.uint8)
         self.reset()
 
@@ -123,7 +123,7 @@ class EpisodeStats:
         self._sums = np.zeros((0, metrics))
 
     def forget_open(self) -> None:
-        """Forget the open episodes that have trajectory ids, as a load does: a new collector gives the ids again."""
+        """Forget the open episodes that have trajectory ids; after a load, a new collector reuses the ids."""
         self._count_pending()
         self._keys[self._keys >= 0] = _FREE
 
@@ -132,16 +132,16 @@ class EpisodeStats:
 
         Args:
             data: batch size ``[T]``, ``[E, T]`` as from collectors, or with more lane dims.
-            time_dim: the batch dim of time; ``None``: the data is one step, and all its dims are lanes.
+            time_dim: the batch dim of time; ``None``: the data is one step, and all its batch dims are lanes.
 
         Raises:
             KeyError: rewards, ends or metrics are missing; nothing has been counted.
-            ValueError: a key has not one number per step, or there is no such dim; nothing has been counted.
+            ValueError: a key does not have one number per step, or there is no such dim; nothing has been counted.
         """
         self.record(self.read(data, time_dim=time_dim))
 
     def read(self, data: TensorDictBase, *, time_dim: int | None = -1) -> Steps:
-        """Read steps and change nothing: the first half of :meth:`update`."""
+        """Read steps without counting them: the first half of :meth:`update`."""
         size = data.batch_size
         if time_dim is None:
             shape, strides = (1, prod(size)), (0, 1)
@@ -167,17 +167,17 @@ class EpisodeStats:
             x = self._implied(data, key)
         if x.numel() != rows:
             shape = f"{show_key(key)} of shape {[*x.shape]} for {rows} steps"
-            raise ValueError(f"EpisodeStats takes one number a step, got {shape}: give it the key of one that has")
+            raise ValueError(f"EpisodeStats needs one number per step, got {shape}: name a key that has one")
         if x.dtype is kind or (kind is torch.float64 and x.dtype is torch.float32):
             return x
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        """Return a missing flag, which follows from the two others, or from the only one."""
+        """Return a missing flag, derived from the other two, or from the only one."""
         done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:
-            raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one a step")
+            raise KeyError(f"no {show_key(key)} in the data: EpisodeStats needs one per step")
         if key == self._flags[0]:
             return known[0] | known[-1]
         ended = known[0] | known[-1] if done is None else done
@@ -187,14 +187,14 @@ class EpisodeStats:
         return ended if key == self._flags[1] else torch.zeros_like(ended)  # without both, episodes terminate
 
     def record(self, steps: Steps) -> None:
-        """Count steps that were read: the second half of :meth:`update`."""
+        """Count steps returned by :meth:`read`: the second half of :meth:`update`."""
         if steps.ready is None and not self._pending:
             return self._count(steps)
         self._pending.append(steps)
         self._count_pending(wait=False)
 
     def _count_pending(self, *, wait: bool = True) -> None:
-        """Count steps that are on the host; ``wait``: all of them."""
+        """Count pending steps that are on the host; ``wait``: wait for all of them."""
         while self._pending:
             ready = self._pending[0].ready
             if ready is not None and wait:
@@ -221,7 +221,7 @@ class EpisodeStats:
             done = count_steps(max(done, 0), shape, strides, self._inputs, *how, *slots, *out, self._counters)
 
     def _make_room(self, lanes: int) -> None:
-        """Forget open episodes without recent steps; if there are none, double the number of open episodes."""
+        """Drop open episodes without recent steps; if there are none, double the capacity for open episodes."""
         stale = (self._keys != _FREE) & (self._touched < self._counters[_WRITES] - _FORGET_AFTER)
         self._keys[stale] = _FREE
         if stale.any():
@@ -246,9 +246,9 @@ class EpisodeStats:
     def summary(self) -> dict[str, float]:
         """Return the statistics of the last ``window`` episodes, a flat dict of floats; empty before the first end.
 
-        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (its name without
-        ``"next"``, parts joined by dots; std of the population); ``{prefix}/done_{reason}_rate``, the share of episodes
-        with this reason; ``{prefix}/episodes`` and ``{prefix}/steps``, the numbers of all so far.
+        ``{prefix}/{metric}_{mean,std,min,max}`` for ``return``, ``length`` and each of ``keys`` (the name omits
+        ``"next"`` and joins its parts by dots; population std); ``{prefix}/done_{reason}_rate``, the share of episodes
+        with this reason; ``{prefix}/episodes`` and ``{prefix}/steps``, the totals so far.
         """
         numbers, ends = self._latest(self.window)
         if not len(numbers):
@@ -260,7 +260,7 @@ class EpisodeStats:
         return {f"{self.prefix}/{name}": float(value) for name, value in values.items()}
 
     def history(self) -> dict[str, torch.Tensor]:
-        """Return the kept episodes in the order of their ends: one tensor ``[n]`` per metric.
+        """Return the stored episodes in the order of their ends: one tensor ``[n]`` per metric.
 
         ``"step"`` (the number of steps counted at the episode's end), ``"length"``, ``"return"`` and further metrics:
         float64; ``"done_{reason}"``: bool.
@@ -277,12 +277,12 @@ class EpisodeStats:
         return self._records[at], self._ends[at]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all counts, of open episodes too, as tensors."""
+        """Return copies of all counts, including open episodes, as tensors."""
         self._count_pending()
         return {name: torch.from_numpy(getattr(self, name).copy()) for name in _STATE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called.
+        """Restore a result of :meth:`state_dict`.
 
         Raises:
             ValueError: the state has other metrics, reasons or length of history; nothing has changed.
@@ -298,7 +298,7 @@ class EpisodeStats:
                 remedy = "make EpisodeStats with the same keys, reasons, window and history"
                 raise ValueError(f"the saved statistics are {kinds}: {remedy}")
         if (arrays["_counters"] < 0).any():
-            raise ValueError("the saved statistics have counted fewer than no steps")
+            raise ValueError("the saved statistics have negative counts")
         self._pending.clear()
         self.__dict__.update(arrays)
 
@@ -316,7 +316,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _to_host(columns: list[torch.Tensor | None], device: torch.device) -> tuple[list[torch.Tensor | None], Any]:
-    """Start copying tensors from a GPU to the host; return the copies, and the event after which they are complete."""
+    """Start copying tensors from a GPU to the host; return the copies, and the event of their completion."""
     copies = [
         None if x is None else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
         for x in columns

@@ -1,18 +1,18 @@
 """Health of a buffer in numbers, and the count of how often each row is drawn.
 
-``rb.health()`` returns the numbers of :func:`health`. Numbers that a buffer does not have are left out:
+``rb.health()`` returns the numbers of :func:`health`. Numbers that do not apply to a buffer are omitted:
 
 - ``rows``: the number of stored rows; ``fill``: their share of the capacity.
-- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: how many time steps had been written after each row of the last
-  batch when it was drawn; 0 for the newest row.
-- ``effective_sample_size``: that of the last batch's importance weights, ``(sum w)^2 / sum w^2``; ``effective_share``:
-  the same divided by the batch size. ``weight_max_over_median``: the largest weight divided by the median.
+- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: ages of the rows of the last batch when it was drawn, in time
+  steps written since; 0 for the newest row.
+- ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``; ``effective_share``:
+  this number divided by the batch size. ``weight_max_over_median``: the largest weight divided by the median.
 - ``top_mass``: the probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the rows' TD errors.
-- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (there
-  an error would make the host wait); their rows keep their priorities.
+- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (an
+  error would make the host wait); the affected rows keep their priorities.
 - With ``count_replays=True``: ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
-  written; ``never_sampled``: the share of rows that never were.
+  written; ``never_sampled``: the share of rows that have never been drawn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 
-#: The index of a batch, its importance weights, and the writer's cursor at the time.
+#: The index of a batch, its importance weights, and the writer's cursor when it was drawn.
 LastDraw: TypeAlias = tuple[Any, torch.Tensor | None, int]
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
@@ -44,7 +44,7 @@ class ReplayCount:
         self._counts = torch.zeros(0, dtype=torch.int32, device="cpu")
 
     def counts(self) -> torch.Tensor:
-        """Return the counts of all rows, ``[max_size]`` int32, on the storage's device; not a copy."""
+        """Return the counts of all rows, ``[max_size]`` int32, on the storage's device, without a copy."""
         rows, device = self.storage.max_size, device_of(self.storage)
         if len(self._counts) < rows or self._counts.device != device:  # the first write may round the size up
             with outside_inference_mode():
@@ -58,17 +58,17 @@ class ReplayCount:
         counts.index_add_(0, flat, torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape))
 
     def restore(self, counts: torch.Tensor | None) -> None:
-        """Continue with saved counts; start at 0 if they are ``None`` or of another shape."""
+        """Restore saved counts; start at 0 if they are ``None`` or of another shape."""
         mine = self.counts()
         is_like = counts is not None and (counts.shape, counts.dtype) == (mine.shape, mine.dtype)
         mine.copy_(counts if is_like else torch.zeros_like(mine))
 
     def mark_range(self, start: int, count: int) -> None:
-        """Start at 0 for the flat rows ``start, start + 1, ...``, which have just been written."""
+        """Reset the counts of flat rows ``start, start + 1, ...``, which were just written."""
         self.counts()[start : start + count] = 0
 
     def mark_update(self, index: Any) -> None:
-        """Start at 0 for rows that have just been written."""
+        """Reset the counts of rows that were just written."""
         self.counts().index_fill_(0, rows_of(index, self.storage), 0)
 
 
@@ -81,7 +81,7 @@ def rows_of(index: Any, storage: Storage) -> torch.Tensor:
 def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
-    """Return the numbers that this module's docstring lists; O(N log N) with priorities or counts, else O(B log B)."""
+    """Return the numbers listed in this module's docstring; O(N log N) with priorities or counts, else O(B log B)."""
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
@@ -115,7 +115,7 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return the time steps written between each row of a batch and its draw, ``[B]``; ``None`` unless in a ring."""
+    """Return the time steps written after each row of a batch until its draw, ``[B]``; ``None`` unless in a ring."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index, _, cursor = last_draw

@@ -1,6 +1,6 @@
 """HTML of a buffer for Jupyter: a fill bar, a table of its keys, and its parts.
 
-Colours are inherited or translucent, to be readable in light and dark themes.
+Colours are inherited or translucent, so that light and dark themes are readable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory that a buffer will need, key by key, and whether there is room for it."""
+"""The memory that a buffer will need, key by key, and whether it is available."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SAMPLERS: dict[str, type] = {"uniform": UniformSampler, "proportional": Proporti
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The bytes that a full buffer needs, and what is free now; made by :func:`plan`."""
+    """The bytes that a full buffer needs, and the free memory; returned by :func:`plan`."""
 
     capacity: int  # rows, rounded up to whole time steps of all lanes
     leaves: tuple[Leaf, ...]  # the keys, dtypes and shapes of a row, the largest first
     row_bytes: int  # bytes of a row, with padding
     priorities: int  # bytes of the sampler's state
-    trajectories: int  # bytes of the trajectory index, which is made when a sampler first needs it
-    places: tuple[Room, ...]  # where the rows could be, and what is free there; the requested place first
-    memory: Room  # where priorities and index are, and what is free there
+    trajectories: int  # bytes of the trajectory index, which is created at its first use
+    places: tuple[Room, ...]  # possible places of the rows with their free memory; the requested place first
+    memory: Room  # the place of priorities and index, with its free memory
     dedup: DedupLayout | None = None  # which keys are deduplicated, if any
 
     @property
@@ -72,19 +72,19 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits into what is free now; a place of unknown size is taken as large enough."""
+        """Whether everything fits into the free memory; a place of unknown size counts as large enough."""
         return self._fits_in(self.places[0])
 
     @property
     def most_rows(self) -> int | None:
-        """About the largest capacity that fits into what is free now; ``None`` if unknown."""
+        """Approximately the largest capacity that fits into the free memory; ``None`` if unknown."""
         needs = self._needs(self.places[0])
         limits = [int(room.free / need * self.capacity) for room, need in needs if need and room.free is not None]
         return min(limits, default=None)
 
     @property
     def remedy(self) -> str:
-        """What to do if it does not fit, a suggestion per line; empty if it fits."""
+        """Suggestions, one per line, if the plan does not fit; empty if it fits."""
         if self.fits:
             return ""
         on_gpu, largest = self.memory.place.startswith("cuda"), self.leaves[0]
@@ -92,14 +92,14 @@ class MemoryPlan:
         ways = [f"take a capacity of at most {self.most_rows:,}", *(f"put the rows elsewhere: {a}" for a in elsewhere)]
         ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
-            ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of what they take as floats"
+            ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"
         keys = {leaf.key for leaf in self.leaves}
         if self.dedup is None and any(("next", *leaf.key) in keys and leaf.nbytes >= 16 for leaf in self.leaves):
             ways.append("store observations once: share_next=True")
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the rooms that the buffer needs, with the bytes in each, if its rows are in ``place``."""
+        """Return the memory that the buffer needs, as places with bytes, if its rows are in ``place``."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -110,7 +110,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         lines = [f"{self.capacity:,} rows of {self.row_bytes:,} bytes: {show_bytes(self.total)}", ""]
         width = max(24, *(len(key) for key in self.keys))
-        lines.append(f"  {'':<{width}}  {'bytes a row':>12}  {'all rows':>11}")
+        lines.append(f"  {'':<{width}}  {'bytes/row':>12}  {'all rows':>11}")
         table = self.keys | {f"{key} shared": -nbytes for key, nbytes in self.saved.items()}
         table |= {"padding": self.rows - sum(table.values()), "rows": self.rows, "priorities": self.priorities}
         table |= {"trajectory index": self.trajectories, "total": self.total}
@@ -140,22 +140,22 @@ def plan(
     share_next: bool | str | Sequence[NestedKey] = False,
     frames: Mapping[NestedKey, Any] | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into what is free.
+    """Return the bytes that a buffer of ``capacity`` transitions needs, and whether they fit into the free memory.
 
-    Nothing is allocated. The bytes are those that :class:`PackedStorage` and the samplers of this package allocate.
+    Nothing is allocated. :class:`PackedStorage` and the samplers of this package allocate exactly these bytes.
 
     Args:
-        source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict that holds a transition
-            (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written.
-        capacity: in transitions; default: the storage's.
+        source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict with one transition
+            (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written to.
+        capacity: in transitions; default: that of the storage.
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
             else uniform.
-        device: the device of the rows, default: the storage's, else ``"cpu"``.
+        device: the device of the rows; default: that of the storage, else ``"cpu"``.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
         offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
         share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
-            keys that may be shared). One more observation per trajectory is not counted.
+            keys that may be shared). The additional observation per trajectory is not counted.
         frames: as for :class:`PackedStorage`.
 
     Returns:
@@ -163,11 +163,11 @@ def plan(
         ``print`` it.
 
     Raises:
-        ValueError: there is no capacity, or one below 1; or other arguments exclude ``offload``.
-        TypeError: the source has no keys, dtypes and shapes; or ``sampler`` is no sampler.
+        ValueError: the capacity is missing or below 1; or other arguments exclude ``offload``.
+        TypeError: the source has no keys, dtypes and shapes; or ``sampler`` is not a sampler.
         SchemaError: a key has no fixed size in bytes.
 
-    Cost: O(keys), and one query of what is free. TorchRL has no such function.
+    Cost: O(keys), and one query of the free memory. TorchRL has no such function.
 
     Example:
         >>> from tensordict import TensorDict
@@ -179,7 +179,7 @@ def plan(
         (12352000, 19840, True)
     """
     dedup, flags = None, {"shared": shared, "offload": offload}
-    # `isinstance` would read `source.__class__`, at which a SerialEnv that has not started hangs.
+    # `isinstance` would read `source.__class__`, which hangs for a SerialEnv that has not started.
     if issubclass(type(source), ReplayBuffer):
         sampler, source = source.sampler if sampler is None else sampler, source.storage
     if issubclass(type(source), Storage):
@@ -217,7 +217,7 @@ def priority_bytes(sampler: Any, capacity: int, device: torch.device | str = "cp
         sampler = SAMPLERS[sampler]
     kind = sampler if isinstance(sampler, type) else type(sampler)
     if issubclass(kind, SamplerWrapper):
-        raise TypeError(f"a {kind.__name__} wraps a sampler that its class does not name: pass that sampler's class")
+        raise TypeError(f"a {kind.__name__} wraps a sampler that its class does not specify: pass a sampler instance")
     if issubclass(kind, Prioritized):
         return kind.nbytes_for(capacity, device)
     if issubclass(kind, PrioritizedSampler):
@@ -230,13 +230,13 @@ def _time_step(storage: Storage) -> Any:
         layout = storage.layout
         return layout.unpack(torch.empty((*storage.lanes, layout.row_bytes), dtype=torch.uint8, device="meta"))
     if (rows := stored_rows(storage)) is None:
-        unwritten = f"the {type(storage).__name__} has not been written yet, so that its rows have no keys"
+        unwritten = f"the {type(storage).__name__} has not been written to, so its rows have no keys"
         raise TypeError(f"{unwritten}: plan with the environment, or with a TensorDict that holds one transition")
     return rows[0]
 
 
 def _index_bytes(leaves: tuple[Leaf, ...], steps: int, lanes: int, device: torch.device) -> int:
-    """Return the bytes of a trajectory index; 0 if the rows do not say where trajectories end."""
+    """Return the bytes of a trajectory index; 0 if the rows do not mark the ends of trajectories."""
     if not any(leaf.key[-1] in ("done", "terminated", "truncated", "traj_ids") for leaf in leaves):
         return 0
     kind = BitBoundaries if device.type == "cpu" else FlagBoundaries
@@ -258,7 +258,7 @@ def _places(
 
 
 def _argument(room: Room, on_gpu: bool) -> str:
-    """Return the argument that puts the rows there; ``on_gpu``: priorities and index are on a GPU."""
+    """Return the argument that selects a place for the rows; ``on_gpu``: priorities and index are on a GPU."""
     if room.place.startswith("disk"):
         return "device='cpu', " * on_gpu + "scratch_dir=... keeps them in a file"
     if room.place == "RAM" and on_gpu:
@@ -267,7 +267,7 @@ def _argument(room: Room, on_gpu: bool) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan for a Gymnasium environment; return 0 if it fits, 1 if not, 2 if there is no such environment."""
+    """Print the plan for a Gymnasium environment; return 0 if it fits, 1 if not, 2 for an unknown environment."""
     import gymnasium
 
     settings = {name: getattr(options, name) for name in ("sampler", "device", "scratch_dir", "shared", "offload")}

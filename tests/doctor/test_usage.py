@@ -55,5 +55,5 @@ def test_few_draws_tell_nothing_and_a_buffer_that_counts_none_says_so() -> None:
     assert check(buffer(drawn(9, 1))).skipped == ()
     report = check(buffer(None))
     assert report.codes == []
-    assert report.skipped == ("rows that are never drawn: nothing counts the draws of this buffer",)
+    assert report.skipped == ("rows that are never drawn: this buffer does not count draws",)
     assert "not checked: rows that are never drawn" in str(report)

@@ -179,7 +179,7 @@ def test_what_cannot_be_read_is_refused() -> None:
     emptied = ReplayBuffer(storage=PackedStorage(10))
     emptied.extend(walk(5)[:, 0])
     emptied.empty()
-    with pytest.raises(TypeError, match=r"the doctor looks at a buffer, a storage, .* not at a int"):
+    with pytest.raises(TypeError, match=r"the doctor reads a buffer, a storage, .* not a int"):
         check(3)
     with pytest.raises(TypeError, match=r"storages of TensorDicts, not a ListStorage"):
         check(words)

@@ -1,4 +1,4 @@
-"""Examine the data of a buffer for faults: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
+"""Checks the data of a buffer for faults: :func:`check`, and ``python -m rlbuf_td doctor PATH``."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from rlbuf_td.diagnostics.doctor.values import bounds_of, usage_findings, value_
 
 __all__ = ["CODES", "Finding", "Report", "check", "main"]
 
-#: The codes of all findings with what they mean, the most serious first.
+#: Codes and titles of all findings, the most serious first.
 CODES = {code: fault.summary for code, fault in FAULTS.items()}
 
 
 def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -> Report:
-    """Read all rows of a buffer, and report faults in them, each with rows and a remedy.
+    """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
     Nothing is changed. A row's next observation must be the following row's observation, unless the trajectory ends
-    there; where that fails, or holds in spite of an end, the report says why. Rows are read in blocks.
+    there. If this rule fails, or holds across an end, the report gives the reason. Rows are read in blocks.
 
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
-            ``[T, E]`` in the order of time; or the path of a saved buffer.
+            ``[T, E]`` in time order; or the path of a saved buffer.
         space: the space of the observations, to find values outside it: a Gymnasium space, a TorchRL spec, or an
             environment.
-        ignore: codes of findings to leave out (``rlbuf_td.diagnostics.doctor.CODES`` lists them).
+        ignore: codes of findings to omit (``rlbuf_td.diagnostics.doctor.CODES`` lists them).
 
     Returns:
         The findings, the most serious first; ``report.healthy`` if there are none. ``print`` it.
 
     Raises:
         TypeError: ``source`` or ``space`` is of another type.
-        ValueError: the buffer is empty, ``ignore`` names no finding, or what is saved cannot be read.
-        FileNotFoundError: nothing is saved at the path.
+        ValueError: the buffer is empty, ``ignore`` contains an unknown code, or the saved buffer cannot be read.
+        FileNotFoundError: no buffer is saved at the path.
 
     Cost: two or three passes over the rows: about a second for a million rows of 167 bytes. 10 bytes of memory per row.
 
@@ -69,7 +69,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the report of a saved buffer; return 0 if nothing was found, 1 if something was, 2 if it is unreadable."""
+    """Print the report of a saved buffer; return 0 without findings, 1 with findings, 2 if it is unreadable."""
     try:
         space = _space(options.env) if options.env else None
         report = check(options.path, space=space, ignore=options.ignore)

@@ -1,4 +1,4 @@
-"""The rows as the doctor reads them: columns, their order in time, and the ends of trajectories."""
+"""The doctor's view of the rows: columns, their order in time, and the ends of trajectories."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rlbuf_td.storages.schema import Leaf, show_key, walk
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 
 Key: TypeAlias = tuple[str, ...]
-# Keys that may be stored at the root and under "next" without being observations.
+# Keys that may be stored at the root and under "next" although they are not observations.
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
-_BLOCK_BYTES = 4 << 20  # a block stays in a cache
-_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # floats nearer than this are the same value, computed twice
-_HASHED = 256  # elements of a value that enter its hash
+_BLOCK_BYTES = 4 << 20  # a block fits into a cache
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # floats closer than this are one value, computed twice
+_HASHED = 256  # elements of a value that its hash includes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NAMED = 5  # a finding names this many rows at most
+NAMED = 5  # a finding names at most this many rows
 
 
 class SharedColumn:
-    """A deduplicated column ``[T, E, ...]`` of the ``steps`` time steps written, read only where it is indexed."""
+    """A deduplicated column ``[T, E, ...]`` of the ``steps`` written time steps, read only where it is indexed."""
 
     def __init__(self, rows: Rows, leaf: Leaf, steps: int) -> None:
         self._rows, self._key = rows, leaf.key
@@ -46,7 +46,7 @@ class SharedColumn:
 
 
 class Record:
-    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``, lanes flattened."""
+    """The rows of a storage of TensorDicts as columns ``[T, E, ...]``; all lane dims are flattened."""
 
     def __init__(self, storage: Storage, writer: Writer | None) -> None:
         if not len(storage):
@@ -67,11 +67,11 @@ class Record:
         if isinstance(storage, PackedStorage):
             for key, leaf in storage.deduplicated.items():
                 self.columns[key] = SharedColumn(storage.all_rows(), leaf, self.steps)
-        self.skipped: list[str] = []  # what cannot be checked, and why
+        self.skipped: list[str] = []  # omitted checks, and the reasons
         cursor = storage._last_cursor_index  # None: the storage does not know
         is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
         newest = int(cursor) if is_ring else self.steps - 1
-        #: Whether it is known which rows follow each other: they are in the order of time, with flags or ids.
+        #: Whether the order of rows is known: they are in time order, with flags or ids.
         self.knows_ends = False
         #: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
@@ -103,12 +103,12 @@ class Record:
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
-        """Return the keys under "next" with one of these names, the first name and the shallowest key first."""
+        """Return the keys under "next" with one of these names, sorted by name, then by depth."""
         found = [key for key in self.columns if key[0] == "next" and key[-1] in names]
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
     def flag(self, name: str) -> torch.Tensor | None:
-        """Return a flag under "next", ``[T, E]`` bool on the CPU: true where any of a row's values is."""
+        """Return a flag under "next", ``[T, E]`` bool on the CPU: whether any of a row's values is true."""
         keys = self._flags(name)
         if not keys or self.columns[keys[0]].dtype is not torch.bool:
             return None
@@ -116,7 +116,7 @@ class Record:
 
     @property
     def observed(self) -> list[Key]:
-        """The keys of observations: those that a row has alike at its root and under "next"."""
+        """The keys of observations: stored both at the root and under "next", with equal dtype and shape."""
         return [
             key
             for key, column in self.columns.items()
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The observed keys of more than one number (without counters and flags), if there are any; else all."""
+        """The observed keys of more than one number, without counters and flags; if none exist, all observed keys."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
@@ -137,21 +137,21 @@ class Record:
         return self.columns[key][flat // self.lanes, flat % self.lanes]
 
     def blocks(self) -> Iterator[slice]:
-        """Yield slices of time steps, small enough for a cache."""
+        """Yield slices of time steps that fit into a cache."""
         row = sum(column.shape[1:].numel() * column.dtype.itemsize for column in self.columns.values())
         size = max(1, _BLOCK_BYTES // max(1, row))
         for start in range(0, self.steps, size):
             yield slice(start, min(start + size, self.steps))
 
     def after(self, key: Key, block: slice) -> torch.Tensor:
-        """Return a column of the rows one step after those of a block; the ring's first step follows its last."""
+        """Return a column one step after the rows of a block; the ring's first step follows its last."""
         column = self.columns[key]
         if block.stop < self.steps:
             return column[block.start + 1 : block.stop + 1]
         return torch.cat([column[block.start + 1 :], column[:1]])
 
     def finding(self, code: str, where: torch.Tensor | None, of: int, key: Key | None = None, **words: Any) -> Finding:
-        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None``: about all, and none is named."""
+        """Return a finding about the rows flagged in ``where``, ``[T, E]``; ``None``: all rows, no examples."""
         first = [] if where is None else where.view(self.shape).nonzero()[:NAMED].tolist()
         rows = tuple(tuple(place) if len(place) > 1 else place[0] for place in first)
         count = of if where is None else int(where.sum())
@@ -168,7 +168,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity equal anything."""
+    """Return which rows of two blocks ``[B, E, ...]`` differ, ``[B, E]`` bool; NaN and infinity equal any value."""
     unequal = (_bits(left) != _bits(right)).flatten(2).any(2)
     if (left.is_floating_point() or left.is_complex()) and bool(unequal.any()):
         wide = torch.complex128 if left.is_complex() else torch.float64
@@ -179,7 +179,7 @@ def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a hash of each row's values, ``[n]`` int64 on the CPU; ``rows``: flat rows ``[n]``, or all."""
+    """Return a hash of each row's values, ``[n]`` int64 on the CPU, for all rows or the flat ``rows``, ``[n]``."""
     generator = torch.Generator().manual_seed(0)
     result = torch.zeros(record.rows if rows is None else len(rows), dtype=torch.int64, device="cpu")
     for key in keys:
@@ -197,7 +197,7 @@ def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) ->
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
-    """Return storage, sampler and writer of what :func:`~rlbuf_td.diagnostics.doctor.check` accepts."""
+    """Return storage, sampler and writer of a source of :func:`~rlbuf_td.diagnostics.doctor.check`."""
     if isinstance(source, str | Path):
         source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):
@@ -207,11 +207,11 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
     if isinstance(source, TensorDictBase):
         return _storage_of(source, source.numel()), None, None
     accepted = "a buffer, a storage, a TensorDict of rows [T] or [T, E], or the path of a saved buffer"
-    raise TypeError(f"the doctor looks at {accepted}, not at a {type(source).__name__}")
+    raise TypeError(f"the doctor reads {accepted}, not a {type(source).__name__}")
 
 
 def _open_saved(path: Path) -> Storage:
-    """Return the rows that ``dumps(path)`` of a buffer or storage has written; TorchRL's stay on the disk."""
+    """Return the rows saved by ``dumps(path)`` of a buffer or storage; TorchRL's stay on the disk."""
     if (path / "manifest.json").is_file():  # of this package's
         found = open_checkpoint(path)
         if found.storage is not None:
@@ -222,7 +222,7 @@ def _open_saved(path: Path) -> Storage:
     folder = next((each for each in (path, path / "storage") if (each / "storage_metadata.json").is_file()), None)
     if folder is None:
         what = "holds no saved buffer" if path.is_dir() else "is no folder"
-        raise FileNotFoundError(f"{path} {what}: give the folder that rb.dumps(path) has written")
+        raise FileNotFoundError(f"{path} {what}: pass the folder that rb.dumps(path) wrote")
     writer = folder.parent / "writer" / "metadata.json"
     try:
         about = json.loads((folder / "storage_metadata.json").read_text())
@@ -235,7 +235,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``: ``length`` are written, and a ring would continue at ``cursor``."""
+    """Return a storage of rows ``[T, *lanes]``, ``length`` of them written; a ring would continue at ``cursor``."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

@@ -1,6 +1,6 @@
-"""What the doctor says: for each code of a finding, what it is, what was seen and what to do; findings, and a report.
+"""Findings and reports of the doctor, with a title, an explanation and a remedy for each code.
 
-Words in braces are filled in by the search that finds the fault.
+The check that finds a fault fills in the words in braces.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Finding:
     """One kind of fault."""
 
     code: str  # one of `rlbuf_td.diagnostics.doctor.CODES`
-    key: tuple[str, ...] | None  # the key concerned, if it is one
-    rows: tuple[Row, ...]  # the first few rows concerned, as the storage indexes them: t, or (t, e) with lanes
-    count: int  # of the rows concerned
-    of: int  # rows that could have been
-    explanation: str  # what was seen, and what it means
+    key: tuple[str, ...] | None  # the affected key, if it is a single one
+    rows: tuple[Row, ...]  # the first few affected rows, as the storage indexes them: t, or (t, e) with lanes
+    count: int  # number of affected rows
+    of: int  # number of rows checked
+    explanation: str  # the observed fault and its meaning
     remedy: str
 
     @property
@@ -48,7 +48,7 @@ class Report:
     findings: tuple[Finding, ...]
     rows: int  # the number of rows read
     shape: tuple[int, ...]  # [T, *lanes]
-    skipped: tuple[str, ...] = ()  # checks that these rows do not allow, and why
+    skipped: tuple[str, ...] = ()  # omitted checks, and the reasons
 
     @property
     def healthy(self) -> bool:
@@ -77,7 +77,7 @@ class Report:
 
 
 class Fault(NamedTuple):
-    """The words of a finding."""
+    """The texts of a finding."""
 
     summary: str
     explanation: str
@@ -87,7 +87,7 @@ class Fault(NamedTuple):
 _JUMPS = "The next observation is not the following row's observation, though the trajectory goes on there."
 _ENDS = "The trajectory ends here, and yet the next observation is that of the following row"
 _DONE = "store done = terminated | truncated"
-_FLAG_WITHOUT_DONE = "{name} is set and done is not, of as many rows with {name}: samplers continue across the end."
+_FLAG_WITHOUT_DONE = "{name} is set but done is not (counted among rows with {name}): samplers continue past the end."
 
 #: The faults by code, the most serious first.
 FAULTS = {

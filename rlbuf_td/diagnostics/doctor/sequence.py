@@ -1,7 +1,7 @@
 """Findings about the order of rows, and about the flags that end trajectories.
 
-A row's next observation must be the following row's observation, unless the trajectory ends there. Where that fails, or
-holds in spite of an end, the places and distances of observations tell what went wrong.
+A row's next observation must be the following row's observation, unless the trajectory ends there. If this rule fails,
+or holds across an end, the positions and distances of observations identify the fault.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rlbuf_td.diagnostics.doctor.report import Finding
 from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _AT_ONCE = 4_096  # rows
-_SAMPLED = 256  # rows that are enough to tell the kind of a fault
+_SAMPLED = 256  # rows that suffice to identify the kind of a fault
 _FEW = 32  # fewer rows than this may all be of one kind by chance
-_LONG = 10_000  # steps without an end that deserve a finding
-_SOME_ENDS = 8  # ends by trajectory id that must lack a flag
+_LONG = 10_000  # this many steps without an end are a finding
+_SOME_ENDS = 8  # number of ends by trajectory id without a flag that make a finding
 _STACK = "store lanes as a dim of their own: PackedStorage(..., ndim=2), and extend with batches [E, T]"
 
 
 @dataclass
 class Flow:
-    """Whether rows continue each other: flags ``[T, E]`` bool on the CPU."""
+    """Whether rows continue each other, as flags ``[T, E]`` bool on the CPU."""
 
     broken: torch.Tensor  # the next observation is not the following row's, though the trajectory continues
     unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's, not the row's own
@@ -59,7 +59,7 @@ def sequence_findings(record: Record) -> Iterator[Finding]:
 
 
 def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Finding]:
-    """Yield the faults at the ends of trajectories; ``ended``: rows with any flag set."""
+    """Yield the faults at the ends of trajectories; ``ended``: rows with any end flag."""
     if bool(ended.all()) and record.rows >= _FEW:
         yield record.finding("done-always", ended, record.rows)
         return
@@ -101,7 +101,7 @@ def _flow(record: Record) -> Flow:
 
 
 def _spread(where: torch.Tensor) -> torch.Tensor:
-    """Return up to 256 of the flagged rows, evenly spread, as flat rows."""
+    """Return up to 256 of the flagged rows, evenly spaced, as flat rows."""
     rows = where.flatten().nonzero()[:, 0]
     if not len(rows):
         return rows
@@ -109,7 +109,7 @@ def _spread(where: torch.Tensor) -> torch.Tensor:
 
 
 def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = False, never: bool = False) -> Finding:
-    """Return the finding about broken rows; ``mostly``: most rows are; ``never``: no flag is ever set."""
+    """Return the finding about broken rows; ``mostly``: most rows are broken; ``never``: no flag is ever set."""
     of = int(flow.inside.sum())
     found = _found_elsewhere(record, _spread(where), mostly)
     if found is not None:
@@ -121,7 +121,7 @@ def _broken(record: Record, where: torch.Tensor, flow: Flow, *, mostly: bool = F
 
 
 def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tuple[str, str] | None:
-    """Search the next observations of a sample of rows among all observations; explain where they are found."""
+    """Search for the next observations of sampled rows among all observations; explain where they are found."""
     here = hashes(record, [("next", *key) for key in record.observed], sample)
     ordered, order = hashes(record, record.observed).sort()
     low, high = torch.searchsorted(ordered, here), torch.searchsorted(ordered, here, right=True)
@@ -162,7 +162,7 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
 
 
 def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
-    """Return a finding if done flags are one step beside the breaks."""
+    """Return a finding if done flags are one step away from the breaks."""
     for step, late, before in ((1, "late", "before"), (-1, "early", "after")):
         beside = flow.apart & ~done & flow.unbroken.roll(-step, 0)
         count = int(beside.sum())
@@ -173,9 +173,9 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether trajectory ids show ends, and not pieces of several lanes stored one after the other.
+    """Whether trajectory ids mark ends, instead of pieces of several lanes stored one after the other.
 
-    The id of a finished trajectory never returns, and trajectories hardly ever have all the same length.
+    The id of a finished trajectory never returns, and the trajectories rarely all have the same length.
     """
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
@@ -186,7 +186,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether unbroken ends are a fault: they are most of the ends, or observations hardly ever repeat."""
+    """Whether unbroken ends are a fault: they are most of the ends, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -194,7 +194,7 @@ def _is_no_chance(record: Record, flow: Flow) -> bool:
 
 
 def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
-    """Return the finding about unbroken ends, by how far observations move at them and after them."""
+    """Return the finding about unbroken ends, depending on the jumps of observations at and after them."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
     if not max(here, after):
@@ -207,9 +207,9 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return how far observations move at the flagged rows and at the rows after them, as multiples of the usual.
+    """Return the distances of observations at the flagged rows and after them, as multiples of the usual distance.
 
-    A distance that a tenth of the usual rows exceed (with fewer than 4 flagged rows: a hundredth) counts as 0.
+    A distance that a tenth of the usual rows exceed (a hundredth for fewer than 4 flagged rows) counts as 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
@@ -233,10 +233,10 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
 
 
 def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
-    """Return which rows are a trajectory of their own, ``[T, E]``; that the oldest row is one is not known."""
+    """Return which rows are a trajectory of their own, ``[T, E]``; for the oldest row this is unknown."""
     alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
     ids = record.columns.get(TRAJ_KEY)
-    if ids is not None:  # rows of several lanes may alternate: an id that returns is a longer trajectory
+    if ids is not None:  # rows of several lanes may alternate: a returning id is a longer trajectory
         _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)
         alone |= (counts == 1)[inverse] & record.paired
     return alone

@@ -1,4 +1,4 @@
-"""Findings about the values of columns, and about draws and priorities; and the bounds of observations."""
+"""Findings about the values of columns, and about draws and priorities; also the bounds of observations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.storages.indexing import attached
 
 Interval = tuple[torch.Tensor, torch.Tensor]
-_MANY = 1_000  # in fewer rows a column may well be constant
-_SIDE = 8  # of the smallest image
+_MANY = 1_000  # in fewer rows a column may be constant by chance
+_SIDE = 8  # side of the smallest image
 _SAMPLED = 256
-_DRAWS, _ROWS = 2.0, 100  # fewer draws a row, or fewer rows, show nothing
+_DRAWS, _ROWS = 2.0, 100  # fewer draws per row, or fewer rows, are not significant
 
 
 def value_findings(record: Record, bounds: Mapping[Key, Interval]) -> Iterator[Finding]:
@@ -84,13 +84,13 @@ def _may_be_constant(record: Record, key: Key) -> bool:
 
 
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Whether a column holds zeros and ones only, of which some may be rare."""
+    """Whether a column holds only zeros and ones; some of its elements may rarely be 1."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 
 
 def _is_image(record: Record, key: Key) -> bool:
-    """Whether a float column looks like images: two sides, and values in [0, 1] or integers up to 255."""
+    """Whether a float column looks like images: two spatial dims, and values in [0, 1] or integers up to 255."""
     column = record.columns[key]
     sides = [size for size in column.shape[2:] if size >= _SIDE]
     if not column.dtype.is_floating_point or column.ndim < 5 or len(sides) < 2:
@@ -102,7 +102,7 @@ def _is_image(record: Record, key: Key) -> bool:
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
-    """Yield the faults in how rows are drawn and updated, as far as the buffer counts draws."""
+    """Yield faults in the draws and updates of rows, if the buffer counts draws."""
     replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
         counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()
@@ -110,7 +110,7 @@ def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampl
         if record.rows >= _ROWS and mean >= _DRAWS and 2 * int(drawn.sum()) < record.rows:
             yield record.finding("never-sampled", ~drawn, record.rows, mean=mean)
     elif sampler is not None:
-        record.skipped.append("rows that are never drawn: nothing counts the draws of this buffer")
+        record.skipped.append("rows that are never drawn: this buffer does not count draws")
     sampler = None if sampler is None else unwrapped(sampler)
     if isinstance(sampler, Prioritized):
         yield from _stale(record, source, sampler, drawn)
@@ -118,11 +118,11 @@ def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampl
 
 def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tensor | None) -> Iterator[Finding]:
     magnitude = sampler.priority(torch.arange(record.rows, device=sampler.device)).cpu()
-    # TD errors hardly ever agree to the last bit; rows that entered together do.
+    # TD errors are rarely equal to the last bit; rows that entered together have equal priorities.
     _, inverse, counts = magnitude.unique(return_inverse=True, return_counts=True)
     untouched = (counts > 1)[inverse].view(record.steps, record.lanes)
     if drawn is None:
-        # Without counts, all that is known is whether batches were drawn and no priority was ever updated.
+        # Without counts, it is only known whether batches were drawn and no priority was ever updated.
         if getattr(source, "last_draw", None) is None or float(sampler.priorities.largest) >= 0:
             return
         drawn = torch.ones_like(untouched)
@@ -132,7 +132,7 @@ def _stale(record: Record, source: Any, sampler: Prioritized, drawn: torch.Tenso
 
 
 def bounds_of(source: Any) -> dict[Key, Interval]:
-    """Return the lowest and the highest value of each bounded key; ``source`` as ``space`` of ``check``."""
+    """Return the lowest and the highest value of each bounded key; ``source`` is the ``space`` of ``check``."""
     for name in ("observation_spec_unbatched", "single_observation_space", "observation_space"):
         if hasattr(type(source), name) or name in getattr(source, "__dict__", {}):
             source = getattr(source, name)
@@ -147,7 +147,7 @@ def bounds_of(source: Any) -> dict[Key, Interval]:
 
 def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
     parts = entries(dict(space.items()) if isinstance(space, Composite) else getattr(space, "spaces", None))
-    box = getattr(space, "space", space)  # TorchRL's specs have a part that holds the limits
+    box = getattr(space, "space", space)  # TorchRL's specs hold the limits in an attribute
     count = getattr(box, "nvec", getattr(box, "n", None))
     if parts is not None:
         for name, part in parts.items():
@@ -156,7 +156,7 @@ def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
         yield path, (_on_host(box.low), _on_host(box.high))
     elif count is not None and not getattr(space.dtype, "is_floating_point", False):
         low, count = _on_host(getattr(space, "start", 0)), _on_host(count)
-        # An index below the count; or flags.
+        # A discrete value is below the count; otherwise these are flags.
         are_flags = space.shape and not hasattr(box, "nvec") and (count.ndim or space.shape[-1] == int(count))
         yield path, (low.expand(space.shape), (low + (1 if are_flags else count - 1)).expand(space.shape))
 

@@ -23,15 +23,15 @@ from rlbuf_td.writers import RolloutWriter
 
 
 def plot_episodes(stats: EpisodeStats) -> Figure:
-    """Plot each metric of the recorded episodes over the steps, and how episodes ended.
+    """Plot each metric of the recorded episodes over the steps, and the share of each way in which episodes end.
 
-    A dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
+    Each dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
 
     Args:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with a panel per metric, and one for the share of each way to end.
+        A figure with one panel per metric, and one for the shares of the ways to end.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -51,7 +51,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
     """
     history = {name: style.numbers_of(column) for name, column in stats.history().items()}
     if not len(history["step"]):
-        raise RuntimeError("there is nothing to draw: no episode has ended")
+        raise RuntimeError("there is nothing to plot: no episode has ended")
     metrics, words = ["return", "length", *stats.metrics[2:]], {"length": "length, steps"}
     if np.array_equal(history["return"], history["length"]):  # a reward of 1 per step: one panel shows both
         metrics.remove("length")
@@ -88,7 +88,7 @@ def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plot_advantages(rollout: ReplayBuffer) -> Figure:
-    """Plot a rollout: values, targets and ends of one lane, the advantages, and values against their targets.
+    """Plot a rollout: values, targets and ends of one lane; the advantages; and values against their targets.
 
     Args:
         rollout: a :class:`~rlbuf_td.RolloutBuffer` whose rollout is complete.
@@ -146,14 +146,14 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
     Args:
         rb: a buffer over a storage of TensorDicts with ``("next", "done")`` or trajectory ids.
         row: a flat row, or its coordinates ``(t, e)``.
-        keys: the keys to plot; default: reward, action and the first observation of up to 64 numbers.
+        keys: the keys to plot; default: reward, action, and the first observation with at most 64 numbers.
 
     Returns:
         A figure with a panel per key, over time steps from the row.
 
     Raises:
-        IndexError: nothing is stored at this row.
-        KeyError: no such key, or neither ends nor trajectory ids are stored.
+        IndexError: there is no row at this position.
+        KeyError: there is no such key, or neither ends nor trajectory ids are stored.
 
     Cost: O(rows of the trajectory).
 

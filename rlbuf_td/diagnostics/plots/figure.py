@@ -1,4 +1,4 @@
-"""The common look of all plots: as wide as a column of a paper, small letters, lines that differ in grey too."""
+"""The common style of all plots: the width of a paper's column, small letters, lines that also differ in greyscale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of the state of a buffer: its health, and its priorities."""
+"""Plots of a buffer's health and of its priorities."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 
 
 def plot_health(rb: ReplayBuffer) -> Figure:
-    """Plot what :meth:`ReplayBuffer.health` measures: ages and weights of the last batch, probabilities and draws.
+    """Plot :meth:`ReplayBuffer.health`: ages and weights of the last batch, probabilities and draws of all rows.
 
-    A panel is left out if the buffer has no numbers for it: weights and probabilities without priorities, draws without
+    A panel is omitted if the buffer lacks its numbers: weights and probabilities need priorities, draws need
     ``count_replays=True``.
 
     Args:
@@ -45,7 +45,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     """
     last, storage = getattr(rb, "last_draw", None), rb.storage
     if last is None:
-        raise RuntimeError("there is no health to draw before the first batch: sample one")
+        raise RuntimeError("there is no health to plot before the first batch: sample one")
     replays = attached(storage, ReplayCount)
     report, weight = health(storage, rb.sampler, rb.writer, last, replays), last[1]
     age, probability = ages(storage, rb.writer, last), probabilities(storage, rb.sampler)
@@ -81,7 +81,7 @@ def _draw_weights(axes: Axes, weight: np.ndarray, share: float) -> None:
 
 
 def _some_ranks(rows: int) -> np.ndarray:
-    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spread on a logarithmic axis."""
+    """Return up to 200 ranks from 0 to ``rows - 1``, evenly spaced on a logarithmic axis."""
     return np.unique(np.geomspace(1, rows, 200).astype(int)) - 1
 
 
@@ -118,7 +118,7 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
         rb: a buffer with a prioritized sampler, wrapped or not.
 
     Returns:
-        A figure with two panels: a histogram, and the probabilities, the largest first.
+        A figure with two panels: a histogram, and the probabilities in descending order.
 
     Raises:
         TypeError: the buffer's sampler has no priorities.
@@ -138,7 +138,7 @@ def plot_priorities(rb: ReplayBuffer) -> Figure:
         'RankSampler, alpha = 0.7, beta = 0.5'
     """
     if not len(rb):
-        raise RuntimeError("there are no priorities to draw: the buffer is empty")
+        raise RuntimeError("there are no priorities to plot: the buffer is empty")
     storage, sampler = rb.storage, unwrapped(rb.sampler)
     magnitude, probability = priorities(storage, sampler), probabilities(storage, sampler)
     if magnitude is None or probability is None:
