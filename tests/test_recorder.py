@@ -310,7 +310,7 @@ def test_infos_of_every_step_need_no_default_and_a_missing_one_is_refused(make):
     history = env.history if isinstance(env, Walk) else env.get_attr("history")[0]
     assert recorder.buffer.storage["next", "energy"].flatten()[0] == history[0][6]["energy"]
     recorder = started(env, infos=["score"])
-    with pytest.raises(SchemaError, match=r"no 'score': give the value to store then, infos=\{'score': 0.0\}"):
+    with pytest.raises(SchemaError, match=r"no 'score': give a default value, infos=\{'score': 0.0\}"):
         recorder.step(env.action_space.sample())
     with pytest.raises(SchemaError, match="no 'won'"):
         run(started(env, infos={"energy": 0.0, "won": None}), env, 10)
@@ -359,12 +359,12 @@ def test_extras_are_stored_with_each_step_but_those_that_reset():
 
 
 def test_extras_must_be_the_same_in_every_step_and_may_not_take_a_name():
-    with pytest.raises(SchemaError, match="'observation' takes the name"):
+    with pytest.raises(SchemaError, match="'observation' has the name"):
         started(Walk()).step(0, observation=1.0)
     recorder = started(Walk())
     recorder.step(0, log_prob=0.5)
     for extras in ({}, {"log_prob": 0.5, "value": 1.0}):
-        with pytest.raises(SchemaError, match="the first one with"):
+        with pytest.raises(SchemaError, match="the first step had"):
             recorder.step(0, **extras)
     with pytest.raises(SchemaError, match=r"'log_prob' came with shape \(2,\), expected \(\)"):
         recorder.step(0, log_prob=np.zeros(2))
@@ -401,12 +401,12 @@ def test_without_trajectory_numbers_no_reset_breaks_off_an_episode():
     for _ in range(2):
         recorder.reset(seed=1)
     recorder.step(0)
-    with pytest.raises(RuntimeError, match="breaks off episodes in lanes"):
+    with pytest.raises(RuntimeError, match="interrupts episodes in lanes"):
         recorder.reset()
-    with pytest.raises(RuntimeError, match="newest rows end no episode"):
+    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
         GymnasiumRecorder(rb, env, trajectory_key=None)
     rb.load_state_dict(rb.state_dict())
-    with pytest.raises(RuntimeError, match="newest rows end no episode"):
+    with pytest.raises(RuntimeError, match="newest rows do not end an episode"):
         recorder.step(0)
     rb.storage["next", "done"] = torch.ones(1, 1, dtype=torch.bool)
     while not recorder._ended.any():

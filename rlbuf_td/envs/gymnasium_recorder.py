@@ -30,36 +30,36 @@ _FAR_AHEAD = 1_024
 class GymnasiumRecorder:
     """Step a Gymnasium environment through this object to store its transitions in a buffer.
 
-    ``reset`` and ``step`` return exactly what the environment's return. In every autoreset mode ``("next", ...)`` is
-    the true next observation (at an end ``final_obs`` of same-step autoreset), and the step with which next-step
-    autoreset begins an episode is not stored. ``done`` is ``terminated`` or ``truncated``.
+    ``reset`` and ``step`` return exactly the environment's results. In every autoreset mode ``("next", ...)`` is the
+    true next observation (in same-step autoreset, ``final_obs`` at an end). The step with which next-step autoreset
+    begins an episode is not stored. ``done`` is ``terminated`` or ``truncated``.
 
-    ``("collector", "traj_ids")`` numbers the episodes, so that one that ``reset`` breaks off does not run into the
-    next. Recorders of one buffer never give a number twice. Loading a checkpoint into the buffer breaks off the
-    episodes and drops what is :attr:`pending`.
+    ``("collector", "traj_ids")`` numbers the episodes, so that an episode that ``reset`` interrupts does not continue
+    in the next one. Recorders of one buffer never reuse a number. Loading a checkpoint into the buffer interrupts the
+    episodes and drops the :attr:`pending` transitions.
 
-    **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``, and a time step is written as soon as every lane
-    has its transition: at once, except in next-step mode, where a lane that began a new episode is a step behind, and
-    the newest transitions of the others wait (:attr:`pending`). Row ``t + 1`` still follows row ``t`` in each lane, as
-    sequences, n-step returns and hindsight need. If episodes of one lane end much more often, the others wait ever
-    longer, and a warning says so: use same-step mode or a flat buffer then. A flat buffer ``[T]`` takes the transitions
-    of one environment at once, and those of several in stretches of one lane: when its episode ends, or when
-    ``stretch`` transitions wait. :meth:`flush` writes the rest.
+    **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written as soon as every lane
+    has its transition. This is immediate except in next-step mode: a lane that began a new episode is one step behind,
+    and the newest transitions of the other lanes wait (:attr:`pending`). Row ``t + 1`` still follows row ``t`` in each
+    lane, as sequences, n-step returns and hindsight require. If episodes of one lane end much more often than others,
+    the queues grow and a warning is issued: use same-step mode or a flat buffer in this case. A flat buffer ``[T]``
+    stores transitions of a single environment immediately, and those of several environments in stretches of one lane:
+    when its episode ends, or when ``stretch`` transitions wait. :meth:`flush` writes the rest.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
         infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one), which every step must
-            have; or a dict from names to the value to store where it is missing, whose dtype is stored.
-        trajectory_key: the key of the episodes' numbers; ``None``: none, and no episode can be broken off.
-        stretch: see above.
+            have; or a dict from names to default values for missing infos; the default also fixes the dtype.
+        trajectory_key: the key of the episode numbers; ``None``: not stored, and ``reset`` cannot interrupt episodes.
+        stretch: the number of waiting transitions of a lane at which a flat buffer stores them.
         autoreset_mode: of a vector environment; default: from its metadata, else next-step. A single environment is
             next-step under Gymnasium's ``Autoreset`` wrapper, else disabled.
 
     Raises:
         TypeError: ``buffer`` or ``env`` is of another type.
         SchemaError: the environment's transitions do not fit the buffer's rows or lanes.
-        RuntimeError: without a trajectory key, the buffer's newest rows would run into the first recorded ones.
+        RuntimeError: without a trajectory key, the buffer's newest rows would continue in the first recorded ones.
 
     Cost: about 50 us per step of 16 environments (``python -m rlbuf_td bench --only record``). TorchRL has no recorder:
     its collectors step TorchRL's environments.
@@ -108,17 +108,17 @@ class GymnasiumRecorder:
         self._infos = {(name,) if isinstance(name, str) else tuple(name): value for name, value in defaults.items()}
         self._trajectory_key = trajectory_key
         self._schema = self._fitted(schema.unsqueeze(0) if self._single else schema)
-        self._queues: LaneQueues | None = None  # from the first step on
+        self._queues: LaneQueues | None = None  # None before the first step
         self._obs: Any = None
         self._ended = np.zeros(self._lanes, bool)  # the episode has ended, and no new one has begun
-        self._fresh = np.ones(self._lanes, bool)  # the episode has no step yet
+        self._fresh = np.ones(self._lanes, bool)  # no step of the episode has been recorded
         self._trajectories = np.zeros(self._lanes, np.int64)
         self._numbers = attached_or_new(buffer.storage, TrajectoryNumbers)
         self._loads, self._warned = self._numbers.loads, False
         self._refuse_open_end()
 
     def _fitted(self, schema: TensorDict) -> TensorDict:
-        """Return the schema ``[E]`` with the trajectory key and the reward dtype of the buffer; reserve rows for it."""
+        """Return the schema ``[E]`` with the buffer's trajectory key and reward dtype; reserve rows for it."""
         if self._trajectory_key is not None:
             schema.set(self._trajectory_key, torch.empty(schema.shape, dtype=torch.int64, device="meta"))
         storage = self.buffer.storage
@@ -145,18 +145,18 @@ class GymnasiumRecorder:
         return schema
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment, in some lanes only with ``options={"reset_mask": ...}``, and return what it returns.
+        """Reset the environment, or some lanes with ``options={"reset_mask": ...}``, and return its result.
 
         Raises:
-            RuntimeError: this breaks off an episode, and without a trajectory key the rows would not show it.
+            RuntimeError: this interrupts an episode, and there is no trajectory key to mark its end.
         """
         mask = (options or {}).get("reset_mask")
         lanes = np.ones(self._lanes, bool) if mask is None else np.array(mask, bool)
-        begun = np.ones_like(lanes) if self._obs is None else lanes  # all: a failed step is missing in each lane
+        begun = np.ones_like(lanes) if self._obs is None else lanes  # all: a failed step is missing in every lane
         broken = (begun & ~self._ended & ~self._fresh).nonzero()[0].tolist()
         if self._trajectory_key is None and broken:
             remedy = "let them end, or store trajectory numbers"
-            raise RuntimeError(f"reset breaks off episodes in lanes {broken}, and no trajectory_key tells: {remedy}")
+            raise RuntimeError(f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}")
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._notice_load()
         self._write_stretches(lanes)
@@ -165,12 +165,12 @@ class GymnasiumRecorder:
         return self._obs, info
 
     def step(self, action: Any, **extras: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Take a step, store its transitions, and return what the environment's ``step`` returns.
+        """Take a step, store its transitions, and return the result of the environment's ``step``.
 
         Args:
             action: the action.
-            **extras: more entries for the transitions, the same in every step, such as a policy's ``state_value`` of
-                shape ``[E, 1]``: arrays, tensors, or nested dicts of them.
+            **extras: more entries of the transitions, with equal keys in every step, such as a policy's ``state_value``
+                of shape ``[E, 1]``: arrays, tensors, or nested dicts of them.
 
         Raises:
             RuntimeError: there was no reset, or (with autoreset disabled) an episode has ended and was not reset.
@@ -179,17 +179,17 @@ class GymnasiumRecorder:
         if self._obs is None:
             raise RuntimeError("call the recorder's reset() before its first step(), and after a step that failed")
         self._notice_load()
-        resetting = np.count_nonzero(self._ended)  # quicker than any()
+        resetting = np.count_nonzero(self._ended)  # faster than any()
         if resetting and self._mode == "Disabled":
             how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
             ended = self._ended.nonzero()[0].tolist()
             raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
         lanes = ~self._ended if resetting else None
         if self._queues is None:
-            before = deepcopy((self._obs, action))  # the environment may write over it
+            before = deepcopy((self._obs, action))  # the environment may overwrite it
         else:
             self._fill_before(self._obs, action, extras)
-        self._obs = None  # if this step fails or is refused, the next one does not follow it
+        self._obs = None  # if this step fails or is refused, it has no successor
         result = self.env.step(action)
         info = [result[4]] if self._single and self._infos else result[4]
         info = joined(info) if isinstance(info, list) else info
@@ -211,16 +211,16 @@ class GymnasiumRecorder:
 
     @property
     def pending(self) -> int:
-        """The number of transitions that are not in the buffer yet."""
+        """The number of transitions that are not yet in the buffer."""
         return 0 if self._queues is None else self._queues.pending
 
     def flush(self) -> None:
-        """Write all waiting transitions into a flat buffer; in ``[T, E]``, incomplete time steps stay pending."""
+        """Write all waiting transitions to a flat buffer; with lanes, incomplete time steps stay pending."""
         self._notice_load()
         self._write_stretches(np.ones(self._lanes, bool))
 
     def _notice_load(self) -> None:
-        """After the buffer was loaded, begin a trajectory in each lane: none may continue one that was loaded."""
+        """After a load of the buffer, begin a new trajectory in each lane: none may continue a loaded one."""
         if self._loads != self._numbers.loads:
             self._refuse_open_end()
             self._loads = self._numbers.loads
@@ -229,10 +229,10 @@ class GymnasiumRecorder:
             self._begin(np.ones(self._lanes, bool))
 
     def _refuse_open_end(self) -> None:
-        """Raise a RuntimeError if rows that are there would run into the next ones, as nothing would part them."""
+        """Raise a RuntimeError if stored rows would continue in the next ones because nothing marks their end."""
         if self._trajectory_key is None and len(self.buffer) and not bool(self.buffer.last(1)[_DONE].all()):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
-            raise RuntimeError(f"the buffer's newest rows end no episode, and would run into the next: {remedy}")
+            raise RuntimeError(f"the buffer's newest rows do not end an episode and would run into the next: {remedy}")
 
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))
@@ -244,7 +244,7 @@ class GymnasiumRecorder:
             self._queues.columns[self._trajectory_key][...] = self._trajectories
 
     def _make_queues(self, extras: Mapping[str, Any], info: Mapping[str, Any]) -> LaneQueues:
-        """Return the rows to fill: those of the schema, and of the first step's extras and infos."""
+        """Return the rows to fill: those of the schema, with the extras and infos of the first step."""
         more = {key: torch.as_tensor(to_array(value), device="cpu") for key, value in walk(extras)}
         if self._single:
             more = {key: value.unsqueeze(0) for key, value in more.items()}
@@ -252,9 +252,9 @@ class GymnasiumRecorder:
         schema = self._schema.copy()
         for key, value in more.items():
             if schema.get(key, None) is not None or key == ("next",):
-                raise SchemaError(f"the entry {show_key(key)} takes the name of one that the environment gives")
+                raise SchemaError(f"the extra {show_key(key)} has the name of an entry that the environment returns")
             if value.shape[:1] != schema.shape:
-                raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected {self._lanes} in front")
+                raise SchemaError(f"{show_key(key)} has shape {tuple(value.shape)}, expected first dim {self._lanes}")
             schema.set(key, value)
         queues = LaneQueues(schema)
         self._columns = {key: x[0, ...] for key, x in queues.columns.items()} if self._single else queues.columns
@@ -277,7 +277,7 @@ class GymnasiumRecorder:
             given = dict(walk(extras))
             if given.keys() != self._extra_keys:
                 now, first = (sorted(map(show_key, keys)) for keys in (given, self._extra_keys))
-                raise SchemaError(f"this step came with the extras {now}, the first one with {first}: bring the same")
+                raise SchemaError(f"this step has the extras {now}, the first step had {first}: pass the same extras")
             for key, value in given.items():
                 fill_(columns[key], value, key)
 
@@ -322,4 +322,4 @@ class GymnasiumRecorder:
             self.buffer.extend(self._queues.take_stretch(int(lane)))
 
     def _write(self, step: TensorDict) -> None:
-        self.buffer.add(step.clone() if len(self.buffer._transform) else step)  # a transform may change it
+        self.buffer.add(step.clone() if len(self.buffer._transform) else step)  # a transform may modify it

@@ -1,4 +1,4 @@
-"""Copying the values of a Gymnasium step into columns of rows: pure functions over arrays."""
+"""Copy the values of a Gymnasium step into columns of rows, by pure functions over arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Copy a value into a column of its shape and kind of dtype (float64 into float32, for example)."""
+    """Copy a value into a column of its shape and of the same kind of dtype (float64 into float32, for example)."""
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")
@@ -37,7 +37,7 @@ def fill_(column: np.ndarray, value: Any, key: Key) -> None:
 
 
 def fill_final_(columns: Mapping[Key, np.ndarray], paths: list[tuple[Key, Key]], info: Any, done: np.ndarray) -> None:
-    """Replace the first observations of new episodes by the last ones of those that ended in this step."""
+    """Replace the first observations of new episodes by the final ones of the episodes that just ended."""
     final = info.get("final_obs")
     if final is None:
         raise RuntimeError("an episode ended without 'final_obs' in the infos: set the environment's autoreset_mode")
@@ -63,7 +63,7 @@ def look_up(info: Mapping[str, Any], path: Key) -> tuple[Any, Any]:
 
 
 def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a list of one dict per lane (as of Gymnasium's ``DictInfoToList``) as a vector environment gives infos."""
+    """Convert infos from one dict per lane (Gymnasium's ``DictInfoToList``) to the form of a vector environment."""
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for info in infos for name in info):
         parts = [info.get(name) for info in infos]
@@ -78,9 +78,9 @@ def joined(infos: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, Any], ended: Mask, lanes: Mask) -> None:
-    """Copy an info, or its default, into some lanes (``None``: all) of its column ``[E, ...]``.
+    """Copy an info, or its default, to the given lanes (``None``: all) of its column ``[E, ...]``.
 
-    ``ended``: lanes that were reset within this step, whose values are in ``final_info``.
+    ``ended``: lanes that were reset in this step; their values are in ``final_info``.
     """
     missing = np.ones(len(column), bool) if lanes is None else lanes.copy()
     sources: list[tuple[Any, Any]] = [] if ended is None else [(info.get("final_info") or {}, ended)]
@@ -99,7 +99,7 @@ def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, 
 
 
 def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int) -> torch.Tensor:
-    """Return an info, or its default, for every lane: an example that sets dtype and shape."""
+    """Return an info, or its default, for every lane, as an example of dtype and shape."""
     value, present = (tensors_of(default, *path), True) if default is not None else look_up(info, path)
     if value is not None and default is None:
         found = to_array(value)[np.broadcast_to(present, lanes)]
@@ -112,7 +112,7 @@ def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int) -
 
 def _missing_info(path: Key) -> SchemaError:
     name = show_key(path)
-    return SchemaError(f"the infos of a step have no {name}: give the value to store then, infos={{{name}: 0.0}}")
+    return SchemaError(f"the infos of a step have no {name}: give a default value, infos={{{name}: 0.0}}")
 
 
 def _stacked(values: np.ndarray) -> np.ndarray:
@@ -120,10 +120,10 @@ def _stacked(values: np.ndarray) -> np.ndarray:
 
 
 def _converted(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Return numbers in another dtype if that keeps each of them (1.0 as True), else as they are."""
+    """Convert numbers to another dtype if no value changes (1.0 to True), otherwise return them unchanged."""
     array = to_array(value)
     if array.dtype.kind not in "biuf" or np.can_cast(array.dtype, dtype, "same_kind"):
         return array
-    with np.errstate(invalid="ignore"):  # NaN is no integer
+    with np.errstate(invalid="ignore"):  # NaN has no integer value
         converted = array.astype(dtype)
     return converted if np.array_equal(converted, array) else array

@@ -1,4 +1,4 @@
-"""Queues of rows that wait until they can be written: by whole time steps, or by stretches of one lane."""
+"""Queues of rows that wait to be written, either as whole time steps or as stretches of one lane."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FIRST_STEPS = 16
 
 
 class LaneQueues:
-    """A row per lane that is being filled, and a queue of filled rows per lane. Each lane advances on its own.
+    """One row per lane that is being filled, and one queue of filled rows per lane. Lanes advance independently.
 
-    Take either time steps or stretches, not both. ``example``: transitions ``[E]`` like the rows.
+    Take either time steps or stretches, not both. ``example``: transitions ``[E]`` with the keys of the rows.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -22,19 +22,19 @@ class LaneQueues:
         self.lanes = example.shape[0]
         now, self._now = self._block(self.lanes)
         step, self._step = self._block(self.lanes)
-        #: The rows being filled, ``[E]``, and the time step that was taken last, ``[E]``.
+        #: The rows being filled, ``[E]``, and the last time step taken, ``[E]``.
         self.now, self.step = self.layout.unpack(now), self.layout.unpack(step)
         columns = self.layout.columns(now)
-        #: The leaves of :attr:`now` as arrays ``[E, ...]`` to write to.
+        #: Writable arrays ``[E, ...]`` of the leaves of :attr:`now`.
         self.columns = {leaf.key: column.numpy() for leaf, column in zip(self.layout.leaves, columns, strict=True)}
         self._ring = np.zeros((_FIRST_STEPS, *self._now.shape), np.int64)
         self._head, self._tails = 0, np.zeros(self.lanes, np.int64)  # lane e has the steps head .. tails[e] - 1
-        self._bound = 0  # no tail is beyond
+        self._bound = 0  # an upper bound of the tails
         self._every_lane = np.arange(self.lanes)
-        self.pending = 0  # rows in all queues
+        self.pending = 0  # number of rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return ``rows`` zeroed rows, as the layout reads them and as words of 8 bytes."""
+        """Return ``rows`` zeroed rows, in the layout's form and as words of 8 bytes."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
         return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
@@ -48,7 +48,7 @@ class LaneQueues:
         return len(self._ring)
 
     def push(self, lanes: np.ndarray | None = None) -> None:
-        """Append the rows being filled to their queues; ``lanes``: a mask, or ``None`` for all."""
+        """Append the filled rows to their queues; ``lanes``: a mask, or ``None`` for all."""
         where = self._every_lane if lanes is None else lanes.nonzero()[0]
         tails = self._tails[where]
         if not len(tails):
@@ -83,7 +83,7 @@ class LaneQueues:
 
     def take_stretch(self, lane: int) -> TensorDict:
         """Remove and return all rows of a lane, ``[n]``, in fresh memory."""
-        count = int(self._tails[lane])  # the head stays 0
+        count = int(self._tails[lane])  # the head is always 0
         rows, words = self._block(count)
         words[...] = self._ring[:count, lane]
         self._tails[lane] = 0

@@ -1,7 +1,7 @@
 """Schemas of Gymnasium spaces, TorchRL specs and environments: the keys, dtypes and shapes of one transition.
 
-A schema is a TensorDict on the ``"meta"`` device, which holds no memory. Its batch size is ``[]``, or ``[E]`` for ``E``
-environments. Gymnasium is not imported here: a caller who passes one of its objects has imported it.
+A schema is a TensorDict on the ``"meta"`` device, which uses no memory. Its batch size is ``[]``, or ``[E]`` for ``E``
+environments. This module does not import Gymnasium: a caller who passes a Gymnasium object has imported it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlbuf_td.storages.schema import SchemaError, refuse_unpackable, show_key, w
 
 Key = tuple[str, ...]
 OBSERVATION, ACTION = "observation", "action"
-# The keys of a transition besides the observation, at its root and under "next".
+# The keys of a transition besides the observation, at the root and under "next".
 _TAKEN = {ACTION, "next", "index", "collector", "reward", "done", "terminated", "truncated"}
 _RESULTS = {("next", name) for name in ("reward", "terminated", "truncated", "done")}
 _RAGGED = "has no fixed size in bytes: encode it as a Box or MultiDiscrete of fixed shape with a wrapper"
@@ -39,9 +39,9 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
             leading dims. They replace entries of the same key.
 
     Returns:
-        a TensorDict of meta tensors. Gymnasium's ``Discrete`` is an index ``[]``; ``MultiDiscrete``, ``MultiBinary``
-        and ``Box`` keep their shapes and dtypes; ``Dict`` is nested, and so is ``Tuple``, with keys ``"0"``, ``"1"``
-        ... A Dict observation has its keys at the root, any other observation has the key ``"observation"``.
+        a TensorDict of meta tensors. Gymnasium's ``Discrete`` becomes an index ``[]``; ``MultiDiscrete``,
+        ``MultiBinary`` and ``Box`` keep their shapes and dtypes; ``Dict`` and ``Tuple`` are nested, with keys ``"0"``,
+        ``"1"``, ... for a tuple. A Dict observation is at the root; any other one has the key ``"observation"``.
 
     Raises:
         SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
@@ -68,7 +68,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         schema = TensorDict(_observation(source, ()), [])
     else:
         raise TypeError(
-            f"cannot tell keys, dtypes and shapes from a {type(source).__name__}: pass a TorchRL or Gymnasium "
+            f"a {type(source).__name__} has no keys, dtypes and shapes: pass a TorchRL or Gymnasium "
             "environment (not its name), a Gymnasium space, a TorchRL spec, or a TensorDict that holds one transition"
         )
     if extras is None:
@@ -77,7 +77,7 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
     for key, value in walk(extras if isinstance(extras, TensorDictBase) else tensors_of(extras, "extras")):
         refuse_unpackable(key, value)
         if value.shape[: schema.ndim] != schema.batch_size:
-            expected = f"expected {tuple(schema.batch_size)} in front, as in every entry of the schema"
+            expected = f"expected the leading dims {tuple(schema.batch_size)} of every entry of the schema"
             raise SchemaError(f"the extra {show_key(key)} has shape {tuple(value.shape)}, {expected}")
         schema.set(key, torch.empty_like(value, device="meta"))
     return schema
@@ -87,7 +87,7 @@ def transition_schema(observation_space: Any, action_space: Any, num_envs: int |
     """Return the schema of a transition from the spaces of observations and actions of one environment.
 
     It has the observation, ``"action"``, and under ``"next"`` the observation, ``"reward"`` (float32, ``[1]``),
-    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL. Spaces are Gymnasium's or TorchRL
+    ``"done"``, ``"terminated"`` and ``"truncated"`` (bool, ``[1]``), as in TorchRL. Spaces are Gymnasium's, or TorchRL
     specs. The batch size is ``[num_envs]``, or ``[]``.
     """
     if num_envs is not None and num_envs < 1:
@@ -102,15 +102,15 @@ def transition_schema(observation_space: Any, action_space: Any, num_envs: int |
     reward = torch.empty((*lanes, 1), dtype=torch.float32, device="meta")
     after = observation | {"reward": reward, "done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
     action = _value(action_space, lanes, (ACTION,))
-    is_composite = isinstance(action_space, Composite)  # as an environment's full_action_spec: it names its keys
+    is_composite = isinstance(action_space, Composite)  # an environment's full_action_spec, which has keys
     root = observation | (dict(action.items()) if is_composite else {ACTION: action}) | {"next": after}
     return TensorDict(root, lanes)
 
 
 def refuse_taken(keys: Any) -> None:
-    """Raise a :class:`SchemaError` if an observation has a key that a transition needs for itself."""
+    """Raise a :class:`SchemaError` if an observation has a key that is reserved for the transition."""
     for key in _TAKEN.intersection(keys):
-        raise SchemaError(f"the observation has a key {key!r}, which a transition needs for itself: rename it")
+        raise SchemaError(f"the observation has a key {key!r}, which is reserved for the transition: rename it")
 
 
 def entries(value: Any) -> dict[str, Any] | None:
@@ -125,7 +125,7 @@ def entries(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
-    """Return nested dicts and tuples of arrays and numbers as nested dicts of tensors; arrays share their memory."""
+    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors that share the memory."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -135,7 +135,7 @@ def tensors_of(value: Any, name: str, *path: str) -> Any:
         return torch.tensor(value, device="cpu")
     array = np.asarray(value)
     if not array.flags.writeable or min(array.strides, default=0) < 0 or not array.dtype.isnative:
-        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # torch cannot share such memory
+        array = np.array(array, dtype=array.dtype.newbyteorder("="))  # torch cannot share memory of another byte order
     try:
         return torch.from_numpy(array)
     except TypeError as error:
@@ -173,7 +173,7 @@ def _is_space(source: Any) -> bool:
 
 
 def _observation(space: Any, lanes: tuple[int, ...]) -> dict[str, Any]:
-    """Return the entries of an observation: those of a Dict, or one named ``"observation"``."""
+    """Return the entries of an observation: those of a Dict, or a single ``"observation"``."""
     value = _value(space, lanes, (OBSERVATION,))
     is_dict = isinstance(value, TensorDictBase) and type(space).__name__ != "Tuple"
     observation = dict(value.items()) if is_dict else {OBSERVATION: value}

@@ -1,4 +1,4 @@
-"""Trajectory numbers that no two trajectories of a storage share."""
+"""Unique trajectory numbers within a storage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlbuf_td.storages.indexing import lanes_of, stored_rows
 
 
 class TrajectoryNumbers:
-    """Gives out the trajectory numbers of a storage to all recorders that write into it; attached to the storage."""
+    """Assigns the trajectory numbers of a storage to all recorders that write to it; attached to the storage."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.loads = 0  # how often a checkpoint has replaced the rows: what was recorded before does not continue
+        self.loads = 0  # number of loads that replaced the rows: earlier trajectories do not continue
         self._next, self._has_read = 0, False
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
@@ -30,8 +30,8 @@ class TrajectoryNumbers:
         return np.arange(self._next - count, self._next)
 
     def mark_update(self, index: Any) -> None:
-        """Do nothing: a recorder has written the rows."""
+        """Do nothing: the rows of a recorder need no check."""
 
     def mark_load(self) -> None:
-        """Note that a checkpoint has replaced the rows."""
+        """Record that a checkpoint has replaced the rows."""
         self.loads, self._has_read = self.loads + 1, False

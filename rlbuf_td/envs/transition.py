@@ -1,4 +1,4 @@
-"""Transitions of a plain Gymnasium loop as TensorDicts."""
+"""Converts the results of a plain Gymnasium loop to TensorDicts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def make_transition(
 ) -> TensorDict:
     """Return one step of a Gymnasium environment as a TensorDict with TorchRL's keys.
 
-    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these (a tuple's keys
-    are ``"0"``, ``"1"`` ...). They keep their dtypes and share the arrays' memory. A dict observation has its entries
-    at the root, any other observation has the key ``"observation"``.
+    Observations, actions and extras are arrays, numbers or tensors, or nested dicts and tuples of these (a tuple has
+    the keys ``"0"``, ``"1"``, ...). They keep their dtypes and share the arrays' memory. A dict observation has its
+    entries at the root; any other observation has the key ``"observation"``.
 
     Args:
         obs: the observation before the step.
         action: the action.
-        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. Numbers of NumPy and
-            Python become float32, TorchRL's dtype for rewards; a tensor of floats keeps its dtype.
+        reward: a number, ``[E]`` for E environments, or with further dims for several rewards. NumPy and Python numbers
+            become float32, TorchRL's dtype for rewards; a floating tensor keeps its dtype.
         next_obs: the true next observation; at an autoreset ``final_obs``, not the first one of the next episode.
         terminated: bool, a flag or ``[E]``. Its shape is the batch size of the result.
         truncated: bool, same shape.
-        **extras: more entries for the root, such as a policy's outputs; those of a dict ``next`` go under ``"next"``.
+        **extras: more entries for the root, such as a policy's outputs; a dict ``next`` has entries for ``"next"``.
 
     Returns:
         a TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`, with ``("next", "reward")``,
         ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
 
     Raises:
-        SchemaError: names an entry that is not made of numbers, or does not start with the dim E, or has the key of
+        SchemaError: names an entry that does not consist of numbers, lacks the leading dim E, or has the key of
             another entry.
 
     Cost: O(entries), about 20 us; only flags and rewards are copied.
@@ -61,7 +61,7 @@ def make_transition(
             raise SchemaError(f"the extra 'next' must be a dict of entries, got a {type(added).__name__}")
         for key in added:
             if key in part or (part is root and key == "next"):
-                raise SchemaError(f"the extra {key!r} takes the name of an entry that is there already")
+                raise SchemaError(f"the extra {key!r} has the name of an existing entry")
         part.update(added)
     return _batch(root | {"next": after}, lanes)
 
@@ -91,10 +91,10 @@ def _reward(value: Any, lanes: torch.Size) -> torch.Tensor:
 
 
 def _batch(parts: dict[str, Any], lanes: torch.Size, *path: str) -> TensorDict:
-    """Return nested dicts of tensors as a TensorDict; refuse tensors that do not start with ``lanes``."""
+    """Return nested dicts of tensors as a TensorDict; refuse tensors without the leading dims ``lanes``."""
     for key, value in parts.items():
         if not isinstance(value, dict) and value.shape[: len(lanes)] != lanes:
-            shapes = f"shape {tuple(value.shape)}, expected {tuple(lanes)} in front, as in 'terminated'"
-            raise SchemaError(f"{show_key((*path, key))} has {shapes}: one entry for each environment")
+            shapes = f"shape {tuple(value.shape)}, expected the leading dims {tuple(lanes)} of 'terminated'"
+            raise SchemaError(f"{show_key((*path, key))} has {shapes}: one entry per environment")
     nested = {key: _batch(value, lanes, *path, key) for key, value in parts.items() if isinstance(value, dict)}
     return TensorDict(parts | nested, lanes)
