@@ -1,16 +1,16 @@
 """Replay and rollout buffers for TorchRL in which a transition is one row.
 
-Begin with :class:`ReplayBuffer` (off-policy) or :class:`RolloutBuffer` (on-policy); each takes a storage, a sampler and
-a writer, which work in TorchRL's own buffers as well. For Gymnasium, ``ReplayBuffer.from_env`` and
-:class:`GymnasiumRecorder`. Beside these names there are
+Begin with :class:`ReplayBuffer` (off-policy) or :class:`RolloutBuffer` (on-policy). Each takes a storage, a sampler and
+a writer, which also work in TorchRL's own buffers. For Gymnasium use ``ReplayBuffer.from_env`` and
+:class:`GymnasiumRecorder`. Further entry points:
 
 - ``rlbuf_td.functional``: advantages and returns as functions on tensors;
-- ``rlbuf_td.diagnostics.plots``: pictures of buffers, episodes and rollouts (needs matplotlib);
-- ``rlbuf_td.diagnostics.health``: what the numbers of ``rb.health()`` mean;
-- ``rlbuf_td.diagnostics.doctor.CODES``: what :func:`check` looks for;
-- ``rlbuf_td.checkpoint.open_checkpoint``: what a dump holds, without a buffer to load it into;
+- ``rlbuf_td.diagnostics.plots``: plots of buffers, episodes and rollouts (needs matplotlib);
+- ``rlbuf_td.diagnostics.health``: the meaning of the numbers of ``rb.health()``;
+- ``rlbuf_td.diagnostics.doctor.CODES``: the faults that :func:`check` finds;
+- ``rlbuf_td.checkpoint.open_checkpoint``: reads a dump without a buffer to load it into;
 - ``rlbuf_td.distributed.ShardedReplayBuffer``: one replay buffer over many processes or machines (needs Ray);
-- ``python -m rlbuf_td {demo, bench, plan, doctor}``.
+- ``python -m rlbuf_td {demo, bench, train, plan, doctor}``: the command line.
 
 In docstrings B is the size of a batch, N the number of rows, T time steps and E lanes (environments); ``[B]`` is a
 shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.

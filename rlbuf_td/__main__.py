@@ -34,8 +34,8 @@ def _number(low: int, high: int = 10**15) -> Callable[[str], int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Replay and rollout buffers for TorchRL: see them train, time them, plan their memory, examine a saved one."
-    example = "example: python -m rlbuf_td demo; COMMAND --help has more"
+    about = "Replay and rollout buffers for TorchRL: train agents, time buffers, plan memory, check saved buffers."
+    example = "example: python -m rlbuf_td demo; COMMAND --help shows the options of a command"
     parser = argparse.ArgumentParser(prog="python -m rlbuf_td", description=about, epilog=example)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (purpose, arguments, add) in COMMANDS.items():
@@ -46,33 +46,33 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
     algos, samplers = ("dqn", "ppo", "apex"), ("uniform", "proportional", "rank")
-    demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex: dqn on Ray")
+    demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex (dqn on Ray)")
     demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment (default: %(default)s)")
-    demo.add_argument("--sampler", default="proportional", choices=samplers, help="of dqn (default: %(default)s)")
-    demo.add_argument("--shards", type=_number(1, 64), default=2, help="of apex (default: %(default)s)")
-    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="of apex (default: %(default)s)")
-    demo.add_argument("--steps", type=_number(1), help="environment steps at most (default: what the algorithm needs)")
+    demo.add_argument("--sampler", default="proportional", choices=samplers, help="for dqn (default: %(default)s)")
+    demo.add_argument("--shards", type=_number(1, 64), default=2, help="for apex (default: %(default)s)")
+    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="for apex (default: %(default)s)")
+    demo.add_argument("--steps", type=_number(1), help="most environment steps (default: depends on the algorithm)")
     demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="default: %(default)s")
-    demo.add_argument("--device", default="cpu", help="of network and buffer (default: %(default)s)")
-    demo.add_argument("--out", type=Path, help="folder for picture and policy (default: one in runs/)")
+    demo.add_argument("--device", default="cpu", help="device of network and buffer (default: %(default)s)")
+    demo.add_argument("--out", type=Path, help="folder for picture and policy (default: a new one in runs/)")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    device, rows = "cuda: time what runs on the GPU, nothing else", [10**4, 10**5, 10**6, 10**7]
+    device, rows = "cuda: time operations on the GPU only", [10**4, 10**5, 10**6, 10**7]
     operations = f"some of {', '.join(OPERATIONS)} (default: all)"
     bench.add_argument("--device", default="cpu", help=f"{device} (default: %(default)s)")
     bench.add_argument("--rows", type=_number(1), nargs="+", default=rows, help="default: 1e4 1e5 1e6 1e7 (18 GB)")
-    bench.add_argument("--images", type=_number(0), default=5_000, help="images; 0: none (default: %(default)s)")
-    bench.add_argument("--batch", type=_number(1), default=256, help="rows of a batch (default: %(default)s)")
-    bench.add_argument("--rounds", type=_number(1), default=15, help="of 16 calls each (default: %(default)s)")
+    bench.add_argument("--images", type=_number(0), default=5_000, help="image rows; 0: none (default: %(default)s)")
+    bench.add_argument("--batch", type=_number(1), default=256, help="rows per batch (default: %(default)s)")
+    bench.add_argument("--rounds", type=_number(1), default=15, help="timed blocks of 16 calls (default: %(default)s)")
     bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
-    bench.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios, too: a .png or .svg")
+    bench.add_argument("--picture", type=Path, metavar="FILE", help="also draw the ratios: a .png or .svg")
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
     scripts = ("dqn", "small-dqn", "sac", "ppo")
     train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help="default: all")
-    train.add_argument("--steps", type=_number(1), help="environment steps per run (default: the script's)")
+    train.add_argument("--steps", type=_number(1), help="environment steps per run (default: depends on the script)")
     train.add_argument("--rounds", type=_number(1), default=3, help="runs with each buffer (default: %(default)s)")
 
 
@@ -82,7 +82,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--capacity", type=_number(1), required=True, help="transitions")
     plan.add_argument("--num-envs", type=_number(1), help="lanes, for rows [T, E] (default: rows [T])")
     plan.add_argument("--sampler", default="uniform", choices=samplers, help="default: %(default)s")
-    plan.add_argument("--device", default="cpu", help="where the rows are to lie (default: %(default)s)")
+    plan.add_argument("--device", default="cpu", help="device of the rows (default: %(default)s)")
     plan.add_argument("--scratch-dir", type=Path, help="a folder, for rows in a memory-mapped file")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
     plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
@@ -91,27 +91,27 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
     doctor.add_argument("--env", help="a Gymnasium environment, to check observations against its bounds")
-    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="findings to leave out")
+    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="codes of findings to omit")
 
 
-# What a command is for, the arguments of an example, and what adds its arguments.
+# For each command: its purpose, the arguments of an example, and the function that adds its arguments.
 COMMANDS = {
     "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo", _add_demo),
     "bench": ("time the calls of these buffers and of others", "--rows 1e5 --only uniform update", _add_bench),
     "train": ("time whole training scripts with TorchRL's buffers and with ours", "--only dqn", _add_train),
-    "plan": ("tell how much memory a buffer takes", "--env CartPole-v1 --capacity 1e6", _add_plan),
-    "doctor": ("look for faults in a saved buffer", "runs/buffer --env CartPole-v1", _add_doctor),
+    "plan": ("show how much memory a buffer needs", "--env CartPole-v1 --capacity 1e6", _add_plan),
+    "doctor": ("check a saved buffer for faults", "runs/buffer --env CartPole-v1", _add_doctor),
 }
 
 
 def _module_of(options: argparse.Namespace) -> str:
-    """Return the module whose ``main`` runs the command; other commands' modules may miss what they import."""
+    """Return the module whose ``main`` runs the command; modules of other commands may have missing dependencies."""
     if options.command == "demo":
         return f"cli.demos.{options.algo}"
     if options.command == "bench" and options.device != "cpu":
         return "cli.bench.device"
     if options.command == "bench" and options.picture is not None:
-        import_module("matplotlib.figure")  # name a missing matplotlib before the work, not after it
+        import_module("matplotlib.figure")  # report a missing matplotlib before the work, not after it
     modules = {"bench": "cli.bench.compare", "train": "cli.bench.train", "plan": "diagnostics.memory_plan"}
     return modules.get(options.command, "diagnostics.doctor")
 

@@ -43,7 +43,7 @@ def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch
         ("train --steps many", "--steps: expected a whole number from 1"),
         ("demo --env Nope", "--env Nope: Environment `Nope` doesn't exist"),
         ("demo --env nope:Nope-v1", "No module named 'nope'"),
-        ("demo --device nothing", "--device nothing: this machine or build of torch has no such device"),
+        ("demo --device nothing", "--device nothing: torch cannot use this device"),
         ("demo --seed -1", "--seed: expected a whole number from 0"),
         ("demo --env Pendulum-v1", "DQN needs an environment with discrete actions"),
         ("demo --steps 100", "--steps must be at least 1024"),

@@ -1,10 +1,10 @@
-"""What ``python -m rlbuf_td`` runs."""
+"""The commands of ``python -m rlbuf_td``."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """The command line asks for what cannot be done; the command prints the message and exits with status 2."""
+    """An invalid command line; the command prints the message and exits with status 2."""
 
 
 def refuse_missing_device(name: str) -> None:
@@ -15,4 +15,4 @@ def refuse_missing_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = str(error).partition("\n")[0].partition(". ")[0]
-        raise UsageError(f"--device {name}: this machine or build of torch has no such device: {first}") from None
+        raise UsageError(f"--device {name}: torch cannot use this device here: {first}") from None

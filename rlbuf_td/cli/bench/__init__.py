@@ -1,1 +1,1 @@
-"""Time this package against what a user would otherwise pick: ``python -m rlbuf_td bench``."""
+"""Compares the speed of this package with that of other libraries: ``python -m rlbuf_td bench``."""

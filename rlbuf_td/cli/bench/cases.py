@@ -1,4 +1,4 @@
-"""What is timed beside replay: Dicts of many leaves, the recording of Gymnasium steps, and on-policy work."""
+"""Benchmark cases other than replay: Dicts of many leaves, the recording of Gymnasium steps, on-policy work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuff
 Calls = dict[str, Callable[[], object]]
 
 LEAF_ROWS = 100_000
-LANES, RECORDED_ROWS = 16, 16_000  # soon full, so that no page is new
+LANES, RECORDED_ROWS = 16, 16_000  # soon full, so that no new pages are needed
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
-LEAVES = {"leaves-12": 4, "leaves-3": 1}  # parts of each observation
+LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
 SHAPES = ((8, 2048), (4096, 32), (1, 128))
 
 OPERATIONS = {
@@ -36,7 +36,7 @@ OPERATIONS = {
 
 
 def dict_rows(count: int, parts: int) -> TensorDict:
-    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes in all."""
+    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes in total."""
     camera = torch.randint(256, (count, 48), dtype=torch.uint8)
     joints, counts = torch.randn(count, 40), torch.randint(9, (count, 16))
 
@@ -56,7 +56,7 @@ def leaves(parts: int, batch: int) -> Calls:
 
 
 class Replayed(VectorEnv):
-    """Environments of HalfCheetah's shape in next-step mode, whose steps were made before."""
+    """Environments with HalfCheetah's shapes in next-step mode, which replay precomputed steps."""
 
     def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
         self.num_envs, self.metadata = LANES, {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -78,7 +78,7 @@ class Replayed(VectorEnv):
 
 
 def record() -> Calls:
-    """Return a recorded step of each side; TorchRL's is put together by hand, in flat rows, reset steps and all."""
+    """Return a recorded step for both sides; TorchRL's is a hand-made TensorDict of flat rows, reset steps included."""
     env, action = Replayed(), np.zeros((LANES, 6), np.float32)
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
     recorder.reset()
@@ -122,7 +122,7 @@ def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return for each of TorchRL's forms of GAE a call of each side, on the same tensors."""
+    """Return a call of both sides for each form of TorchRL's GAE, on the same tensors."""
     data = rollout_of(lanes, steps)
     after = data["next"]
     values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
@@ -140,7 +140,7 @@ def gae(lanes: int, steps: int) -> dict[str, Calls]:
 
 
 def ppo(lanes: int, steps: int, batch: int) -> Calls:
-    """Return one data step of each side, with the same values given: nothing is learned, no network is asked."""
+    """Return one data step of both sides with precomputed values: no network runs and nothing is learned."""
     data = rollout_of(lanes, steps)
     ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
     advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
@@ -166,7 +166,7 @@ def ppo(lanes: int, steps: int, batch: int) -> Calls:
 
 
 def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
-    """Yield every on-policy case: the operation, its rows, their shape in words, and a call for each side."""
+    """Yield every on-policy case: the operation, its rows, their shape as text, and a call for each side."""
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

@@ -1,7 +1,7 @@
-"""``python -m rlbuf_td bench``: time every operation against other libraries in turns, and print a table.
+"""``python -m rlbuf_td bench``: time every operation of several libraries in turns, and print a table.
 
-A call is timed as training makes it: after a learner's step (forward, backward and Adam of an MLP), which leaves the
-processor's caches full of the learner's data. The last column is the time of the same call in a tight loop.
+Calls are timed as in training: after a learner's step (forward, backward and Adam of an MLP), which fills the
+processor's caches with the learner's data. The last column is the time of the same call in a tight loop.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ OPERATIONS = REPLAY | cases.OPERATIONS
 
 
 def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
-    """Time every operation at every size, one thread; yield each result as it is there."""
+    """Time every operation at every size, with one thread; yield each result immediately."""
     operations = [operation for operation in operations if operation in REPLAY]
     with one_thread():
         for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
             if not count or not operations:
                 continue
             if _needed(count, make_rows) > _available():
-                print(f"left out: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
+                print(f"skipped: {count:,} {kind} rows need more memory than is free", file=sys.stderr)
                 continue
             contenders = [contender(count, batch, make_rows) for contender in available()]
             for operation in operations:
@@ -68,7 +68,7 @@ def _available() -> int:
 
 
 def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
-    """Time what is not replay, one thread; yield each result as it is there."""
+    """Time all cases other than replay, with one thread; yield each result immediately."""
     with one_thread():
         for operation, parts in cases.LEAVES.items():
             if operation in operations:
@@ -80,7 +80,7 @@ def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[T
 
 
 def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
-    title = "Microseconds per call after a learner's step (in brackets: as a multiple of rlbuf_td's)"
+    title = "Microseconds per call after a learner's step (in brackets: relative to rlbuf_td)"
     result = Table(title=title, title_justify="left")
     result.add_column("operation")
     result.add_column("rows", justify="right")
@@ -117,13 +117,13 @@ def main(options: argparse.Namespace) -> int:
     console.print(
         f"batch {options.batch}, one thread, medians of {options.rounds} interleaved blocks, "
         f"torch {torch.__version__}; rlbuf_td[bench] installs the other libraries\n"
-        "[*] TorchRL has no rank-based sampler: its time is that of its proportional one\n"
-        "[#] TorchRL records no Gymnasium loop: its time is that of a TensorDict made by hand, reset steps included",
+        "[*] TorchRL has no rank-based sampler: the time of its proportional sampler is shown\n"
+        "[#] TorchRL does not record Gymnasium loops: a hand-made TensorDict is shown, with its reset steps",
         markup=False,
     )
     if options.picture is not None:
-        from rlbuf_td.cli.bench.picture import save  # matplotlib is needed for nothing else here
+        from rlbuf_td.cli.bench.picture import save  # only pictures need matplotlib
 
         save(options.picture, timings, options.batch)
-        console.print(f"drawn in {options.picture}", markup=False)
+        console.print(f"saved {options.picture}", markup=False)
     return 0

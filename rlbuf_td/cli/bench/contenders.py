@@ -1,8 +1,8 @@
-"""The buffers that are compared, each filled with the same transitions, each offering the same calls.
+"""The compared buffers, each filled with the same transitions and with the same methods.
 
-A contender offers some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
+A contender implements some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
 ``rank``, ``rank_update``, ``extend``, ``add``, ``extend_proportional`` and ``add_proportional``, as methods without
-arguments. What a library does not have, its contender leaves out.
+arguments. A contender lacks the methods that its library does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlbuf_td.cli.bench.timing import OURS
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
-SAMPLED, ERRORS = 64, 3  # batches that updates take turns with, and TD errors that each gets in turn
+SAMPLED, ERRORS = 64, 3  # batches that updates alternate between, and sets of TD errors for each
 
 
 def small_rows(count: int) -> TensorDict:
@@ -55,7 +55,7 @@ def image_rows(count: int) -> TensorDict:
 
 
 class Contender(ABC):
-    """A library's buffers, uniform and prioritized, each full."""
+    """A library's buffers, uniform and prioritized, both full."""
 
     name: str
     sampled: Iterator[Any]
@@ -74,23 +74,23 @@ class Contender(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Make the buffers."""
+        """Create the buffers."""
 
     @abstractmethod
     def fill(self, data: TensorDict) -> None:
-        """Put transitions into both buffers."""
+        """Write transitions to both buffers."""
 
     def prioritize(self, td_error: torch.Tensor) -> None:  # noqa: B027  uniform buffers have no priorities
-        """Give every row its TD error."""
+        """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Update several batches in turn: their rows are no warmer than in training, and their errors new each time."""
+        """Update several batches in turn, so that rows are as cold in caches as in training, and errors new."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 
 
 class _TorchRLStyle(Contender):
-    """What holds for every ``TensorDictReplayBuffer``."""
+    """The calls that every ``TensorDictReplayBuffer`` supports."""
 
     plain: TensorDictReplayBuffer
     prioritized: TensorDictReplayBuffer
@@ -171,7 +171,7 @@ class TorchRL(_TorchRLStyle):
         storage = LazyTensorStorage(self.rows)
         self.prioritized = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=self.batch)
 
-    # TorchRL ranks nothing: what comes nearest is its proportional sampler.
+    # TorchRL has no ranks; its proportional sampler is the closest alternative.
     rank = _TorchRLStyle.proportional
     rank_update = _TorchRLStyle.update
 
@@ -189,7 +189,7 @@ class Mixed(_TorchRLStyle):
 
 
 class BareGather(Contender):
-    """What any uniform sample costs at least in torch: random numbers and one read of rows of bytes."""
+    """The minimal cost of a uniform sample in torch: random numbers and one gather of rows of bytes."""
 
     name = "bare gather"
 

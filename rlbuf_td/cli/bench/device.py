@@ -1,4 +1,4 @@
-"""``python -m rlbuf_td bench --device cuda``: time what runs on a CUDA device; ``pytest -m cuda`` checks it."""
+"""``python -m rlbuf_td bench --device cuda``: time operations on a CUDA device; ``pytest -m cuda`` tests them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlbuf_td.cli.bench.timing import wall
 from rlbuf_td.functional import generalized_advantage_estimate
 
 BATCH, LENGTH = 256, 16
-Timed = Iterator[tuple[str, float, str]]  # what was timed, a number, its unit
+Timed = Iterator[tuple[str, float, str]]  # the operation, a number, its unit
 
 
 def filled(rb: Any, rows: int, make_rows: Callable[[int], TensorDict] = small_rows, part: int = 100_000) -> Any:
@@ -36,7 +36,7 @@ def buffer(rows: int, sampler: Any, device: torch.device, batch: int = BATCH, of
 
 
 def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -> Callable[[], object]:
-    """Return a call that samples, moves the batch to ``device`` if one is given, and updates priorities."""
+    """Return a call that samples, moves the batch to ``device`` if given, and updates priorities."""
 
     def call() -> None:
         batch = rb.sample() if device is None else rb.sample().to(device)
@@ -47,12 +47,12 @@ def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -
 
 
 def with_errors(td_error: torch.Tensor, batch: TensorDictBase) -> TensorDictBase:
-    """Return the batch with TD errors: a learner that learns nothing."""
+    """Return the batch with TD errors, in place of a learner."""
     return batch.set("td_error", td_error)
 
 
 def samples(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time sampling, updates and writes of rows on the device, as calls (eager) and as CUDA graphs."""
+    """Time samples, updates and writes of rows on the device, as eager calls and as CUDA graphs."""
     td_error, data = torch.rand(BATCH, device=device), small_rows(BATCH).to(device)
     for name, sampler in (("proportional", ProportionalSampler(rows)), ("by rank", RankSampler(rows))):
         rb = buffer(rows, sampler, device)
@@ -68,7 +68,7 @@ def samples(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time batches of rows in RAM: copied by the host, or read by the device itself."""
+    """Time batches of rows in RAM that the host copies or the device reads."""
     td_error, what = torch.rand(BATCH, device=device), "rows in RAM: proportional, sample + update"
     rb = buffer(rows, ProportionalSampler(rows), torch.device("cpu"))
     yield f"{what}, rb.sample().to(device)", wall(cycle(rb, td_error, device), seconds), "us"

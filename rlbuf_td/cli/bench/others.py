@@ -1,4 +1,4 @@
-"""Buffers of libraries that have nothing to do with TorchRL."""
+"""Buffers of libraries that are not based on TorchRL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlbuf_td.cli.bench.contenders import ALPHA, BETA, EPS, ERRORS, SAMPLED, Bar
 
 
 def arrays_of(data: TensorDict) -> dict[str, np.ndarray]:
-    """Return the columns by the names that other libraries have for them."""
+    """Return the columns under the names that other libraries use."""
     return {
         "observation": data["observation"].numpy(),
         "action": data["action"].numpy(),
@@ -43,7 +43,7 @@ class StableBaselines3(Contender):
         self.row = arrays_of(self.new_row)
 
     def fill(self, data: TensorDict) -> None:
-        # As ``add`` would, but without its loop over single transitions.
+        # As ``add``, but without its loop over single transitions.
         columns, start = arrays_of(data), self.buffer.pos
         stop = start + len(data)
         self.buffer.observations[start:stop, 0] = columns["observation"]
@@ -116,7 +116,7 @@ class Cpprb(Contender):
 
 
 class Flashbax(Contender):
-    """Flashbax's item buffers, uniform and prioritized: compiled by JAX, their state donated to each call."""
+    """Flashbax's item buffers, uniform and prioritized, compiled by JAX; each call donates their state."""
 
     name = "Flashbax"
 

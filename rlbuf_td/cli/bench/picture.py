@@ -1,4 +1,4 @@
-"""The benchmark's table as a picture: how many times as long the others take, a line an operation."""
+"""The benchmark's table as a picture: relative times of the libraries, one line per operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from rlbuf_td.cli.bench.timing import OURS, Timing
 
-# Told apart by form, and in grey.
+# Markers differ in form, also in greyscale.
 _LOOKS: dict[str, dict[str, Any]] = {
     "TorchRL": {"marker": "o", "color": "#c8500a", "label": "TorchRL"},
     "TorchRL + our parts": {
@@ -35,22 +35,22 @@ WORDS = {
     **{"gae": "GAE {}, loop", "gae-vectorized": "GAE {}, vector"},
 }
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 3.4, 1.32, 0.46, 0.48, 0.5  # inches
-_LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches a line and a heading, points
+_LINE, _HEAD, _SIZE = 0.145, 0.26, 6.5  # inches per line and per heading, points
 
 
 def draw(timings: Sequence[Timing], batch: int) -> Figure:
-    """Return a figure as wide as a column of a paper: a line an operation, a mark a library, on a log axis.
+    """Return a figure of the width of a paper's column: one line per operation, one mark per library, on a log axis.
 
     Args:
-        timings: of small rows, those of the largest buffers are drawn.
-        batch: rows in a batch, for the words below.
+        timings: for small rows, those of the largest buffers are drawn.
+        batch: rows in a batch, for the axis label.
 
     Raises:
         ValueError: there are no timings.
     """
     groups = _groups(timings)
     if not groups:
-        raise ValueError("there is nothing to draw: no operation has been timed")
+        raise ValueError("there is nothing to plot: no operation has been timed")
     inner = sum(_HEAD + _LINE * len(members) for members in groups.values())
     height = _TOP + inner + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height))

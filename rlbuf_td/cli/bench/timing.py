@@ -1,4 +1,4 @@
-"""How calls are timed: after a learner's step and in a tight loop on the CPU, by events on a CUDA device."""
+"""Timers: after a learner's step and in a tight loop on the CPU, by wall clock on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-OURS = "rlbuf_td"  # every ratio is a multiple of this package's time
+OURS = "rlbuf_td"  # every ratio is relative to this package's time
 CALLS = 16  # per block, each after a learner's step
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call for each contender, block by block; the blocks took turns.
+    """Microseconds per call for each contender, one number per block; the blocks were interleaved.
 
-    ``blocks``: every call came after a learner's step. ``tight``: one call came after the other.
+    ``blocks``: each call follows a learner's step. ``tight``: calls follow each other directly.
     """
 
     operation: str
@@ -32,7 +32,7 @@ class Timing:
         return statistics.median(self.blocks[name])
 
     def ratio(self, name: str) -> float:
-        """Return the time of ``name`` after a learner's step as a multiple of this package's: a median."""
+        """Return the median time of ``name`` after a learner's step, relative to this package's."""
         return _ratio(self.blocks, name)
 
     def tight_ratio(self, name: str) -> float:
@@ -45,7 +45,7 @@ def _ratio(blocks: dict[str, list[float]], name: str) -> float:
 
 
 class Learner:
-    """A learner whose step pushes a buffer's rows and code out of the processor's caches, as training does."""
+    """A learner whose step evicts a buffer's rows and code from the processor's caches, as in training."""
 
     def __init__(self, batch: int) -> None:
         layers = (torch.nn.Linear(17, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU())
@@ -62,16 +62,16 @@ class Learner:
 def measure(
     operation: str, rows: int, kind: str, calls: dict[str, Callable[[], object]], rounds: int, batch: int = 256
 ) -> Timing:
-    """Return the times of calls that take turns, after a learner's steps and in a tight loop."""
+    """Return the times of interleaved calls, after a learner's step and in a tight loop."""
     gc.collect()
     return Timing(operation, rows, kind, in_loop(calls, rounds, Learner(batch).step), interleave(calls, rounds))
 
 
 def in_loop(calls: dict[str, Callable[[], object]], rounds: int, learn: Callable[[], object]) -> dict[str, list[float]]:
-    """Return microseconds per call: the mean of each of ``rounds`` blocks, each call after ``learn``.
+    """Return microseconds per call: the mean of each of ``rounds`` blocks, with ``learn`` before each call.
 
-    The calls take turns, a block each; the first call of a block is not timed. A mean, because some calls prepare what
-    the next ones use: a median would not count them.
+    Blocks of the calls alternate; the first call of a block is not timed. The mean counts calls that prepare work for
+    the next ones; a median would ignore them.
     """
     blocks: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -117,7 +117,7 @@ def one_thread() -> Iterator[None]:
 
 
 def wall(call: Callable[[], object], seconds: float, rounds: int = 5) -> float:
-    """Return microseconds per call: the median of blocks of about ``seconds`` that end with a synchronization."""
+    """Return microseconds per call: the median over blocks of about ``seconds`` that end with a synchronization."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """``python -m rlbuf_td train``: time whole training scripts with TorchRL's buffers and with this package's.
 
-Both sides of a pair run the same script from the same seed and take turns; only the buffer differs. DQN replays by
-priority; with a small network, replay is more of the work. SAC replays uniformly: there both sides draw the same rows,
-and end with the same weights, bit for bit. PPO runs epochs over rollouts with GAE.
+Both sides of a pair run the same script from the same seed, in turns; only the buffer differs. DQN uses prioritized
+replay with a small network, so that replay is a larger share of the work. SAC uses uniform replay: both sides draw the
+same rows and end with bitwise equal weights. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffe
 def learn_by_replay(
     clock: Clock, rb: Any, collector: Collector, learn: Callable[[TensorDictBase], object], updates: int
 ) -> None:
-    """Write what is collected, and learn ``updates`` times from each piece."""
+    """Write each collected batch, and learn ``updates`` times after it."""
     prioritized = isinstance(rb.sampler, PrioritizedSampler)
     for data in collector:
         with clock.in_buffer():
@@ -71,7 +71,7 @@ def learn_by_replay(
 
 
 def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64) -> torch.nn.Module:
-    """Train the demo's DQN on CartPole, with an update for every second step."""
+    """Train the demo's DQN on CartPole, with one update for every second step."""
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
     policy, explore = dqn.make_policy(env, CPU, cells)
@@ -82,7 +82,7 @@ def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int 
 
 
 def make_sac(env: EnvBase) -> tuple[ProbabilisticActor, Callable[[TensorDictBase], None]]:
-    """Return SAC's policy, and a function that learns from a batch; networks as in TorchRL's recipe."""
+    """Return SAC's policy, and a function that learns from a batch; the networks are those of TorchRL's recipe."""
     observations, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
     head = torch.nn.Sequential(MLP(observations, 2 * actions, num_cells=[256, 256]), NormalParamExtractor())
     actor = ProbabilisticActor(
@@ -145,7 +145,7 @@ def train_ppo(side: str, clock: Clock, steps: int) -> torch.nn.Module:
 
 
 def collect(env: EnvBase, policy: Any, frames: int, steps: int) -> Collector:
-    """Return TorchRL's collector of ``steps`` steps, rounded up to whole pieces of ``frames``."""
+    """Return TorchRL's collector of ``steps`` steps, rounded up to a multiple of ``frames``."""
     total = -(-steps // frames) * frames
     return Collector(env, policy, frames_per_batch=frames, total_frames=total, auto_register_policy_transforms=False)
 
@@ -167,7 +167,7 @@ def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Te
 
 
 def compare(script: str, steps: int, rounds: int) -> list[str]:
-    """Run a script with both sides' buffers in turns; return a line of the table."""
+    """Run a script with both sides' buffers in turns; return a row of the table."""
     runs: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     weights: dict[str, list[torch.Tensor]] = {}
     for side in SIDES:

@@ -1,4 +1,4 @@
-"""Train a DQN from prioritized replay: TorchRL's environment, collector and loss, and our buffer between them.
+"""Train a DQN from prioritized replay, with TorchRL's environment, collector and loss, and this package's buffer.
 
 Run it with ``python -m rlbuf_td demo``. :func:`train` is the example to read.
 """
@@ -28,7 +28,7 @@ CAPACITY = 50_000
 STEPS, EXPLORE = 59_904, 8_000  # whole batches of the collector
 FRAMES, UPDATES, WARM_UP = 256, 128, 1_024
 GAMMA, N_STEPS = 0.99, 3
-LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # no loss asks for them
+LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # not used by the loss
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "uniform": UniformSampler,
     "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.6, beta=0.4),
@@ -37,7 +37,7 @@ SAMPLERS: dict[str, Callable[[], Sampler]] = {
 
 
 def make_policy(env: EnvBase, device: torch.device, cells: int = 256) -> tuple[TensorDictSequential, EGreedyModule]:
-    """Return a greedy policy, and the module that makes it explore less and less."""
+    """Return a greedy policy, and its exploration module with decaying epsilon."""
     spec = env.action_spec
     if not hasattr(spec.space, "n"):
         raise UsageError("DQN needs an environment with discrete actions; for continuous ones try --algo ppo")
@@ -60,7 +60,7 @@ class Learner:
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps // FRAMES)
 
     def learn(self, batch: TensorDictBase) -> None:
-        """Take a step of the optimizer. The loss reads "priority_weight" and puts "td_error" into the batch."""
+        """Take an optimizer step. The loss reads "priority_weight" and writes "td_error" to the batch."""
         loss = self.loss_module(batch)["loss"]
         self.optimizer.zero_grad()
         loss.backward()

@@ -1,7 +1,7 @@
-"""Train PPO from rollouts: TorchRL's environments, collector and loss, and our buffer between them.
+"""Train PPO from rollouts, with TorchRL's environments, collector and loss, and this package's buffer.
 
 Run it with ``python -m rlbuf_td demo --algo ppo``. :func:`train` is the example to read: the buffer adds advantages to
-what the collector gives, and iterating over it runs the epochs.
+the collected data, and a loop over the buffer runs the epochs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LANES = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """What depends on the environment."""
+    """Settings that depend on the environment."""
 
     steps: int = 100_000
     rollout_steps: int = 128
@@ -112,7 +112,7 @@ def train(env_name: str, steps: int | None, seed: int, device: torch.device, out
     rollout, learner = make_rollout(settings, critic, device), Learner(actor, critic, steps // frames)
     collector = Collector(
         env,
-        TensorDictSequential(actor, critic),  # the value is stored with each step, and not computed again
+        TensorDictSequential(actor, critic),  # stores the value with each step, so that it is not computed again
         frames_per_batch=frames,
         total_frames=steps,
         policy_device=device,

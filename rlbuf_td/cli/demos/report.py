@@ -1,4 +1,4 @@
-"""What the demos share beside learning: progress, evaluation, a picture of the learning curve."""
+"""Shared parts of the demos: progress, evaluation, and a picture of the learning curve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOW = 20  # episodes
 
 
 class Clock:
-    """The time of a run, and the part of it that the buffer takes."""
+    """Measures the time of a run and the share of it spent in the buffer."""
 
     def __init__(self) -> None:
         self._start, self._in_buffer = time.perf_counter(), 0.0
@@ -41,7 +41,7 @@ class Clock:
             self._in_buffer += time.perf_counter() - begin
 
     def batches(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``items``, and count the time until each arrives as spent in the buffer."""
+        """Iterate over ``items``; count the time until each one is ready as spent in the buffer."""
         iterator = iter(items)
         while True:
             with self.in_buffer():
@@ -61,26 +61,26 @@ class Clock:
 
 
 class Run(Clock):
-    """A training run: its progress bar, its episodes, and the policy at its end.
+    """A training run: its progress bar, its episodes, and the final policy.
 
     Args:
-        make_env: makes an environment to evaluate in.
+        make_env: creates an environment for evaluation.
         out: folder of the policy and the picture.
-        seed: of the evaluation.
-        steps: environment steps at most, for the bar.
-        threshold: mean return of the last 20 training episodes from which on the environment counts as solved.
+        seed: seed of the evaluation.
+        steps: maximum number of environment steps, for the progress bar.
+        threshold: mean return of the last 20 training episodes at which the environment counts as solved.
     """
 
     def __init__(self, make_env: Callable[[], EnvBase], out: Path, seed: int, steps: int, threshold: float) -> None:
         super().__init__()
         self.make_env, self.out, self.seed, self.threshold = make_env, out, seed, threshold
         self.steps = 0
-        self.final = float("nan")  # mean return of the policy at the end, over 10 new episodes without exploration
+        self.final = float("nan")  # mean return of the final policy over 10 new episodes without exploration
         self.episodes: list[tuple[int, float]] = []  # (environment steps, return)
         self._bar = tqdm(total=steps, unit=" steps")
 
     def count(self, data: TensorDictBase, **shown: str) -> None:
-        """Count collected steps and the episodes that ended among them, and show both."""
+        """Count collected steps and finished episodes, and show both."""
         self.steps += data.numel()
         ended = data["next", "done"].squeeze(-1)
         self.episodes += [(self.steps, float(total)) for total in data["next", "episode_reward"][ended]]
@@ -107,7 +107,7 @@ class Run(Clock):
         return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
 
     def finish(self, policy: TensorDictModuleBase, title: str) -> None:
-        """Evaluate and save the policy as it is now, and draw the learning curve."""
+        """Evaluate and save the current policy, and plot the learning curve."""
         self._bar.close()
         self.final = self.evaluate(policy)
         torch.save(policy.state_dict(), self.out / "policy.pt")
@@ -122,10 +122,10 @@ def tell(run: Run, following: str) -> None:
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
-    """Make the folder of a run and return it; let torch use one thread, as more would wait for each other.
+    """Create the folder of a run and return it; limit torch to one thread, since more would wait for each other.
 
     Raises:
-        UsageError: there is no such device or environment, or the folder cannot be made.
+        UsageError: there is no such device or environment, or the folder cannot be created.
     """
     refuse_missing_device(options.device)
     try:
@@ -153,7 +153,7 @@ def running_mean(episodes: Sequence[tuple[int, float]], window: int = WINDOW) ->
 
 
 def save_learning_curve(path: Path, title: str, episodes: Sequence[tuple[int, float]], threshold: float) -> None:
-    """Draw the return of every training episode, their running mean over 20, and the threshold."""
+    """Plot the return of every training episode, the running mean over 20 episodes, and the threshold."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
