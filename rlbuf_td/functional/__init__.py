@@ -1,4 +1,4 @@
-r"""Advantages, returns and their summaries, as functions on tensors.
+r"""Advantages, returns and their summaries, and shifts of images, as functions on tensors.
 
 Names, arguments and shapes are those of ``torchrl.objectives.value.functional``: tensors are ``[*batch, T, *F]``, with
 time at ``time_dim``. ``done`` ends a trajectory; ``terminated`` also ends bootstrapping. A step that is done but not
@@ -16,6 +16,7 @@ For every estimate:
 """
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate
+from rlbuf_td.functional.augmentation import random_shift
 from rlbuf_td.functional.returns import td1_return_estimate, td_lambda_return_estimate
 from rlbuf_td.functional.summary import explained_variance, normalize
 
@@ -23,6 +24,7 @@ __all__ = [
     "explained_variance",
     "generalized_advantage_estimate",
     "normalize",
+    "random_shift",
     "td1_return_estimate",
     "td_lambda_return_estimate",
     "vtrace_advantage_estimate",
