@@ -17,13 +17,22 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import rlbuf_td
-from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuffer, RingWriter, UniformSampler
+from rlbuf_td import (
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    ReplayBuffer,
+    RingWriter,
+    UniformSampler,
+)
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 from tests.catalogue import assert_same
 
 CAPACITY, LANES, BATCH = 24, 3, 8
 SAMPLERS = {
     "uniform": UniformSampler,
+    "minibatch": lambda: MinibatchSampler(2),
     "proportional": lambda: ProportionalSampler(CAPACITY * LANES),
     "batch-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm="batch", stratified=False),
     "rank": lambda: RankSampler(CAPACITY * LANES),
@@ -58,12 +67,12 @@ def buffers(sampler: str, lanes: int | None):
 
 
 def set_alpha(rb: ReplayBuffer, value: int) -> None:
-    if not isinstance(rb.sampler, UniformSampler):
+    if not isinstance(rb.sampler, UniformSampler | MinibatchSampler):
         rb.sampler.alpha = 0.1 * (value % 5)
 
 
 def set_beta(rb: ReplayBuffer, value: int) -> None:
-    if not isinstance(rb.sampler, UniformSampler):
+    if not isinstance(rb.sampler, UniformSampler | MinibatchSampler):
         rb.sampler.beta, rb.sampler.stratified = 0.3 * (value % 4), bool(value % 2)
 
 
@@ -171,7 +180,7 @@ def test_plan_and_general_path_agree_over_any_history(sampler, lanes, attached, 
                 batches.append(rb.sample())
             elif step in ("update", "late") and batches:
                 batch = batches[-1 if step == "update" else value % len(batches)].clone()
-                error = torch.randn(BATCH, generator=torch.Generator().manual_seed(value))
+                error = torch.randn(len(batch), generator=torch.Generator().manual_seed(value))
                 batch["td_error"] = (error, error[:, None], error.double(), error.requires_grad_())[value % 4]
                 try:
                     rb.update_tensordict_priority(batch if value % 5 else batch.exclude("sampled_at"))

@@ -25,7 +25,7 @@ from rlbuf_td.kernels.batch import RING
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
-from rlbuf_td.samplers import ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError
@@ -48,6 +48,7 @@ class WritePlan:
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
         self.time_dim, self.priority_key = buffer.dim_extend, buffer.priority_key
+        self.epochs = sampler if type(sampler) is MinibatchSampler else None
         self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
         self.counters = parts.writer.numbers.values  # others take their place when they are shared
@@ -134,6 +135,8 @@ class WritePlan:
         with self.storage.lock, self.lock:
             leaves = self.collect(data, lead) if self.holds() else None  # kept alive for the kernel
             cursor = -1 if leaves is None else self.kernel(self.address, count, dim == 1, where)
+            if self.epochs is not None and cursor >= 0:
+                self.epochs.restart()
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
@@ -169,7 +172,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     attached = [each for each in storage._attached_entities if each is not buffer]
     listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # which take no note of writes
     if (
-        type(sampler) not in (UniformSampler, ProportionalSampler, RankSampler)  # which need not be told of a write
+        type(sampler) not in (MinibatchSampler, UniformSampler, ProportionalSampler, RankSampler)
         or getattr(sampler, "max_priority_within_buffer", False)
         or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel lets the first rows enter with 1
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
