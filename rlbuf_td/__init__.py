@@ -28,12 +28,14 @@ from rlbuf_td.envs.gymnasium_recorder import GymnasiumRecorder
 from rlbuf_td.envs.specs import schema_of
 from rlbuf_td.envs.transition import make_transition
 from rlbuf_td.samplers import (
+    FreshRowsSampler,
     HindsightSampler,
     MinibatchSampler,
     NStepSampler,
     ProportionalSampler,
     QueueSampler,
     RankSampler,
+    RecencySampler,
     SequenceSampler,
     UniformSampler,
     gymnasium_reward_fn,
@@ -48,6 +50,7 @@ __all__ = [
     "CheckpointError",
     "EpisodeStats",
     "ExperienceQueue",
+    "FreshRowsSampler",
     "GymnasiumRecorder",
     "HindsightSampler",
     "MemoryWarning",
@@ -59,6 +62,7 @@ __all__ = [
     "QueueSampler",
     "QueueWriter",
     "RankSampler",
+    "RecencySampler",
     "ReplayBuffer",
     "ReservoirWriter",
     "RingWriter",

@@ -18,10 +18,12 @@ from tensordict import TensorDict
 
 import rlbuf_td
 from rlbuf_td import (
+    FreshRowsSampler,
     MinibatchSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
+    RecencySampler,
     ReplayBuffer,
     RingWriter,
     UniformSampler,
@@ -33,6 +35,9 @@ CAPACITY, LANES, BATCH = 24, 3, 8
 SAMPLERS = {
     "uniform": UniformSampler,
     "minibatch": lambda: MinibatchSampler(2),
+    "recency": lambda: RecencySampler(half_life=5.0, window=17),
+    "fresh": lambda: FreshRowsSampler(UniformSampler(), 3),
+    "fresh, recency": lambda: FreshRowsSampler(RecencySampler(half_life=3.0), 20),
     "proportional": lambda: ProportionalSampler(CAPACITY * LANES),
     "batch-norm": lambda: ProportionalSampler(CAPACITY * LANES, weight_norm="batch", stratified=False),
     "rank": lambda: RankSampler(CAPACITY * LANES),
@@ -67,12 +72,12 @@ def buffers(sampler: str, lanes: int | None):
 
 
 def set_alpha(rb: ReplayBuffer, value: int) -> None:
-    if not isinstance(rb.sampler, UniformSampler | MinibatchSampler):
+    if hasattr(rb.sampler, "alpha"):
         rb.sampler.alpha = 0.1 * (value % 5)
 
 
 def set_beta(rb: ReplayBuffer, value: int) -> None:
-    if not isinstance(rb.sampler, UniformSampler | MinibatchSampler):
+    if hasattr(rb.sampler, "alpha"):
         rb.sampler.beta, rb.sampler.stratified = 0.3 * (value % 4), bool(value % 2)
 
 

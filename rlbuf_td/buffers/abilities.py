@@ -353,6 +353,8 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
             load_or_restore(parts, state_dict)
             TensorDictReplayBuffer.load_state_dict(rb, state_dict)
             load_trajectories(rb, state_dict.get("_trajectories", []))
+            if rb._parts.wrapper is not None:
+                rb._parts.wrapper.watch(rb.storage)
 
 
 # -- sharing

@@ -21,7 +21,14 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers import (
+    FreshRowsSampler,
+    MinibatchSampler,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    UniformSampler,
+)
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
@@ -78,6 +85,7 @@ class Plan(Planned):
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # what the sampler adds to a batch beside the index
     table = 0  # the address of the addresses of the priorities
+    front: FreshRowsSampler | None = None  # puts fresh rows in front of those that are drawn, before they are gathered
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
@@ -94,7 +102,7 @@ class Plan(Planned):
         self.gather = Gather(self.rows.flat, extents, leaves + more, size, **scratch, **shape)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
-        self.gathers, self._blanks = gathers, []
+        self.gathers, self._blanks, self.numbers = gathers, [], self.flat.numpy()
 
     def holds(self) -> bool:
         """Whether the parts are as they were when the plan was made."""
@@ -131,6 +139,30 @@ class UniformPlan(Plan):
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
+        if self.front is not None:
+            self.front.take(self.storage, self.size, self.numbers)
+        self.kernels.sample_uniform(self.gather.address, slot)
+        return True
+
+
+class RecencyPlan(Plan):
+    """Draws rows by age."""
+
+    def __init__(self, storage: PackedStorage, sampler: RecencySampler, size: int, gathers: bool = True) -> None:
+        super().__init__(storage, sampler, size, gathers)
+        self.recent_rows, self.places = (
+            loops("recency.cpu").recent_rows,
+            (self.uniform.data_ptr(), self.flat.data_ptr()),
+        )
+
+    def draw(self, written: int, slot: int) -> bool:
+        sampler, lanes = self.sampler, self.lanes or 1
+        steps = written // lanes
+        self.uniform.uniform_(generator=self.generator)
+        law = self.storage.numbers.values[2], sampler.span(steps), steps, lanes, sampler.log_decay
+        self.recent_rows(*self.places, self.size, *law)
+        if self.front is not None:
+            self.front.take(self.storage, self.size, self.numbers)
         self.kernels.sample_uniform(self.gather.address, slot)
         return True
 
@@ -247,6 +279,7 @@ def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
 PLANS: dict[type, type[Plan]] = {
     MinibatchSampler: MinibatchPlan,
     UniformSampler: UniformPlan,
+    RecencySampler: RecencyPlan,
     ProportionalSampler: ProportionalPlan,
     RankSampler: RankPlan,
 }

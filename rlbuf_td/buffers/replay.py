@@ -16,9 +16,9 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.buffers import abilities, flow, minari_data, parts, prefetch, priorities, torchrl_data, writing
 from rlbuf_td.buffers.graph import capture
 from rlbuf_td.buffers.parts import Parts
-from rlbuf_td.buffers.plan import Plan
+from rlbuf_td.buffers.plan import Planned
 from rlbuf_td.buffers.prefetch import Prefetcher, Sample
-from rlbuf_td.buffers.wrapped_plan import WrappedPlan, make_plan
+from rlbuf_td.buffers.wrapped_plan import make_plan
 from rlbuf_td.buffers.write_plan import WritePlan
 from rlbuf_td.diagnostics.episode_stats import EpisodeStats
 from rlbuf_td.diagnostics.health import LastDraw, ReplayCount
@@ -106,7 +106,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
         self._count_replays, self._include_info = count_replays, include_info
-        self._plan: Plan | WrappedPlan | None = None
+        self._plan: Planned | None = None
         self._write_plan: WritePlan | None = None
         self._rows_without_plan: Any = None
         ahead = kwargs.get("prefetch") or 0
@@ -255,7 +255,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         """Whether a batch is what was drawn: not transformed, not page-locked, not copied to a device."""
         return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
 
-    def _sample_by(self, plan: Plan | WrappedPlan) -> Sample | None:
+    def _sample_by(self, plan: Planned) -> Sample | None:
         """Return a batch by the plan, ``None`` if it is outdated."""
         parts = self._parts
         with parts.storage.lock:

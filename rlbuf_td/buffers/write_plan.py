@@ -25,7 +25,7 @@ from rlbuf_td.kernels.batch import RING
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
 from rlbuf_td.kernels.rank_order import ChunkedOrder
-from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, UniformSampler
+from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, LARGEST, WEIGHED
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import SchemaError
@@ -172,7 +172,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     attached = [each for each in storage._attached_entities if each is not buffer]
     listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # which take no note of writes
     if (
-        type(sampler) not in (MinibatchSampler, UniformSampler, ProportionalSampler, RankSampler)
+        type(sampler) not in (MinibatchSampler, UniformSampler, RecencySampler, ProportionalSampler, RankSampler)
         or getattr(sampler, "max_priority_within_buffer", False)
         or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel lets the first rows enter with 1
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)

@@ -25,7 +25,7 @@ from torchrl.data import SamplerWithoutReplacement, Storage, Writer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, RoundRobinWriter, Sampler
 
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
-from rlbuf_td.samplers import UniformSampler
+from rlbuf_td.samplers import RecencySampler, UniformSampler
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
@@ -128,8 +128,8 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
     """Return the probabilities of all stored rows, ``[N]`` float64; ``None`` for an unknown sampler."""
     sampler, rows = unwrapped(sampler), len(storage)
     index = torch.arange(rows, device=device_of(storage))
-    if isinstance(sampler, Prioritized):
-        return sampler.probability(index)
+    if isinstance(sampler, Prioritized | RecencySampler):
+        return sampler.probability(index, storage=storage)
     if type(sampler) is PrioritizedSampler:
         weight = torch.as_tensor(sampler._sum_tree[index.cpu()], device="cpu").double()
         return weight / weight.sum()

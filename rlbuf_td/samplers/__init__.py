@@ -1,5 +1,6 @@
 """Samplers: which rows a batch takes. A sampler draws rows; it knows nothing of what they hold."""
 
+from rlbuf_td.samplers.fresh import FreshRowsSampler
 from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn
 from rlbuf_td.samplers.hindsight import HindsightSampler
 from rlbuf_td.samplers.minibatch import MinibatchSampler
@@ -7,18 +8,21 @@ from rlbuf_td.samplers.n_step import NStepSampler
 from rlbuf_td.samplers.proportional import ProportionalSampler
 from rlbuf_td.samplers.queue import QueueSampler
 from rlbuf_td.samplers.rank import RankSampler
+from rlbuf_td.samplers.recency import RecencySampler
 from rlbuf_td.samplers.sequence import SequenceSampler
 from rlbuf_td.samplers.uniform import UniformSampler
 
 UniformSampler.without_replacement = MinibatchSampler
 
 __all__ = [
+    "FreshRowsSampler",
     "HindsightSampler",
     "MinibatchSampler",
     "NStepSampler",
     "ProportionalSampler",
     "QueueSampler",
     "RankSampler",
+    "RecencySampler",
     "SequenceSampler",
     "UniformSampler",
     "gymnasium_reward_fn",

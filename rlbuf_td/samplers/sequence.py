@@ -159,7 +159,7 @@ class SequenceSampler(SamplerWrapper):
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
         """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
         boundaries = self._trajectories(storage).boundaries()
-        anchors, info = draw_from(self.innermost, storage, count)
+        anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
         if self.boundary != "strict":
             return anchors, info, back, ahead

@@ -58,7 +58,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
             raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
         if self._inner is not None and self._inner._level >= self._level:
-            order = "SequenceSampler(NStepSampler(HindsightSampler(...))) is the order"
+            order = "SequenceSampler(NStepSampler(HindsightSampler(FreshRowsSampler(...)))) is the order"
             raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
@@ -77,7 +77,15 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
-        return self.batch_of(storage, *draw_from(self.innermost, storage, batch_size))
+        return self.batch_of(storage, *self._draw(storage, batch_size))
+
+    def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
+        """Return flat rows, ``[B]``, and the sampler's report."""
+        return (
+            draw_from(self.innermost, storage, batch_size)
+            if self._inner is None
+            else self._inner._draw(storage, batch_size)
+        )
 
     def batch_of(
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]

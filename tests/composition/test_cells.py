@@ -14,11 +14,13 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import LazyTensorStorage, Sampler, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 
 from rlbuf_td import (
+    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
+    RecencySampler,
     ReplayBuffer,
     RingWriter,
     SequenceSampler,
@@ -28,7 +30,8 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.statistics import assert_follows
 from tests.worlds import Cell, Fields, Recipe, World, expected, reward_fn, terminated_fn, window
 
-SAMPLERS = ("uniform", "proportional", "rank")
+PRIORITIZED = "proportional", "rank"
+SAMPLERS = "uniform", *PRIORITIZED
 RECIPES = {
     "plain": Recipe(),
     "hindsight": Recipe(hindsight=True),
@@ -56,6 +59,10 @@ ANCHORS = 40  # drawn at once
 def innermost(kind: str, capacity: int) -> Any:
     if kind == "uniform":
         return UniformSampler()
+    if kind == "recency":
+        return RecencySampler(half_life=15.0, window=40)
+    if kind == "fresh":
+        return FreshRowsSampler(UniformSampler(), 5)
     # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
     cls = ProportionalSampler if kind == "proportional" else RankSampler
     return cls(capacity, alpha=0.7, beta=0.5, stratified=False)
@@ -91,7 +98,7 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
     )
     world = World(rb, steps, lanes, seed)
     world.fill(round(FILLS[fill] * steps))
-    if kind != "uniform":
+    if kind in PRIORITIZED:
         rows = torch.arange(len(rb.storage))
         sampler.update_priority(rows, error_of(rows), storage=rb.storage)
     return world, sampler
@@ -102,8 +109,12 @@ def error_of(rows: torch.Tensor) -> torch.Tensor:
     return torch.where(rows % 2 == 0, 1.0, -1.0) * (0.1 + ((rows * 37) % 101) / 50.0)
 
 
-def law(kind: str, rows: int) -> np.ndarray:
+def law(kind: str, rows: int, world: World | None = None) -> np.ndarray:
     """Return the probability of each row, by definition."""
+    if kind == "recency" and world is not None:
+        age = (world.time - 1 - np.arange(rows) // world.lanes) % (world.history.steps)
+        weight = np.where(age < 40, 0.5 ** (age / 15.0), 0.0)
+        return weight / weight.sum()
     if kind == "uniform":
         return np.full(rows, 1 / rows)
     error = error_of(torch.arange(rows)).abs().double().numpy()
@@ -165,7 +176,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         np.add.at(counts, [world.flat(anchor) for anchor in anchors], 1)
         if j < 2:
             rows = expected(world, anchors, goals, recipe)
-            if kind != "uniform":
+            if kind in PRIORITIZED:
                 for k, weight in enumerate(weights(kind, world, anchors)):
                     for row in rows[k * recipe.window : (k + 1) * recipe.window]:
                         row["priority_weight",] = weight
@@ -173,8 +184,9 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         if recipe.hindsight:
             share = sum(goal is not None for goal in goals) / len(goals)
             assert 0 < share < 1
-    assert_follows(counts, law(kind, len(counts)))
-    if kind != "uniform":
+    if kind != "fresh":  # whose law is not that of independent draws
+        assert_follows(counts, law(kind, len(counts), world))
+    if kind in PRIORITIZED:
         batch["td_error"] = torch.linspace(-3, 3, len(batch)).unsqueeze(-1)
         world.rb.update_tensordict_priority(batch)
         wanted = {}
@@ -191,7 +203,9 @@ def cells() -> list[tuple[str, str, str, int, str]]:
     places, rows = [*product((1, 2), FILLS)], [*product(BUFFERS, SAMPLERS)]
     rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
     turns = product(enumerate(rows), enumerate(RECIPES))
-    return [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
+    made = [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
+    more = product(enumerate(("recency", "fresh")), enumerate(RECIPES))
+    return made + [(kind, recipe, "ours", *places[(3 * i + j) % 6]) for (i, kind), (j, recipe) in more]
 
 
 @pytest.mark.parametrize(("kind", "recipe", "buffer", "ndim", "fill"), cells())

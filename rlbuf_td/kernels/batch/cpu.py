@@ -92,6 +92,18 @@ def sample_uniform(address, targets):
 
 
 @kernel
+def put_in_front(address, targets, flat, count):
+    """Put the rows at flat positions in the first places of a batch that has been gathered, with their index."""
+    batch = batch_at(address)
+    index, out = carray(pointer(flat), count, np.int64), load(targets + 8 * batch.leaves, np.int64)
+    gather_batch(batch, index, targets)
+    if batch.lanes:
+        _coordinates(index, batch.lanes, out)
+    else:
+        copy_bytes(out, flat, 8 * count)
+
+
+@kernel
 def sample_proportional(address, targets, step, written, beta, mode, now):
     """Draw rows from a sum tree and gather them with weights and stamps. Return whether there are rows to draw.
 

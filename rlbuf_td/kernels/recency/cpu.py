@@ -1,0 +1,22 @@
+"""The loop of :mod:`rlbuf_td.kernels.recency` on the CPU: tensors by address."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlbuf_td.kernels.compiled import kernel, load, store
+
+_DIGITS = 2.0**53
+_FLAT = -1e-9  # a law that falls by less over all ages is as good as uniform, and the logarithm would lose its digits
+
+
+@kernel
+def recent_rows(uniform, rows, count, newest, span, steps, lanes, log_decay):
+    mass, scale = np.expm1(span * log_decay), 1 / log_decay
+    is_flat = log_decay * span > _FLAT
+    for i in range(count):
+        u = load(uniform + 8 * i, np.float64)
+        age = np.int64(u * span if is_flat else np.log(1 + u * mass) * scale)  # log1p would take twice the time
+        step = newest - min(age, span - 1)
+        row = (step + steps if step < 0 else step) * lanes
+        store(rows + 8 * i, row + np.int64(u * _DIGITS) % lanes if lanes > 1 else row, np.int64)

@@ -1,0 +1,143 @@
+"""Replay that prefers recent rows."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.recency import recent_rows
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers, whole
+from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+
+
+def _half_life(name: str, value: Any) -> float:
+    number = float(value)
+    if not number > 0:
+        raise ValueError(f"{name} must be a positive number of time steps, or infinite, got {value}")
+    return number
+
+
+def _window(name: str, value: Any) -> int | None:
+    return None if value is None else whole(1)(name, value)
+
+
+class RecencySampler(RowSampler, GraphCapturable):
+    r"""Draw recent rows more often: by a geometric law of their age, within a window, or both.
+
+    .. math::
+        P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
+
+    is the probability that a drawn row is :math:`k` time steps old (0: the newest), where :math:`h` is ``half_life``
+    and :math:`n` is ``window``, or the number of stored time steps if that is less. Lanes are equally likely.
+
+    Args:
+        half_life: the age in time steps at which a row is half as likely as the newest one, positive; infinite: all
+            ages in the window are equally likely.
+        window: how many of the newest time steps may be drawn; ``None``: all.
+
+    Both may be set at any time, by TorchRL's schedulers too. For *emphasizing recent experience*, set before the k-th
+    of K updates of a phase ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)``, with ``half_life`` as it
+    is and N the stored time steps.
+
+    Raises:
+        ValueError: a setting is out of range; (in a buffer) the writer keeps no order of time.
+        RuntimeError: (when sampling) the buffer is empty.
+
+    Cost: O(B), whatever the number of rows: the age of a row is its distance from the newest one in the ring.
+
+    Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019
+    (the window). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
+
+    Example:
+        >>> from rlbuf_td import PackedStorage, ReplayBuffer
+        >>> from tensordict import TensorDict
+        >>> rb = ReplayBuffer(storage=PackedStorage(100), sampler=RecencySampler(half_life=1.0, window=3), batch_size=8)
+        >>> _ = rb.extend(TensorDict({"x": torch.arange(150)}, [150]))
+        >>> bool((rb.sample()["x"] >= 147).all())
+        True
+        >>> rb.sampler.probability(torch.tensor([49, 48, 47, 46]), storage=rb.storage)
+        tensor([0.5714, 0.2857, 0.1429, 0.0000], dtype=torch.float64)
+    """
+
+    needs_order = True
+    _shown = _setting_names = ("half_life", "window")
+    half_life: float = setting(_half_life)
+    window: int | None = setting(_window)
+    log_decay: float
+    """The logarithm of how much less likely a row becomes with each time step; 0 if it does not."""
+    _in_graph: ClassVar = ("newest", "span", "steps", "log_decay")
+
+    def __init__(self, half_life: float = inf, window: int | None = None) -> None:
+        self.half_life, self.window = half_life, window
+        self._numbers: DeviceScalars | None = None  # by _in_graph, where recorded draws read them
+
+    def _changed(self) -> None:
+        self.log_decay = -log(2.0) / self.half_life
+
+    def span(self, steps: int) -> int:
+        """Return how many time steps of those stored may be drawn."""
+        return steps if self.window is None else min(steps, self.window)
+
+    def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
+        """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
+        rows, lanes, device = len(storage), lanes_of(storage).numel(), device_of(storage)
+        if not rows:
+            raise RuntimeError(EMPTY)
+        uniform = uniform_numbers(batch_size, self._rng, device)
+        law: tuple[Any, ...] = self._law(storage, rows // lanes)
+        if backend_of(uniform) != "numba":
+            numbers = self._on_device(device)
+            if not is_capturing():
+                self._put(numbers, law)
+            law = tuple(numbers.tensor.unbind())
+        newest, span, steps, log_decay = law
+        return recent_rows(uniform, newest, span, steps, lanes, log_decay), {}
+
+    def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
+        return int(storage._last_cursor_index), self.span(steps), steps, self.log_decay
+
+    def _on_device(self, device: torch.device) -> DeviceScalars:
+        if self._numbers is None or self._numbers.tensor.device != device:
+            self._numbers = DeviceScalars(len(self._in_graph), device)
+        return self._numbers
+
+    @staticmethod
+    def _put(numbers: DeviceScalars, law: tuple[Any, ...]) -> None:
+        for place, value in enumerate(law):
+            numbers.set_(place, float(value))
+
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
+        numbers, lanes = self._on_device(device_of(storage)), lanes_of(storage).numel()
+        self._put(numbers, self._law(storage, len(storage) // lanes))
+        return numbers
+
+    def probability(self, index: Any, *, storage: Storage) -> Tensor:
+        """Return the probability of each row in a draw, ``[B]`` float64."""
+        flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
+        steps = len(storage) // lanes
+        ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
+        weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
+        age = (storage._last_cursor_index - flat // lanes) % steps
+        return weight[age] / (weight.sum() * lanes)
+
+    def _empty(self) -> None:
+        pass
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the settings; the buffer saves the generator."""
+        return self._settings()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the settings; ValueError if one is out of range: this sampler stays as it was."""
+        with self._set({name: state_dict[name] for name in self._setting_names}):
+            pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_numbers": None}

@@ -1,0 +1,173 @@
+"""New rows first: each exactly once, newest first, whatever is written, saved or replaced; the rest as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage
+
+from rlbuf_td import (
+    FreshRowsSampler,
+    HindsightSampler,
+    MinibatchSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReservoirWriter,
+    UniformSampler,
+)
+from tests.statistics import assert_follows, power
+
+STEPS, BATCH = 15, 8
+INNER: dict[str, Any] = {
+    "uniform": UniformSampler,
+    "proportional": lambda: ProportionalSampler(4 * STEPS),
+    "rank": lambda: RankSampler(4 * STEPS),
+    "minibatch": lambda: MinibatchSampler(drop_last=True),
+    "recency": lambda: RecencySampler(5.0),
+}
+
+
+class Numbered:
+    """A buffer of numbered rows, with the numbers that no batch has had yet, by definition."""
+
+    def __init__(self, inner: str, fresh: int, lanes: int = 0, **parts: Any) -> None:
+        self.lanes, self.written = lanes, 0
+        self.undrawn: list[int] = []
+        self.rb = ReplayBuffer(
+            storage=PackedStorage(STEPS * max(1, lanes), ndim=2 if lanes else 1),
+            sampler=FreshRowsSampler(INNER[inner](), fresh),
+            batch_size=BATCH,
+            generator=torch.Generator().manual_seed(0),
+            **parts,
+        )
+
+    def write(self, count: int) -> None:
+        lanes = max(1, self.lanes)
+        number = torch.arange(self.written, self.written + count * lanes).view(count, lanes)
+        number = number.t().contiguous() if self.lanes else number[:, 0]
+        self.rb.extend(TensorDict({"number": number}, number.shape))
+        self.undrawn += range(self.written, self.written + count * lanes)
+        self.written += count * lanes
+        self.undrawn = [number for number in self.undrawn if number >= self.written - STEPS * lanes]
+
+    def check_sample(self) -> None:
+        batch = self.rb.sample()
+        count = min(self.rb.sampler.fresh, BATCH, len(self.undrawn))
+        wanted = self.undrawn[::-1][:count]
+        assert batch["number"][:count].tolist() == wanted
+        del self.undrawn[len(self.undrawn) - count :]
+        index = batch["index"] if self.lanes == 0 else batch["index"] @ torch.tensor([self.lanes, 1])
+        assert torch.equal(self.rb.storage[:]["number"].reshape(-1)[index], batch["number"])
+
+
+ACTIONS = st.lists(st.one_of(st.integers(1, 40), st.sampled_from(["sample", "sample", "empty", "reload"])), max_size=25)
+
+
+@given(st.sampled_from([*INNER]), st.integers(1, 12), st.sampled_from([0, 1, 3]), ACTIONS)
+@settings(max_examples=60, deadline=None)
+def test_each_row_comes_first_once(inner, fresh, lanes, actions):
+    made = Numbered(inner, fresh, lanes)
+    made.write(9)
+    for action in actions:
+        if action == "sample":
+            made.check_sample()
+        elif action == "empty":
+            made.rb.empty()
+            made.undrawn = []
+            made.write(8)
+        elif action == "reload":
+            made.rb.load_state_dict(made.rb.state_dict())
+        else:
+            made.write(action)
+
+
+@pytest.mark.parametrize("inner", ["uniform", "proportional"])
+def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
+    made = Numbered(inner, 3)
+    made.write(STEPS)
+    sampler: Any = made.rb.sampler
+    error = torch.linspace(0.2, 3.0, STEPS)
+    made.rb.update_priority(torch.arange(STEPS), error)
+    counts, draws, batch = torch.zeros(STEPS), 1_000, 203
+    made.check_sample()
+    for _ in range(draws):
+        sampler.queue.intervals = [(STEPS - 3, STEPS)]
+        flat, _ = sampler._draw(made.rb.storage, batch)
+        assert flat[:3].tolist() == [14, 13, 12]
+        counts += torch.bincount(flat[3:], minlength=STEPS)
+    weight = error.double() ** 0.6 if inner == "proportional" else torch.ones(STEPS).double()
+    assert power((weight / weight.sum()).numpy(), draws * (batch - 3), bias=0.02) > 0.97
+    assert_follows(counts, weight / weight.sum())
+
+
+@pytest.mark.parametrize("norm", ["buffer", "batch", None])
+@pytest.mark.parametrize("cls", [ProportionalSampler, RankSampler])
+def test_fresh_rows_have_the_weights_of_the_wrapped_law(cls, norm):
+    inner = cls(STEPS, alpha=0.7, beta=0.5, weight_norm=norm)
+    rb = ReplayBuffer(storage=PackedStorage(STEPS), sampler=FreshRowsSampler(inner, 5), batch_size=BATCH)
+    rb.extend(TensorDict({"x": torch.arange(STEPS)}, [STEPS]))
+    rb.update_priority(torch.arange(STEPS), torch.linspace(0.1, 4, STEPS))
+    batch = rb.sample()
+    every = (STEPS * inner.probability(torch.arange(STEPS))) ** -0.5
+    drawn = batch["priority_weight"][5:].double() / every[batch["index"][5:]]
+    scale = {"buffer": 1 / every.max(), "batch": drawn[0], None: torch.tensor(1.0)}[norm].double()
+    torch.testing.assert_close(batch["priority_weight"].double(), every[batch["index"]] * scale, rtol=1e-5, atol=0)
+    batch["td_error"] = torch.full((BATCH,), 7.0)
+    rb.update_tensordict_priority(batch)
+    assert (inner.priority(batch["index"]) == 7).all()
+
+
+@pytest.mark.parametrize("capacity", [STEPS, 6, 40])
+def test_rows_stay_fresh_across_a_dump_also_into_another_capacity(capacity, tmp_path: Path):
+    made = Numbered("uniform", 4)
+    made.write(9)
+    made.check_sample()
+    made.write(2)
+    made.rb.dumps(tmp_path)
+    other = Numbered("uniform", 1)
+    other.rb = ReplayBuffer(
+        storage=PackedStorage(capacity), sampler=FreshRowsSampler(UniformSampler()), batch_size=BATCH
+    )
+    if capacity < 9:
+        with pytest.warns(UserWarning, match="oldest time steps"):
+            other.rb.loads(tmp_path)
+    else:
+        other.rb.loads(tmp_path)
+    assert "fresh=4" in repr(other.rb.sampler)
+    other.written, other.undrawn = made.written, [number for number in made.undrawn if number >= 11 - capacity]
+    for _ in range(4):
+        other.check_sample()
+    assert not other.undrawn
+
+
+def test_replaced_rows_are_not_fresh_again():
+    made = Numbered("uniform", 2)
+    made.write(STEPS)
+    for _ in range(STEPS):
+        made.check_sample()
+    made.rb[3:5] = made.rb[3:5].clone()
+    made.write(3)
+    assert made.rb.sample()["number"][:2].tolist() == [17, 16]
+    assert made.rb.sample()["number"][0] == 15
+
+
+def test_what_it_does_not_serve_is_refused():
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=FreshRowsSampler(UniformSampler()), batch_size=2)
+    rb.extend(TensorDict({"x": torch.zeros(3)}, [3]))
+    with pytest.raises(TypeError, match="FreshRowsSampler needs the clock of a PackedStorage, got a LazyTensorStorage"):
+        rb.sample()
+    with pytest.raises(ValueError, match="fresh must be a whole number, at least 1"):
+        FreshRowsSampler(UniformSampler(), 0)
+    with pytest.raises(TypeError, match=r"cannot wrap a HindsightSampler: .*HindsightSampler\(FreshRowsSampler"):
+        FreshRowsSampler(HindsightSampler(UniformSampler(), lambda batch: batch["x"]))
+    with pytest.raises(ValueError, match="a FreshRowsSampler needs rows in the order of time"):
+        ReplayBuffer(sampler=FreshRowsSampler(UniformSampler()), writer=ReservoirWriter())

@@ -1,0 +1,126 @@
+"""Recent rows more often: the law, on every path; settings, health and state."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter
+from tests.backends import forced
+from tests.statistics import assert_follows, power
+
+STEPS = 20
+
+
+def buffer(
+    sampler: Any, lanes: int, written: int, batch: int = 8_000, storage: Any = PackedStorage, cls: Any = None
+) -> Any:
+    rb = (cls or ReplayBuffer)(
+        storage=storage(STEPS * max(1, lanes), ndim=2 if lanes else 1),
+        sampler=sampler,
+        writer=RingWriter(),
+        batch_size=batch,
+        generator=torch.Generator().manual_seed(0),
+    )
+    for first in range(0, written, 3):
+        count = min(3, written - first)
+        time = torch.arange(first, first + count)
+        lead = [lanes, count] if lanes else [count]
+        rb.extend(TensorDict({"time": time.expand(lead).clone()}, lead))
+    return rb
+
+
+def law(half_life: float, window: int | None, steps: int, lanes: int) -> torch.Tensor:
+    """Return the probability of each (age, lane), by definition."""
+    age = torch.arange(steps, dtype=torch.float64)
+    weight = torch.where(age < (steps if window is None else window), 0.5 ** (age / half_life), 0.0)
+    return (weight / weight.sum() / max(1, lanes)).repeat_interleave(max(1, lanes))
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize(
+    ("half_life", "window", "lanes", "written"),
+    [(4.0, None, 3, 41), (inf, 6, 0, 57), (30.0, 13, 2, 14), (inf, None, 2, 20)],
+)
+def test_draws_follow_the_law_of_their_age(half_life, window, lanes, written, path):
+    with forced(path):
+        rb = buffer(RecencySampler(half_life, window), lanes, written)
+        steps, cells, draws = min(written, STEPS), max(1, lanes), 50
+        counts = torch.zeros(steps * cells)
+        for batch in (rb.sample() for _ in range(draws)):
+            lane = batch["index"][:, 1] if lanes else 0
+            counts += torch.bincount((written - 1 - batch["time"]) * cells + lane, minlength=len(counts))
+    wanted = law(half_life, window, steps, lanes)
+    assert power(wanted[wanted > 0].numpy(), draws * 8_000, bias=0.02) > 0.97
+    assert_follows(counts, wanted)
+    by_row = rb.sampler.probability(torch.arange(len(rb)), storage=rb.storage)
+    age = written - 1 - rb.storage[:]["time"].reshape(-1)
+    lane = torch.arange(len(rb)) % cells
+    torch.testing.assert_close(by_row, wanted[age * cells + lane])
+
+
+@pytest.mark.parametrize(("storage", "cls"), [(LazyTensorStorage, None), (PackedStorage, TensorDictReplayBuffer)])
+def test_in_torchrls_buffer_and_over_its_storage(storage, cls):
+    rb = buffer(RecencySampler(window=4), 0, 33, 500, storage, cls)
+    assert set(rb.sample()["time"].tolist()) == {29, 30, 31, 32}
+
+
+def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
+    rb, other = buffer(RecencySampler(8.0, 20), 0, 33), buffer(RecencySampler(), 0, 5)
+    schedulers = [LinearScheduler(rb, "window", 2, 9), LinearScheduler(rb, "half_life", 1.0, 7)]
+    for _ in range(9):
+        for scheduler in schedulers:
+            scheduler.step()
+    assert set(rb.sample()["time"].tolist()) == {31, 32}
+    rb.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2)"
+    assert torch.equal(other.sample()["time"], rb.sample()["time"])
+    other.load_state_dict(rb.state_dict())
+    assert rb.health()["top_mass"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"half_life": 0.0}, "half_life must be a positive number of time steps, or infinite, got 0.0"),
+        ({"half_life": float("nan")}, "half_life must be"),
+        ({"window": 0}, "window must be a whole number, at least 1"),
+        ({"window": 2.5}, "window must be a whole number, at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        RecencySampler(**settings)
+    sampler = RecencySampler(3.0, 4)
+    with pytest.raises(ValueError, match=words):
+        sampler.load_state_dict(sampler.state_dict() | settings)
+    assert (sampler.half_life, sampler.window) == (3.0, 4)
+
+
+def test_no_rows_and_rows_without_order_are_refused():
+    with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
+        buffer(RecencySampler(), 0, 0).sample()
+    with pytest.raises(
+        ValueError, match="a RecencySampler needs rows in the order of time, a ReservoirWriter keeps none"
+    ):
+        ReplayBuffer(sampler=RecencySampler(), writer=ReservoirWriter())
+
+
+def test_a_recorded_draw_follows_rows_and_settings():
+    """What a CUDA graph reads from the device's memory; see ``tests/capture``."""
+    with forced("torch"):
+        rb = buffer(RecencySampler(window=3), 0, 10, 50)
+        scalars = rb.sampler.prepare_graph(rb.storage, 50)
+        assert scalars.tensor.tolist() == [9.0, 3.0, 10.0, 0.0]
+        rb.extend(TensorDict({"time": torch.arange(10, 12)}, [2]))
+        rb.sampler.half_life = 1.0
+        assert rb.sampler.prepare_graph(rb.storage, 50) is scalars
+        assert scalars.tensor.tolist() == pytest.approx([11.0, 3.0, 12.0, -0.6931471805599453])
