@@ -17,6 +17,7 @@ shape. Examples assume ``import torch`` and ``from rlbuf_td import *``.
 """
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
+from rlbuf_td.buffers.mixture import ReplayBufferMixture
 from rlbuf_td.buffers.prioritized import PrioritizedReplayBuffer
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.rollout import RolloutBuffer
@@ -64,6 +65,7 @@ __all__ = [
     "RankSampler",
     "RecencySampler",
     "ReplayBuffer",
+    "ReplayBufferMixture",
     "ReservoirWriter",
     "RingWriter",
     "RolloutBuffer",

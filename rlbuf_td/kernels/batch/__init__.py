@@ -42,7 +42,7 @@ class Gather:
         record: fields of ``BATCH`` that only some kernels need.
     """
 
-    __slots__ = ("_examples", "_kept", "_set_targets", "_targets", "address", "slots")
+    __slots__ = ("_examples", "_kept", "_set_targets", "_targets", "address", "addresses", "record", "slots")
 
     def __init__(
         self, matrix: Tensor, extents: np.ndarray, entries: Sequence[_Entry], count: int, **record: int
@@ -65,7 +65,8 @@ class Gather:
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
         #: For each batch of one allocation: the memory that holds the addresses of its tensors.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
-        self._targets, self._kept = targets.data, (fields, extents)
+        self._targets, self._kept = targets.data, extents
+        self.record, self.addresses = fields, targets
         self._set_targets = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:

@@ -1,0 +1,81 @@
+"""The shares of a mixture's members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl.data.replay_buffers import Sampler
+
+from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.samplers.common import fraction
+
+
+class Shares(Sampler):
+    """The shares of a mixture, each an attribute, for TorchRL's schedulers: they add up to 1.
+
+    Setting one scales the others; where these are all 0, they become equal.
+    """
+
+    by_name: dict[str, float]
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        bad = [name for name in shares if hasattr(Sampler, name) or name.startswith("_")]
+        if bad:
+            raise ValueError(f"{bad[0]!r} cannot be the name of a member: take another one")
+        total = sum(shares.values())
+        if any(not share >= 0 for share in shares.values()) or not 0 < total < float("inf"):
+            raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
+        self._scale({name: float(share) / total for name, share in shares.items()})
+
+    def _scale(self, shares: dict[str, float]) -> None:
+        self.__dict__["by_name"] = shares
+
+    def __getattr__(self, name: str) -> float:
+        """Return the share of a member."""
+        found = self.__dict__.get("by_name", {})
+        if name not in found:
+            raise AttributeError(f"a mixture of {', '.join(found)} has no share {name!r}")
+        return found[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the share of a member, and scale the others."""
+        before = self.__dict__["by_name"]
+        if name not in before:
+            self.__dict__[name] = value
+            return
+        share = fraction(name, value)
+        others = sum(old for other, old in before.items() if other != name)
+        if len(before) == 1 and share != 1:
+            raise ValueError(f"{name} is the only member: its share is 1, got {value}")
+        even = (1 - share) / max(1, len(before) - 1)
+        scaled = {other: old * (1 - share) / others if others else even for other, old in before.items()}
+        self._scale(scaled | {name: share})
+
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        """Refuse to draw (NotImplementedError): the members do."""
+        raise NotImplementedError("the members of a mixture draw rows, its shares do not")
+
+    def _empty(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shares."""
+        return dict(self.by_name)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over shares; ValueError if they are of other members."""
+        if state_dict.keys() != self.by_name.keys():
+            raise ValueError(f"the saved shares are of {', '.join(state_dict)}, these of {', '.join(self.by_name)}")
+        self._scale(Shares(state_dict).by_name)
+
+    def dumps(self, path: Any) -> None:
+        """Save the shares in the folder ``path``."""
+        save_state(path, type(self).__name__, self.state_dict())
+
+    def loads(self, path: Any) -> None:
+        """Take over what :meth:`dumps` saved."""
+        self.load_state_dict(load_state(path, type(self).__name__))
+
+    def __repr__(self) -> str:
+        return "Shares(" + ", ".join(f"{name}={share:.4g}" for name, share in self.by_name.items()) + ")"

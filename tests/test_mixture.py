@@ -1,0 +1,307 @@
+"""Mixtures: how many rows of each member a batch has, their weights, and the way back of priorities and writes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+from torchrl.trainers import ReplayBufferTrainer
+
+from rlbuf_td import (
+    NStepSampler,
+    PackedStorage,
+    ProportionalSampler,
+    RankSampler,
+    RecencySampler,
+    ReplayBuffer,
+    ReplayBufferMixture,
+    SchemaError,
+    SequenceSampler,
+    UniformSampler,
+)
+from tests.statistics import assert_follows, power
+
+CAPACITY = 30
+SAMPLERS: dict[str, Any] = {
+    "uniform": UniformSampler,
+    "recency": lambda: RecencySampler(8.0),
+    "proportional": lambda: ProportionalSampler(CAPACITY, alpha=0.8, beta=0.5),
+    "rank": lambda: RankSampler(CAPACITY, alpha=0.8, beta=0.9),
+    "batch-norm": lambda: ProportionalSampler(CAPACITY, beta=0.7, weight_norm="batch"),
+    "no-norm": lambda: ProportionalSampler(CAPACITY, beta=0.7, weight_norm=None),
+}
+
+
+def rows(first: int, count: int, lanes: int = 0) -> TensorDict:
+    number = torch.arange(first, first + count * max(lanes, 1)).view([count, lanes] if lanes else [count])
+    number = number.t().contiguous() if lanes else number
+    lead = number.shape
+    following = {"reward": torch.rand(*lead, 1), "done": torch.zeros(*lead, 1, dtype=torch.bool)}
+    return TensorDict({"number": number, "observation": torch.rand(*lead, 3), "next": following}, lead)
+
+
+def member(sampler: str, first: int, count: int, lanes: int = 0, **kwargs: Any) -> ReplayBuffer:
+    storage = PackedStorage(CAPACITY, ndim=2 if lanes else 1)
+    rb = ReplayBuffer(storage=storage, sampler=SAMPLERS[sampler](), **kwargs)
+    rb.extend(rows(first, count, lanes))
+    if hasattr(rb.sampler, "alpha"):
+        rb.sampler.update_priority(torch.arange(len(rb)), torch.linspace(0.3, 3.0, len(rb)), storage=rb.storage)
+    return rb
+
+
+def mixture(one: str, other: str, lanes: int = 0, **kwargs: Any) -> ReplayBufferMixture:
+    given: dict[str, Any] = {"batch_size": 64, "generator": torch.Generator().manual_seed(0)} | kwargs
+    shares = given.pop("shares", {"demos": 0.5, "online": 0.5})
+    members = {"demos": member(one, 0, 25), "online": member(other, 1_000, 21 // max(1, lanes), lanes)}
+    return ReplayBufferMixture(members, shares, **given)
+
+
+def check(mixed: ReplayBufferMixture, batch: TensorDict) -> None:
+    """Compare rows with what their members hold at their index."""
+    for place, rb in enumerate(mixed.members.values()):
+        mine = batch[batch["source"] == place]
+        index = mine["index"]
+        if index.ndim > 1 and rb.storage.ndim == 1:
+            assert (index[:, 1] == 0).all()
+            index = index[:, 0]
+        stored = rb.storage.get(index if index.ndim == 1 else tuple(index.unbind(-1)))
+        for key in ("number", "observation", ("next", "reward")):
+            assert torch.equal(mine[key], stored[key]), key
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize(("one", "other"), [("uniform", "uniform"), ("recency", "uniform"), ("uniform", "rank")])
+def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
+    mixed = mixture(one, other, lanes)
+    for step in range(4):
+        batch = mixed.sample()
+        check(mixed, batch)
+        assert torch.bincount(batch["source"]).tolist() == [32, 32]
+        mixed.extend(rows(2_000 + 100 * step, 2, lanes), "online")
+    assert (mixed._plan is not None) == (other == "uniform" and not lanes)
+    mixed.sampler.demos = 0.25
+    assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
+
+
+def test_batches_of_the_short_path_are_fresh_memory():
+    mixed = mixture("uniform", "recency")
+    batches = [mixed.sample() for _ in range(20)]
+    kept = [batch.clone() for batch in batches]
+    for batch in batches:
+        batch["observation"].add_(1)
+    for batch, before in zip(batches, kept, strict=True):
+        assert torch.equal(batch["number"], before["number"])
+        assert torch.equal(batch["observation"], before["observation"] + 1)
+
+
+@pytest.mark.parametrize(("one", "other"), [("uniform", "uniform"), ("uniform", "proportional")])
+def test_rows_of_a_member_follow_the_law_of_its_sampler(one, other):
+    mixed = mixture(one, other, batch_size=10_000, shares={"demos": 0.3, "online": 0.7})
+    counts = torch.zeros(2, CAPACITY)
+    for batch in (mixed.sample() for _ in range(60)):
+        for place in (0, 1):
+            counts[place] += torch.bincount(batch["index"][batch["source"] == place], minlength=CAPACITY)
+    weight = torch.linspace(0.3, 3.0, 21).double() ** 0.8 if other == "proportional" else torch.ones(21).double()
+    laws = [torch.full((25,), 1 / 25, dtype=torch.float64), weight / weight.sum()]
+    for place, law in enumerate(laws):
+        assert power(law.numpy(), int(counts[place].sum()), bias=0.02) > 0.97
+        assert_follows(counts[place][: len(law)], law)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.07, 0.88, 0.05), (1 / 3, 1 / 3, 1 / 3), (0.0, 1.0, 0.0)])
+def test_exact_shares_hold_in_every_batch_and_on_average(shares):
+    members = {name: member("uniform", 0, 5) for name in ("a", "b", "c")}
+    mixed = ReplayBufferMixture(members, dict(zip(members, shares, strict=True)))
+    wanted = torch.tensor(shares, dtype=torch.float64) * 7
+    counts = torch.tensor([mixed.counts(7) for _ in range(100_000)], dtype=torch.float64)
+    assert ((counts - wanted).abs() < 1 - 1e-9).all()
+    assert (counts.sum(1) == 7).all()
+    for each, mean in zip(counts.t(), wanted, strict=True):
+        up = float(mean - mean.floor())
+        assert_follows([int((each > mean).sum()), int((each <= mean).sum())], [up, 1 - up])
+
+
+def test_drawn_shares_are_multinomial():
+    mixed = mixture("uniform", "uniform", shares={"demos": 3, "online": 1}, exact=False)
+    counts = torch.tensor([mixed.counts(2)[0] for _ in range(100_000)])
+    assert power(torch.tensor([1, 6, 9]).numpy() / 16, 100_000, bias=0.02) > 0.95
+    assert_follows(torch.bincount(counts, minlength=3), torch.tensor([1, 6, 9]).double() / 16)
+    check(mixed, mixed.sample())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("proportional", "rank"), ("uniform", "proportional"), ("batch-norm", "uniform"), ("no-norm", "uniform")],
+)
+def test_weights_are_normalised_over_the_mixture(one, other):
+    mixed = mixture(one, other)
+    batch = mixed.sample()
+    raw, most = torch.zeros(64, dtype=torch.float64), 1.0
+    for place, rb in enumerate(mixed.members.values()):
+        mine = batch["source"] == place
+        if not hasattr(rb.sampler, "alpha"):
+            raw[mine] = 1.0
+            continue
+        every = (len(rb) * rb.sampler.probability(torch.arange(len(rb)))) ** -rb.sampler.beta
+        raw[mine] = every[batch["index"][mine]]
+        norm = {"buffer": every, "batch": raw[mine], None: torch.ones(1)}[rb.sampler.weight_norm]
+        most = max(most, float(norm.max()))
+    torch.testing.assert_close(batch["priority_weight"].double(), raw / most, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+def test_priorities_go_home(lanes):
+    mixed = mixture("proportional", "rank", lanes)
+    batch = mixed.sample()
+    mixed.extend(rows(5_000, 2, lanes), "online")
+    wanted = {name: rb.sampler.priority(torch.arange(len(rb))) for name, rb in mixed.members.items()}
+    batch["td_error"] = torch.arange(64.0) - 100
+    shuffled = batch[torch.arange(63, -1, -1)]
+    mixed.update_tensordict_priority(shuffled)
+    for place, (name, rb) in enumerate(mixed.members.items()):
+        for row in shuffled[shuffled["source"] == place]:
+            index = row["index"].tolist()
+            flat = index if not lanes else index[0] * lanes + index[1] if name == "online" else index[0]
+            stored = rb.storage[:]["number"].reshape(-1)[flat]
+            if stored == row["number"]:
+                wanted[name][flat] = abs(float(row["td_error"]))
+        assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
+    with pytest.raises(KeyError, match="no 'source'"):
+        mixed.update_tensordict_priority(batch.exclude("source"))
+
+
+def test_members_with_wrappers():
+    storage = PackedStorage(CAPACITY)
+    wrapped = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(CAPACITY), 4))
+    wrapped.extend(rows(0, 20))
+    other = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=SequenceSampler(UniformSampler(), 4))
+    other.extend(rows(500, 20))
+    mixed = ReplayBufferMixture({"a": wrapped, "b": other}, {"a": 0.5, "b": 0.5}, batch_size=16)
+    batch = mixed.sample()
+    check(mixed, batch)
+    batch["td_error"] = torch.arange(16.0)
+    mixed.update_tensordict_priority(batch)
+    anchors = batch["anchor_index"][:8:4]
+    assert wrapped.sampler.sampler.priority(anchors[-1:]).item() == 7.0
+    steps = ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=NStepSampler(UniformSampler(), 3, 0.9))
+    steps.extend(rows(0, 20))
+    plain = ReplayBufferMixture({"a": steps, "b": member("uniform", 0, 9)}, {"a": 1, "b": 1}, batch_size=8)
+    with pytest.raises(SchemaError, match=r"'steps_to_next_obs' is int64 of shape \(1,\) in 'a', missing in 'b'"):
+        plain.sample()
+
+
+def test_schedulers_change_shares():
+    mixed = mixture("uniform", "uniform")
+    scheduler = LinearScheduler(mixed.sampler, "demos", 0.1, 4)
+    for _ in range(4):
+        scheduler.step()
+    assert mixed.sampler.by_name == pytest.approx({"demos": 0.1, "online": 0.9})
+    mixed.sampler.online = 1.0
+    assert mixed.sampler.by_name == {"demos": 0.0, "online": 1.0}
+    mixed.sampler.online = 0.5
+    assert mixed.sampler.demos == 0.5
+    for name, value, error in (("demos", 1.5, ValueError), ("demos", float("nan"), ValueError)):
+        with pytest.raises(error, match="demos must be between 0 and 1"):
+            setattr(mixed.sampler, name, value)
+    with pytest.raises(AttributeError, match="a mixture of demos, online has no share 'other'"):
+        _ = mixed.sampler.other
+
+
+@pytest.mark.parametrize("how", ["state_dict", "dumps", "deepcopy"])
+def test_a_saved_mixture_goes_on_as_the_original(how, tmp_path: Path):
+    mixed, other = mixture("proportional", "rank"), mixture("proportional", "rank")
+    mixed.sampler.demos = 0.3
+    mixed.extend(rows(9_000, 7), "demos")
+    if how == "state_dict":
+        other.load_state_dict(mixed.state_dict())
+    elif how == "dumps":
+        mixed.dumps(tmp_path)
+        other.loads(tmp_path)
+    else:
+        other = copy.deepcopy(mixed)
+    batches = []
+    for each in (mixed, other):
+        each._rng = torch.Generator().manual_seed(5)
+        torch.manual_seed(1)
+        batches.append(each.sample())
+    for key in ("number", "source", "priority_weight", "index"):
+        assert torch.equal(batches[0][key], batches[1][key])
+    with pytest.raises(ValueError, match="the saved shares are of a, these of demos, online"):
+        other.load_state_dict(mixed.state_dict() | {"shares": {"a": 1.0}})
+
+
+def test_trainers_use_it_as_a_buffer():
+    mixed = mixture("proportional", "proportional", writes_to="online")
+    trainer = ReplayBufferTrainer(mixed, batch_size=16, flatten_tensordicts=True)
+    trainer.extend(rows(3_000, 6).view(2, 3))
+    batch = trainer.sample(None)
+    assert len(batch) == 16
+    batch["td_error"] = torch.full((16,), 50.0)
+    trainer.update_priority(batch)
+    assert (mixed["demos"].sampler.priority(batch["index"][:8]) == 50).all()
+    trainer.load_state_dict(trainer.state_dict())
+    assert (len(mixed), mixed.batch_size, mixed.storage.device.type) == (52, 64, "cpu")
+    assert len(next(iter(mixed))) == 64
+
+
+def test_health_and_repr_name_the_members():
+    mixed = mixture("uniform", "proportional")
+    mixed.sample()
+    health = mixed.health()
+    assert (health["demos/share"], health["demos/rows"], health["online/rows"]) == (0.5, 25, 21)
+    assert "demos (0.5): ReplayBuffer(" in repr(mixed)
+    assert repr(mixed.sampler) == "Shares(demos=0.5, online=0.5)"
+    mixed.empty()
+    assert len(mixed) == 0
+
+
+def other_schema() -> ReplayBuffer:
+    rb = ReplayBuffer()
+    rb.extend(rows(0, 3).exclude("observation").update({"observation": torch.zeros(3, 4)}))
+    return rb
+
+
+REFUSALS: list[Any] = [
+    (
+        {"members": {"a": TensorDictReplayBuffer(storage=LazyTensorStorage(3))}},
+        TypeError,
+        "member 'a' must be a ReplayB",
+    ),
+    ({"shares": {"b": 1.0}}, ValueError, r"same names: members are \['a'\], shares are of \['b'\]"),
+    ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
+    ({"writes_to": "b"}, ValueError, "writes_to='b'"),
+    ({"members": {"_rng": ReplayBuffer()}, "shares": {"_rng": 1}}, ValueError, "'_rng' cannot be the name of a member"),
+    ({"members": {"mixture": ReplayBuffer()}, "shares": {"mixture": 1}}, ValueError, "'mixture' cannot be the name"),
+    (
+        {"members": {"a": member("uniform", 0, 3), "b": other_schema()}, "shares": {"a": 1, "b": 1}},
+        SchemaError,
+        r"'observation' is float32 of shape \(3,\) in 'a', float32 of shape \(4,\) in 'b'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "words"), REFUSALS)
+def test_bad_arguments_are_refused(given, error, words):
+    with pytest.raises(error, match=words):
+        ReplayBufferMixture(**({"members": {"a": ReplayBuffer()}, "shares": {"a": 1.0}} | given))
+
+
+def test_what_cannot_be_sampled_or_written_is_refused():
+    mixed = ReplayBufferMixture({"a": member("uniform", 0, 3), "b": ReplayBuffer()}, {"a": 0.5, "b": 0.5})
+    with pytest.raises(RuntimeError, match="batch_size not specified"):
+        mixed.sample()
+    with pytest.raises(RuntimeError, match="member 'b' has no rows: extend it first, or set its share to 0"):
+        mixed.sample(4)
+    mixed.sampler.b = 0.0
+    assert len(mixed.sample(4)) == 4
+    with pytest.raises(KeyError, match="name one of 'a', 'b', or give the mixture writes_to="):
+        mixed.extend(rows(0, 2))
+    mixed.extend(rows(0, 3).exclude("observation"), "b")
+    with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(3,\) in 'a', missing in 'b'"):
+        mixed.sample(4)
