@@ -174,6 +174,11 @@ def test_priorities_go_home(lanes):
         assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
     with pytest.raises(KeyError, match="no 'source'"):
         mixed.update_tensordict_priority(batch.exclude("source"))
+    batch["td_error"][-1] = torch.nan  # of the last member
+    with pytest.raises(ValueError, match=r"1 of .* TD errors are NaN"):
+        mixed.update_tensordict_priority(batch)
+    for name, rb in mixed.members.items():
+        assert torch.equal(rb.sampler.priority(torch.arange(len(wanted[name]))), wanted[name])
 
 
 def test_members_with_wrappers():

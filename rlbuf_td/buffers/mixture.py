@@ -14,7 +14,8 @@ from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint import load_state, save_state
-from rlbuf_td.samplers.common import OwnSignature
+from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows
 from rlbuf_td.storages.schema import kind, show_key
@@ -243,12 +244,12 @@ class ReplayBufferMixture:
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
-            ValueError: an error is NaN or infinite: members before this one in :attr:`names` have been updated.
+            ValueError: an error is NaN or infinite; all priorities are as they were.
         """
         if "source" not in data.keys():
             raise KeyError("the batch has no 'source', which says whose rows it has: give it as it was sampled")
         flat = data.reshape(-1)
-        source = flat["source"]
+        source, updates = flat["source"], []
         for place, member in enumerate(self.members.values()):
             parts = member._parts or member._initialize()
             if parts.prioritized is None:
@@ -259,6 +260,11 @@ class ReplayBufferMixture:
                 continue
             if part["index"].ndim > 1 and member.storage.ndim == 1:
                 part["index"] = part["index"][:, 0]
+            td_error = part.get(member.priority_key, None)
+            if td_error is not None and backend_of(td_error) == "numba":
+                refuse_errors(td_error.reshape(-1))
+            updates.append((member, part))
+        for member, part in updates:
             member.update_tensordict_priority(part)
 
     # -- state, health
