@@ -108,7 +108,7 @@ def test_both_dtypes_of_torchrl_are_taken_and_no_other() -> None:
 def test_priorities_are_where_the_rows_are() -> None:
     rb = ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, device="cpu"))
     assert rb.sampler.device == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"priorities live with the rows, which are on cpu, not on cuda:0: leave dev"):
+    with pytest.raises(ValueError, match=r"priorities must be on the device of the rows, cpu, not on cuda:0: omit dev"):
         ReplayBuffer(storage=PackedStorage(4), sampler=ProportionalSampler(4, device="cuda:0"))
 
 

@@ -1,4 +1,4 @@
-"""Samplers: which rows a batch takes. A sampler draws rows; it knows nothing of what they hold."""
+"""Samplers: they choose the rows of a batch, independently of the rows' content."""
 
 from rlbuf_td.samplers.fresh import FreshRowsSampler
 from rlbuf_td.samplers.goal_env import gymnasium_reward_fn, gymnasium_terminated_fn

@@ -1,4 +1,4 @@
-"""What samplers share: their base, CUDA graphs, random numbers, and checks of settings and TD errors."""
+"""Shared parts of samplers: base classes, CUDA graphs, random numbers, and checks of settings and TD errors."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class OwnSignature:
 
 
 class Setting:
-    """An attribute that ``check(name, value)`` checks and converts whenever it is set; reading it calls nothing.
+    """An attribute that ``check(name, value)`` checks and converts when it is set; reading it calls no function.
 
-    If it ``is_fixed``, it can be set once only.
+    If it ``is_fixed``, it can be set only once.
     """
 
     def __init__(self, check: Callable[[str, Any], Any], is_fixed: bool) -> None:
@@ -45,7 +45,7 @@ class Setting:
 
     def __set__(self, part: Any, value: Any) -> None:
         if self._is_fixed and self._name in part.__dict__:
-            raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is made: make another one")
+            raise AttributeError(f"{self._name} is fixed when a {type(part).__name__} is created: create another one")
         part.__dict__[self._name] = self._check(self._name, value)
         part._changed()
 
@@ -55,34 +55,34 @@ def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
-    """The metaclass by which ``replacement=False`` makes a ``without_replacement`` instead, as in TorchRL."""
+    """Metaclass that makes ``replacement=False`` return a ``without_replacement``, as in TorchRL."""
 
     def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
 
 
 class StatefulSampler(Sampler):
-    """Base of this package's samplers: how their state is saved; abstract."""
+    """Abstract base of this package's samplers: it saves and restores their state."""
 
     __signature__ = OwnSignature()
     _shown: ClassVar[tuple[str, ...]] = ()
     """The attributes that ``repr`` shows."""
 
     _setting_names: ClassVar[tuple[str, ...]] = ()
-    """The attributes that a user may change between draws, and that are saved."""
+    """The saved attributes that a user may change between draws."""
 
     needs_order: ClassVar[bool] = False
-    """Whether rows must lie in the order of time."""
+    """Whether rows must be in time order."""
 
     def _changed(self) -> None:
-        """Follow a change of a setting."""
+        """Update derived values after a change of a setting."""
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._setting_names}
 
     @contextmanager
     def _set(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Change settings; if one is refused, or the block fails, all are as they were."""
+        """Change settings; if one is refused, or the block fails, restore all of them."""
         before = self._settings()
         try:
             for name, value in settings.items():
@@ -95,14 +95,14 @@ class StatefulSampler(Sampler):
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` with the tensors themselves rather than copies."""
+        """Return :meth:`state_dict` without copying the tensors."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on."""
+        """Return a copy of all state that determines behaviour."""
         return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """Return a saved state for moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state
 
     def dumps(self, path: str | Path) -> None:
@@ -110,10 +110,10 @@ class StatefulSampler(Sampler):
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved; nothing is executed.
+        """Restore a state that :meth:`dumps` saved; no code is executed.
 
         Raises:
-            CheckpointError: the files are missing, damaged or foreign; this sampler stays as it was.
+            CheckpointError: the files are missing, damaged or foreign; this sampler is unchanged.
         """
         self.load_state_dict(load_state(path, type(self).__name__))
 
@@ -131,17 +131,17 @@ class StatefulSampler(Sampler):
 
 
 class RowSampler(StatefulSampler):
-    """Base of the samplers that draw rows: TorchRL's protocol around :meth:`draw`; abstract."""
+    """Abstract base of the samplers that draw rows: implements TorchRL's protocol with :meth:`draw`."""
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows; raises what the class says of sampling.
+        """Draw ``batch_size`` rows; the class documents the errors.
 
         Returns:
-            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or of prioritized samplers
+            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or for prioritized samplers
             ``{"priority_weight": [B] float32}``.
         """
         flat, info = self.draw(storage, batch_size)
@@ -149,7 +149,7 @@ class RowSampler(StatefulSampler):
 
 
 class OneStorage:
-    """The storage whose rows a sampler's state is about; a sampler cannot serve the rows of two."""
+    """The storage to which a sampler's state belongs; a sampler cannot serve two storages."""
 
     def __init__(self) -> None:
         self.release()
@@ -161,15 +161,15 @@ class OneStorage:
         """Serve ``storage`` from now on.
 
         Raises:
-            ValueError: another one is served, which is still in use.
+            ValueError: the sampler serves another storage, which is still in use.
         """
         if self._storage() is storage:
             return
         if self._storage() is not None:
-            gc.collect()  # a storage and what is attached to it refer to each other
+            gc.collect()  # a storage and its attached objects refer to each other
             if self._storage() is not None:
                 reason = "this sampler serves another storage, and its state belongs to the rows of that one"
-                raise ValueError(f"{reason}: give each buffer a sampler of its own")
+                raise ValueError(f"{reason}: use one sampler per buffer")
         self._storage = ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,26 +177,26 @@ class OneStorage:
 
 
 def _no_storage() -> None:
-    """Stand for a weak reference to no storage."""
+    """Stand in for a weak reference to no storage."""
 
 
 class GraphCapturable(ABC):
-    """A sampler whose draws can be recorded in a CUDA graph, which :meth:`ReplayBuffer.capture` does.
+    """A sampler whose draws can be recorded in a CUDA graph by :meth:`ReplayBuffer.capture`.
 
-    A graph repeats its launches with the same arguments: what the host may change (the number of rows, beta ...) is
-    read from device memory.
+    A graph repeats its launches with the same arguments. Values that the host may change (number of rows, beta ...)
+    are therefore read from device memory.
     """
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
 
-        Called before each replay, under the buffer's lock. Returns what a graph cannot see change: if it differs from
-        the last value, the graph is recorded again.
+        Called before each replay, under the buffer's lock. Returns the settings that are fixed in a graph: if they
+        differ from the last result, the graph is recorded again.
         """
 
     def forget_order(self) -> None:  # noqa: B027
-        """Drop what the host derived from priorities: a graph has changed them. Does nothing by default."""
+        """Drop data derived from priorities after a graph has changed them. Does nothing by default."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -227,7 +227,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check for whole numbers; schedulers set NumPy floats, too."""
+    """Return a check for whole numbers; it accepts NumPy floats, which schedulers set."""
 
     def check(name: str, value: Any) -> int:
         number = float("nan") if isinstance(value, bool) else float(value)
@@ -261,12 +261,12 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
         return td_error.expand(rows).contiguous()
     if td_error.numel() != rows:
         given = f"{td_error.numel()} priorities (shape {tuple(td_error.shape)})"
-        raise ValueError(f"{given} for {rows} rows: give one per row, or one for all")
+        raise ValueError(f"{given} for {rows} rows: pass one per row, or one for all")
     return td_error if td_error.ndim == 1 and td_error.is_contiguous() else td_error.reshape(-1).contiguous()
 
 
 def refuse_errors(td_error: Tensor) -> None:
-    """Raise a ValueError if a TD error is NaN or infinite; it says how many and where."""
+    """Raise a ValueError if TD errors are NaN or infinite; the message gives their number and positions."""
     finite = td_error.isfinite()
     if not finite.all():
         where = (~finite).nonzero().squeeze(1)
@@ -276,7 +276,7 @@ def refuse_errors(td_error: Tensor) -> None:
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Say which TD error (ValueError) or which row (IndexError) of a refused batch is bad."""
+    """Raise the error of a refused batch: ValueError for a bad TD error, IndexError for a bad row."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low

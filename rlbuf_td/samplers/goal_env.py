@@ -23,20 +23,20 @@ def gymnasium_reward_fn(
     """Return a ``reward_fn`` for :class:`HindsightSampler` that calls a goal environment's ``compute_reward``.
 
     Args:
-        env: a Gymnasium environment, wrapped or not, that offers ``compute_reward(achieved_goal, desired_goal, info)``
-            (those of gymnasium-robotics do), or TorchRL's wrapper of one.
-        goal_key: the desired goal, in the batch's root.
+        env: a Gymnasium environment, wrapped or not, with ``compute_reward(achieved_goal, desired_goal, info)``
+            (gymnasium-robotics' environments have it), or TorchRL's wrapper of one.
+        goal_key: the desired goal, at the batch's root.
         achieved_goal_key: the achieved goal, in ``"next"``.
-        info_keys: what the environment wants to find in ``info``, by name, and where the batch has it.
+        info_keys: names of entries in ``info``, with their keys in the batch.
         vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once per row.
 
     Returns:
-        A function of a batch ``[B]`` to its rewards, ``[B]``, of the dtype that the environment gives.
+        A function from a batch ``[B]`` to its rewards, ``[B]``, with the environment's dtype.
 
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
-    Cost: one call of ``compute_reward`` per batch; copies to the host, where rows are on CUDA.
+    Cost: one call of ``compute_reward`` per batch; if rows are on CUDA, copies to the host.
 
     Example:
         >>> import numpy as np
@@ -67,8 +67,8 @@ def gymnasium_terminated_fn(
         goal_key: see ``env``.
         achieved_goal_key: see ``env``.
         info_keys: see ``env``.
-        vectorized: whether it answers for many pairs of goals at once; most environments (gymnasium-robotics' too) do
-            not, and are called once per row.
+        vectorized: whether it takes a batch of goals; most environments (gymnasium-robotics' too) do not, and are
+            called once per row.
 
     Raises:
         TypeError: the environment has no ``compute_terminated``.
@@ -76,7 +76,7 @@ def gymnasium_terminated_fn(
     Cost: a call of the environment, or one per row.
 
     Returns:
-        A function of a batch ``[B]`` to flags, ``[B]`` bool.
+        A function from a batch ``[B]`` to flags, ``[B]`` bool.
 
     Example:
         >>> from tensordict import TensorDict

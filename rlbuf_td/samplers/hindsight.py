@@ -26,45 +26,45 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryInd
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
 TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
-_LEAST_GAMMA = 1e-300  # as good as 0, whose logarithm kernels could not multiply
+_LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is looked up once per storage."""
+    """Columns that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
     outcomes: torch.Tensor  # the column, [T * E, ...]
-    rows: Rows | None  # if outcomes are deduplicated: then they are not a column
+    rows: Rows | None  # set if outcomes are deduplicated, so that they have no column
     goal_keys: list[tuple[str, ...]]
 
 
 class HindsightSampler(SamplerWrapper):
-    """Pretend, for a share of the drawn rows, that an outcome which was reached later had been the goal all along.
+    """Hindsight relabelling: for a share of the drawn rows, an outcome that was reached later becomes the goal.
 
-    A relabelled row is given the ``("next", achieved_goal_key)`` of a row of the same trajectory as its goal, at the
-    root and in ``"next"``; its reward, and if asked for its ``terminated`` and ``done``, are computed anew. Which rows
-    are relabelled is in the batch as ``"relabeled"``, ``[B]`` bool.
+    The goal of a relabelled row is the ``("next", achieved_goal_key)`` of a row of the same trajectory. It is written
+    at the root and in ``"next"``. The reward, and optionally ``terminated`` and ``done``, are recomputed. The batch
+    entry ``"relabeled"``, ``[B]`` bool, marks relabelled rows.
 
     Args:
-        sampler: what draws the rows. Priorities, writes and state go to it.
+        sampler: draws the rows. It also handles priorities, writes and state.
         reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. It must
             not change the batch. :func:`gymnasium_reward_fn` makes one from a Gymnasium goal environment.
-        her_ratio: the probability with which each row is relabelled, 0 to 1. The paper's k goals a transition are
+        her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k goals per transition correspond to
             ``k / (k + 1)``: 0.8 for 4.
-        strategy: which row of the trajectory gives the goal: ``"future"``, the row itself or a later one;
+        strategy: the row of the trajectory that provides the goal: ``"future"``, the row itself or a later one;
             ``"final"``, the last one so far; ``"episode"``, any; ``"random"``, any row of the buffer. Or a mixture,
             ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally likely.
-        future_gamma: below 1, ``"future"`` prefers near rows: the row k steps ahead gives the goal with probability
-            ``future_gamma**k``, up to a factor, of those that the trajectory has. With the discount factor of the
-            return, goals follow the discounted occupancy of states (contrastive RL). 0 to 1.
-        goal_key: the desired goal, of any shape; in ``"next"`` too, where it is stored there.
+        future_gamma: below 1, ``"future"`` prefers near rows: the row k steps ahead, within the trajectory, has a
+            probability proportional to ``future_gamma**k``. With the return's discount factor, goals follow the
+            discounted state occupancy (contrastive RL). 0 to 1.
+        goal_key: the desired goal, of any shape; also updated in ``"next"`` if it is stored there.
         achieved_goal_key: the achieved goal, of the same dtype and shape, stored in ``"next"``.
         reward_key: the reward. A relabelled reward has its dtype and shape.
         terminated_fn: as ``reward_fn``, but returns whether the transition ends the episode under the new goal, bool.
-            Then ``terminated`` beside the reward becomes that, and ``done`` is set where it or ``truncated`` is.
-            Without it, flags stay as stored.
-        only_finished: relabel rows of trajectories that have ended only (``"random"`` goals are not affected).
+            The result replaces ``terminated`` beside the reward; ``done`` becomes ``terminated | truncated``.
+            Without this function, flags stay as stored.
+        only_finished: relabel only rows of trajectories that have ended (``"random"`` goals are not affected).
         done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
 
     ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
@@ -75,12 +75,12 @@ class HindsightSampler(SamplerWrapper):
         KeyError: (at the first draw) a key is not stored.
         TypeError: the wrapped sampler revises batches itself.
 
-    Cost: O(B) beside the wrapped draw. Randomness: the buffer's generator, else torch's default one.
+    Cost: O(B) plus the wrapped draw. Randomness: the buffer's generator, else torch's default one.
 
-    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; of ``future_gamma``:
-    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Unlike in TorchRL's
-    ``HERReplayBuffer``, goals are outcomes (``"next"``), each row is chosen by itself, lanes and wraps are kept apart,
-    and unfinished trajectories take part.
+    Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
+    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Unlike TorchRL's
+    ``HERReplayBuffer``, goals are outcomes (``"next"``), each row is chosen independently, goals never cross lanes or
+    the write head, and unfinished trajectories take part.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -131,7 +131,7 @@ class HindsightSampler(SamplerWrapper):
         self.reward_key = as_tuple(reward_key)
 
     def _changed(self) -> None:
-        if "her_ratio" in self.__dict__:  # which is set last
+        if "her_ratio" in self.__dict__:  # the last setting of the constructor
             thresholds = tuple(self.her_ratio * share for share in self._shares)
             log_gamma = log(max(self.future_gamma, _LEAST_GAMMA))
             self.law = Law(thresholds, self.only_finished, log_gamma)
@@ -155,7 +155,7 @@ class HindsightSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> None:
-        """Give rows of ``batch`` the goals that ``uniform`` chooses for the drawn rows."""
+        """Give rows of ``batch`` the goals that ``uniform`` selects for the drawn rows."""
         bound = self._bound_to(storage)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:
@@ -172,7 +172,7 @@ class HindsightSampler(SamplerWrapper):
         set_entries_(batch, {"relabeled": mask})
 
     def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
-        """Compute ``reward`` and flags of the rows that have got a goal, ``[B]`` bool."""
+        """Recompute ``reward`` and flags of the relabelled rows; ``mask``: ``[B]`` bool."""
         new = self.reward_fn(batch)
         if not (type(new) is torch.Tensor and new.shape == reward.shape and new.dtype is reward.dtype and new.is_cpu):
             new = _fitted(new, reward, "reward_fn", "reward")
@@ -185,11 +185,11 @@ class HindsightSampler(SamplerWrapper):
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)
         outcome_key = "next", *self.achieved_goal_key
-        outcomes = _needed(storage, outcome_key, "say where outcomes are with achieved_goal_key")
-        _needed(storage, self.reward_key, "say where the reward is with reward_key")
+        outcomes = _needed(storage, outcome_key, "name the key of outcomes with achieved_goal_key")
+        _needed(storage, self.reward_key, "name the key of rewards with reward_key")
         if self.terminated_fn is not None:
             _needed(storage, (*self.reward_key[:-1], "terminated"), "terminated_fn sets it")
-        goals = {self.goal_key: _needed(storage, self.goal_key, "say where the desired goal is with goal_key")}
+        goals = {self.goal_key: _needed(storage, self.goal_key, "name the key of desired goals with goal_key")}
         next_key = "next", *self.goal_key
         next_goal = column_of(storage, next_key)
         if next_goal is not None:
@@ -198,7 +198,7 @@ class HindsightSampler(SamplerWrapper):
             if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
                 one, other = (f"{x.dtype} of shape {tuple(x.shape[1:])}" for x in (goal, outcomes))
                 kinds = f"{show_key(key)} is {one}, but {show_key(outcome_key)} {other}"
-                raise ValueError(f"{kinds}: goals and outcomes must be alike")
+                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes")
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
@@ -238,7 +238,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
 
 
 def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Tensor:
-    """Return what a user's function gave for each row in the shape and dtype of what is stored."""
+    """Return the per-row results of a user's function in the stored shape and dtype."""
     if not isinstance(values, torch.Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:

@@ -1,4 +1,4 @@
-"""On-policy epochs."""
+"""Epochs of minibatches for on-policy learning."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rlbuf_td.storages.indexing import device_of
 
 
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
-    """Draw every row exactly once per epoch, for a number of epochs, in minibatches.
+    """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts over. A write starts the
-    epochs anew. It is a ``SamplerWithoutReplacement``, for which TorchRL's on-policy trainers ask, and draws the same
-    rows for equal seeds; unlike TorchRL's, it counts epochs, and does not finish an epoch after its rows were replaced.
+    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts again. A write restarts the
+    epochs. This class is a ``SamplerWithoutReplacement``, as TorchRL's on-policy trainers require, and draws the same
+    rows for equal seeds. Unlike TorchRL's, it counts epochs, and does not finish an epoch after its rows were replaced.
 
     Args:
         epochs: how often each row is drawn, at least 1. May be set at any time.
         shuffle: a new order in each epoch; ``False``: the order of the rows (time first, then lanes).
-        drop_last: leave out the rest of an epoch, rather than make a short batch of it.
+        drop_last: drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
-        ValueError: ``epochs`` is no whole number of at least 1; (when sampling) ``drop_last``, and fewer rows than a
-            batch has; or the rows of two buffers.
+        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) with ``drop_last``, there are fewer
+            rows than in a batch; or the sampler serves another buffer.
         RuntimeError: (when sampling) the buffer is empty.
 
-    Cost: O(B) a batch, and one permutation an epoch.
+    Cost: O(B) per batch, and one permutation per epoch.
 
     Randomness: the buffer's generator, else torch's default one.
 
@@ -45,7 +45,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     epochs: int = setting(whole(1))
     shuffle: bool = setting(lambda _, value: bool(value))
-    _order: Tensor | None = None  # the rows in the order of this epoch; None: not known yet
+    _order: Tensor | None = None  # the rows in the order of this epoch; None: not yet drawn
     _position = 0
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
@@ -54,21 +54,21 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self.epochs = epochs
         self.len_storage: int = 0
         self._epoch = 0
-        self._in_pass = False  # within a `for` over a buffer
-        self._resumes = False  # a state was loaded that was saved within one
+        self._in_pass = False  # inside a `for` loop over a buffer
+        self._resumes = False  # the loaded state was saved inside such a loop
         self._serves = OneStorage()
 
-    epoch = property(attrgetter("_epoch"), doc="The number of epochs that are over, ``0 <= epoch < epochs``.")
+    epoch = property(attrgetter("_epoch"), doc="The number of finished epochs, ``0 <= epoch < epochs``.")
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
     def restart(self) -> None:
-        """Begin with the first epoch, in an order of which no row has been drawn."""
-        self.begun = object()  # what was drawn ahead before is of no use
+        """Restart with the first epoch, in a new order."""
+        self.begun = object()  # invalidates batches drawn ahead
         if self._position:
             self._order, self._position = None, 0
         self._epoch = 0
         self._resumes = self.ran_out = False
-        self._remaining_batches = torch.iinfo(torch.int64).max  # not known before the first draw
+        self._remaining_batches = torch.iinfo(torch.int64).max  # unknown before the first draw
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -82,17 +82,17 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._position = stop = min(start + batch_size, rows)
         ends = stop == rows or (self.drop_last and rows - stop < batch_size)
         if ends:
-            # The next order is drawn when TorchRL draws it: the generator's later numbers are the same, too.
+            # The next order is drawn when TorchRL draws it, so that later numbers of the generator agree, too.
             self._order, self._position = self._new_order(storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self.ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
-        # TorchRL's prefetching threads draw no further ahead than this.
+        # TorchRL's prefetching threads do not draw beyond this number of batches.
         self._remaining_batches = 0 if self.ran_out else self.epochs * per_epoch - drawn
         return order[start:stop].clone(), {}
 
     def order(self, storage: Storage) -> Tensor:
-        """Return all rows in the order of the epoch that the next draw belongs to; the same object throughout it."""
+        """Return all rows in the order of the next draw's epoch; the same object throughout the epoch."""
         self._serves.claim(storage)
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
@@ -100,7 +100,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             self._order, self.len_storage = None, rows
         if self._order is None:
             self._order = self._new_order(storage)
-        elif self._order.device != device:  # one that was loaded
+        elif self._order.device != device:  # a loaded order
             self._order = self._order.to(device)
         return self._order
 
@@ -109,11 +109,11 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return permutation(rows, self._rng, device) if self.shuffle else torch.arange(rows, device=device)
 
     def _changed(self) -> None:
-        if not self._position:  # no row of the order has been drawn, and it may be another kind of order now
+        if not self._position:  # no row of the order has been drawn, and ``shuffle`` may have changed
             self._order = None
 
     def add(self, index: Any) -> None:
-        """Start the epochs anew: the rows have changed."""
+        """Restart the epochs, because the rows have changed."""
         self.restart()
 
     extend = add
@@ -125,38 +125,38 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._order = None
 
     def begin_pass(self) -> bool:
-        """Begin a run through all epochs, or go on with a loaded one; return whether a batch is left to draw."""
+        """Begin a run through all epochs, or continue a loaded one; return whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
         return not self.ran_out
 
     def end_pass(self) -> None:
-        """End a run through all epochs, finished or given up."""
+        """End a run through all epochs, whether finished or abandoned."""
         self._in_pass = False
 
     def rewind(self, place: dict[str, Any]) -> None:
-        """Go back to a :meth:`snapshot` taken since the epochs began; the batches drawn since then are drawn again."""
+        """Restore a :meth:`snapshot` taken since the epochs began; later batches are drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the settings and the place in the epoch, with the order itself rather than a copy."""
+        """Return the settings and the position in the epoch, with the order itself instead of a copy."""
         names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
         return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called.
+        """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the order is not one of all rows, or the place not within it; this sampler stays as it was.
+            ValueError: the order is not one of all rows, or the position is invalid; this sampler is unchanged.
         """
         order, rows = state_dict["order"], int(state_dict["len_storage"])
         epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
         if order is not None and not _is_order(order, rows):
-            raise ValueError(f"the saved order does not name each of {rows} rows once")
+            raise ValueError(f"the saved order does not contain each of {rows} rows once")
         if not (0 <= epoch < epochs and 0 <= position <= max(0, rows)):
-            raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is no place in an epoch")
+            raise ValueError(f"epoch {epoch} of {epochs}, position {position} of {rows} is not a valid position")
         self.epochs = epochs
         self.shuffle, self.drop_last = bool(state_dict["shuffle"]), bool(state_dict["drop_last"])
         self._epoch, self._position = epoch, position
@@ -165,7 +165,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for rows that have moved: then the epochs start anew."""
+        """Return a saved state for moved rows; if any row moved, the epochs restart."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

@@ -22,7 +22,7 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryInd
 
 @dataclass(frozen=True)
 class _Bound:
-    """What is looked up once per storage."""
+    """Columns and keys that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
     reward: torch.Tensor  # the column, [T * E, ...]
@@ -30,34 +30,34 @@ class _Bound:
 
 
 class NStepSampler(SamplerWrapper):
-    r"""Turn drawn transitions into n-step ones: the reward of several steps, and what comes after them.
+    r"""Converts drawn transitions to n-step transitions: the reward of several steps, and the state after them.
 
     .. math:: r = \sum_{k=0}^{m-1} \gamma^k r_{t+k}, \quad m = \min(n, \text{steps to the end of the trajectory})
 
-    ``("next", "reward")`` becomes this sum (added up in float64), everything else in ``"next"`` (observation, done,
-    terminated, truncated ...) that of the last row used, and ``"steps_to_next_obs"`` is ``m``, which TorchRL's losses
-    discount with. The sum stops at the trajectory's end or at the write head. A shorter sum is right by itself: its
-    ``"next"`` is where to bootstrap from, unless terminated.
+    ``("next", "reward")`` becomes this sum (computed in float64). All other entries of ``"next"`` (observation, done,
+    terminated, truncated ...) are those of the last row used. ``"steps_to_next_obs"`` is ``m``, with which TorchRL's
+    losses discount. The sum stops at the trajectory's end or at the write head. A shorter sum is also correct: learners
+    bootstrap from its ``"next"``, unless terminated.
 
     Args:
-        sampler: what draws the rows: any sampler, or a :class:`HindsightSampler`, whose new goal then holds for all
-            rewards of a sum (which stops where ``terminated_fn`` says that the goal ends the episode).
-        n_steps: at most so many rewards, at least 1.
+        sampler: draws the rows: any sampler, or a :class:`HindsightSampler`. In this case the new goal applies to all
+            rewards of a sum, which stops where ``terminated_fn`` says that the goal ends the episode.
+        n_steps: the largest number of rewards, at least 1.
         gamma: the discount factor, 0 to 1.
         reward_key: the reward, of floating dtype, in ``"next"``.
         done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
 
-    ``n_steps`` and ``gamma`` may be set at any time: they hold from the next draw on.
+    ``n_steps`` and ``gamma`` may be set at any time and apply from the next draw.
 
     Raises:
         ValueError: an argument is out of range.
-        KeyError: (at the first draw) the reward, or what says where trajectories end, is not stored.
+        KeyError: (at the first draw) the reward or the ends of trajectories are not stored.
         TypeError: the wrapped sampler draws sequences or n-step transitions.
 
-    Cost: O(B * n). Over hindsight the rows of all steps are read.
+    Cost: O(B * n). With hindsight, the rows of all steps are read.
 
-    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. Unlike TorchRL's ``MultiStep`` transforms,
-    one-step rows stay in the buffer: n may change while training, and priorities belong to the first row.
+    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. Unlike with TorchRL's ``MultiStep``, the
+    buffer stores one-step rows: n may change during training, and priorities belong to the first row.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -95,7 +95,7 @@ class NStepSampler(SamplerWrapper):
         self.n_steps, self.gamma = n_steps, gamma
         self.reward_key = as_tuple(reward_key)
         if self.reward_key[0] != "next" or len(self.reward_key) < 2:
-            raise ValueError(f"the reward of a transition lies in 'next', got reward_key={reward_key!r}")
+            raise ValueError(f"the reward of a transition must be in 'next', got reward_key={reward_key!r}")
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
@@ -141,7 +141,7 @@ class NStepSampler(SamplerWrapper):
         if reward is None or reward.is_meta:
             raise KeyError(f"n-step returns need {show_key(self.reward_key)}, which is not stored")
         if not reward.is_floating_point():
-            raise TypeError(f"rewards to add up must be floating point numbers, got {reward.dtype}")
+            raise TypeError(f"rewards to sum must be floating point numbers, got {reward.dtype}")
         return _Bound(trajectories, reward, trajectories.end_keys())
 
     def _revised_keys(self) -> Iterator[NestedKey]:

@@ -1,4 +1,4 @@
-"""Priorities apart from TorchRL's protocol: the law by which rows are drawn, and the state that all laws share."""
+"""Priorities independent of TorchRL's protocol: the law of the draws, and the state that all laws share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-ALPHA, BETA, LARGEST, WEIGHED = range(4)  # the shared settings; the last is the alpha that the stored weights have
+ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; the last is the alpha of the stored weights
 
 
 class Law(ABC):
-    """How magnitudes of TD errors become probabilities of rows, which are flat, ``[B]`` int64; abstract."""
+    """Abstract conversion of magnitudes of TD errors to probabilities of flat rows, ``[B]`` int64."""
 
     table: Any
-    """The magnitudes of all rows, -1 for a row without a priority, in the data structure that the law draws from."""
+    """The magnitudes of all rows (-1 without a priority), in the data structure that the law draws from."""
     blank: ClassVar[dict[str, float]]
-    """The tensors of the table that determine its state, each with its value for a row without a priority."""
+    """The tensors of the table that determine its state, with their values for rows without a priority."""
     min_priority = 0.0
-    """What smaller magnitudes count as."""
-    first = property(lambda self: max(1.0, self.min_priority), doc="What rows enter with before any TD error was seen.")
+    """Smaller magnitudes count as this one."""
+    first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
     def __init__(self, settings: SharedNumbers) -> None:
         self.settings = settings
@@ -39,7 +39,7 @@ class Law(ABC):
 
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Draw a row for each of the numbers, and weigh it; RuntimeError (on the CPU) if there is no row to draw."""
+        """Draw one row per uniform number, with weights; RuntimeError (on the CPU) if there is no row to draw."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
@@ -47,33 +47,33 @@ class Law(ABC):
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        """Set priorities; arguments and what is returned are those of :func:`rlbuf_td.kernels.sum_tree.update_`."""
+        """Set priorities, with the arguments and the result of :func:`rlbuf_td.kernels.sum_tree.update_`."""
 
     @abstractmethod
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Give ``count`` rows from ``start`` on one magnitude."""
+        """Give one magnitude to ``count`` rows from ``start`` on."""
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:
-        """Apply alpha if any process has set it, or all weights anew; called under the buffer's lock."""
+        """Apply a new alpha, or recompute all weights if ``anew``; called under the buffer's lock."""
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy the tensors that determine the state, of the current alpha, into the table."""
+        """Copy the tensors that determine the state, for the current alpha, into the table."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings to where graphs read them; return where the largest magnitude is, and what no graph sees."""
+        """Copy settings for graphs; return the largest magnitude as a tensor, and the settings fixed in a graph."""
 
 
 class Priorities:
     """The priorities of the rows of one storage.
 
     Args:
-        law: keeps the magnitudes, and draws.
-        capacity: the number of rows; a larger storage makes it grow.
-        device: where the user wants the priorities; they live with the rows, wherever that is.
-        within_buffer: new rows enter with the largest magnitude now stored rather than the largest seen.
+        law: stores the magnitudes, and draws.
+        capacity: the number of rows; it grows with a larger storage.
+        device: the device that the user requests; it must be that of the rows.
+        within_buffer: new rows enter with the largest magnitude now stored instead of the largest seen.
     """
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
@@ -83,17 +83,17 @@ class Priorities:
         self.serves = OneStorage()
         self._is_shared = False
         self._largest_on_device: Tensor | None = None
-        self._largest_row = 0  # where the largest magnitude was found last
+        self._largest_row = 0  # the row where the largest magnitude was last found
         law.table = law.make(capacity, self.device)
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude seen, negative before any; on CUDA a 0-dim tensor, which later updates change."""
+        """The largest magnitude seen, negative if none; on CUDA a 0-dim tensor, which later updates change."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):  # where a device keeps it, which goes on with what was seen before
+        if isinstance(value, Tensor):  # a device tensor, which keeps the largest magnitude seen before
             before = self.largest
             if value is not before:
                 value.clamp_(min=before)
@@ -125,11 +125,11 @@ class Priorities:
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
-            raise IndexError(f"got rows {flat.min()} to {flat.max()}, there are rows 0 to {self.capacity - 1}")
+            raise IndexError(f"rows {flat.min()} to {flat.max()} are out of range: rows are 0 to {self.capacity - 1}")
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` (default: all); ``counts``: the largest is remembered as seen."""
+        """Set the priorities of rows below ``rows`` (default: all); ``counts``: whether the largest counts as seen."""
         if storage is not None:
             self.follow(storage)
         self.law.weigh()
@@ -145,39 +145,39 @@ class Priorities:
             self.largest = largest
 
     def enter(self, index: Any, storage: Storage | None) -> None:
-        """Let rows that have just been written enter."""
+        """Give the entry magnitude to rows that were just written."""
         entry = torch.as_tensor(self.entry, dtype=torch.float64, device=self.device)
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Let the flat rows ``start, start + 1, ...`` that have just been written enter."""
+        """Give the entry magnitude to flat rows ``start, start + 1, ...``, which were just written."""
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
 
     def admit(self, storage: Storage) -> None:
-        """Let stored rows without a priority enter as new ones do."""
+        """Give the entry magnitude to stored rows without a priority."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if len(absent):
             self.enter(absent, storage)
 
     def repair(self, storage: Storage) -> None:
-        """Repair what a process left that died while it changed priorities; rows without one enter as new. O(N)."""
+        """Repair priorities after a process died during a change; rows without a priority enter as new. O(N)."""
         self.law.weigh(anew=True)
         self.admit(storage)
 
     def follow(self, storage: Storage) -> None:
-        """Move to the storage's device, with room for each of its rows."""
+        """Move to the storage's device, with a capacity for all of its rows."""
         self.serves.claim(storage)
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
-            where = f"priorities live with the rows, which are on {device}, not on {self._wanted}"
-            raise ValueError(f"{where}: leave device= out, or make the storage with device={str(self._wanted)!r}")
+            where = f"priorities must be on the device of the rows, {device}, not on {self._wanted}"
+            raise ValueError(f"{where}: omit device=, or create the storage with device={str(self._wanted)!r}")
         if device == self.device and capacity == self.capacity:
             return
         if self._is_shared:
             grow = f"a sampler of max_capacity={self.capacity} cannot grow in shared memory"
-            raise ValueError(f"{grow}: make it with max_capacity={capacity}, or write before you share the buffer")
+            raise ValueError(f"{grow}: create it with max_capacity={capacity}, or write before you share the buffer")
         tensors = self.resized(self.tensors(), None, capacity)
         self.device, self.capacity = device, capacity
         self.law.table = self.law.make(capacity, device)
@@ -197,22 +197,22 @@ class Priorities:
         return found
 
     def clear(self) -> None:
-        """Forget all priorities, and whose they are."""
+        """Forget all priorities, and the storage that they belong to."""
         self.serves.release()
         self.largest, self._largest_row = -1.0, 0
         saved = self.tensors().items()
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
-        """Take over a saved state.
+        """Restore a saved state.
 
         Raises:
-            ValueError: it is of a smaller capacity or of another law; nothing has changed.
+            ValueError: it has a smaller capacity or is of another law; nothing has changed.
         """
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):
-            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is no number")
+            raise ValueError(f"the saved sampler has seen a largest magnitude of {largest}, which is not finite")
         table = self.law.table if self._is_shared else self.law.make(capacity, self.device)
         refuse_state(tensors, self.tensors(table))
         self.law.table, self.capacity = table, capacity
@@ -221,7 +221,7 @@ class Priorities:
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def share_memory_(self) -> None:
-        """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""
+        """Share the priorities with processes that are later forked, or spawned with this sampler."""
         if not self._is_shared:
             self._is_shared = True
             self.law.table.share_memory_()
@@ -230,19 +230,19 @@ class Priorities:
     def __getstate__(self) -> dict[str, Any]:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self._is_shared:
-            remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, take sync=False"
-            raise RuntimeError(f"a prioritized sampler cannot be shared between processes as it is. {remedy}")
+            remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
+            raise RuntimeError(f"a prioritized sampler cannot be sent to other processes unshared. {remedy}")
         return self.__dict__ | {"_is_shared": is_spawning}
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
     """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
-        raise ValueError(f"the saved state is of another sampler: it must hold {', '.join(blank)}")
+        raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
     for name, expected in blank.items():
         tensor = tensors[name]
         kinds = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in (tensor, expected)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"the saved {name} is {kinds[0]}, expected {kinds[1]}")
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # NaN is the least and the largest
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax returns NaN if there is any
             raise ValueError(f"the saved {name} holds NaN or infinite values")

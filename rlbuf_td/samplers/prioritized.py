@@ -1,4 +1,4 @@
-"""What the prioritized samplers share: TorchRL's protocol around priorities and a law."""
+"""The base of prioritized samplers: TorchRL's protocol for priorities and a law."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reduction = Literal["max", "min", "mean", "median"]
 
 
 def _exponent(name: str, place: int, doc: str) -> Any:
-    """Return a property that is one of the shared settings."""
+    """Return a property for one of the shared settings."""
 
     def assign(self: Prioritized, value: float) -> None:
         self.settings[place] = exponent(name, value)
@@ -39,19 +39,19 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 
 
 class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
-    """Base of the prioritized samplers; abstract.
+    """Abstract base of the prioritized samplers.
 
-    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but builds
+    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but creates
     none of its C++ trees. TD errors are raw, of either sign: their magnitude counts. A subclass chooses the law.
     """
 
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))
-    alpha = _exponent("alpha", ALPHA, "How far priorities count: 0 is uniform. Setting it re-weights what is stored.")
-    beta = _exponent("beta", BETA, "How far importance weights correct for the sampling law: 1 is fully.")
+    alpha = _exponent("alpha", ALPHA, "Exponent of the priorities: 0 is uniform. Setting it re-weights stored rows.")
+    beta = _exponent("beta", BETA, "Exponent of the importance weights: 1 corrects fully for the sampling law.")
     default_priority = property(attrgetter("priorities.entry"), doc="The magnitude that a new row enters with.")
-    device = property(attrgetter("priorities.device"), doc="Where the priorities live: with the rows.")
+    device = property(attrgetter("priorities.device"), doc="The device of the priorities, which is that of the rows.")
     _max_capacity = property(attrgetter("priorities.capacity"))
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
     _setting_names: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
@@ -70,7 +70,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     ) -> None:
         capacity, alpha = whole(1)("max_capacity", max_capacity), exponent("alpha", alpha)
         self.stratified, self.weight_norm, self.reduction = stratified, weight_norm, reduction
-        remedy = "Take a smaller max_capacity, or UniformSampler, which needs none."
+        remedy = "Use a smaller max_capacity, or UniformSampler, which has no priorities."
         purpose = Purpose(f"Priorities of {capacity:,} rows take", remedy)
         require_room(self.nbytes_for(capacity), torch.device("cpu"), purpose)
         self.settings = SharedNumbers("d", [alpha, exponent("beta", beta), -1.0, alpha])
@@ -80,7 +80,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     @classmethod
     @abstractmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of ``capacity`` rows take."""
+        """Return the size of the priorities of ``capacity`` rows in bytes."""
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -98,20 +98,20 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
-            priority: as many raw TD errors, or one for all. The sampler applies the magnitude, eps and alpha.
-            storage: needed for coordinates; rows beyond those that it has written are refused.
+            priority: the same number of raw TD errors, or one for all. The sampler applies magnitude, eps and alpha.
+            storage: required for coordinates; rows that it has not written are refused.
 
         Raises:
             ValueError: wrong shape, or NaN or infinite errors (on CUDA such rows are skipped and counted).
             IndexError: a row is out of range (on CUDA it is skipped).
-            TypeError: the index is not of integers.
+            TypeError: the index does not hold integers.
 
-        After any error all priorities are as they were.
+        After an error, all priorities are unchanged.
         """
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Let rows that have just been written enter at :attr:`default_priority`."""
+        """Give :attr:`default_priority` to rows that were just written."""
         self.priorities.enter(index, storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
@@ -128,7 +128,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self.law.probability(self.priorities.rows(index, storage))
 
     def share_memory_(self) -> None:
-        """Share the priorities with processes that are forked, or spawned with this sampler, from now on."""
+        """Share the priorities with processes that are later forked, or spawned with this sampler."""
         self.priorities.share_memory_()
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
@@ -150,10 +150,10 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._settings() | seen | {"priorities": self.priorities.tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
+        """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state is of a smaller capacity or of another sampler; this one stays as it was.
+            ValueError: the state has a smaller capacity or is of another sampler; this sampler is unchanged.
         """
         settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
         largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])

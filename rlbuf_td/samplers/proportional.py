@@ -17,7 +17,7 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 
 
 class ProportionalLaw(Law):
-    """Weights ``(magnitude + eps) ** alpha`` in a sum tree, of magnitudes that are at least ``min_priority``."""
+    """Weights ``(magnitude + eps) ** alpha`` in a sum tree, for magnitudes of at least ``min_priority``."""
 
     table: sum_tree.SumTree
     blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
@@ -32,14 +32,14 @@ class ProportionalLaw(Law):
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
         drawn = sum_tree.draw(self.table, uniform, stratified, rows, self.settings.values[BETA], norm)
         if drawn is None:
-            raise RuntimeError("no row has a positive priority: give one a TD error that is not 0, or use eps > 0")
+            raise RuntimeError("no row has a positive priority: set a TD error other than 0, or use eps > 0")
         return drawn
 
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
 
     def floored(self, td_error: Tensor) -> Tensor:
-        """Return the magnitudes of TD errors, at least ``min_priority``; without one the errors themselves."""
+        """Return the magnitudes of TD errors, at least ``min_priority``; if that is 0, the errors themselves."""
         return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
@@ -52,7 +52,7 @@ class ProportionalLaw(Law):
     def weigh(self, anew: bool = False) -> None:
         settings = self.settings.values
         if anew or settings[ALPHA] != settings[WEIGHED]:
-            settings[WEIGHED] = settings[ALPHA]  # first: if the process dies after it, the repair uses the new alpha
+            settings[WEIGHED] = settings[ALPHA]  # first: if the process then dies, the repair uses the new alpha
             sum_tree.reweigh_(self.table, settings[WEIGHED], self.eps)
 
     def restore_(self, tensors: dict[str, Tensor]) -> None:
@@ -68,7 +68,7 @@ class ProportionalLaw(Law):
 
 
 class ProportionalSampler(Prioritized):
-    r"""Draw rows in proportion to the power ``alpha`` of their TD error.
+    r"""Draws rows in proportion to the power ``alpha`` of their TD error.
 
     .. math::
         P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
@@ -76,43 +76,43 @@ class ProportionalSampler(Prioritized):
 
     Args:
         max_capacity: number of rows; it grows to the storage's ``max_size``.
-        alpha: how far priorities count, at least 0; 0 is uniform.
-        beta: how far importance weights correct for it, at least 0; 1 is fully. Both may be set at any time, by
-            TorchRL's ``ParameterScheduler`` too.
+        alpha: exponent of the priorities, at least 0; 0 is uniform.
+        beta: exponent of the importance weights, at least 0; 1 corrects fully. Alpha and beta may be set at any time,
+            also by TorchRL's ``ParameterScheduler``.
         eps: added to every magnitude, so that a row with a TD error of 0 is drawn again. The default is TorchRL's.
-        dtype: for TorchRL's sake: of float32 and float64, weights are always float64.
-        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, the same expected counts),
-            rather than independently. Any part of the batch has rows from all segments.
-        weight_norm: divide the weights by the ``"buffer"``'s largest (as in TorchRL), the ``"batch"``'s, or by nothing
-            (``None``).
-        reduction: how TorchRL's buffers turn several TD errors of a row into one.
-        device: priorities live with the rows; another device than theirs is refused.
-        max_priority_within_buffer: new rows enter with the highest magnitude now stored, rather than the highest ever
-            seen. Finding it is O(N) whenever the highest row has lost its place.
-        min_priority: magnitudes below it count as it, at least 0. ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0``,
-            with a Huber loss, is loss-adjusted prioritized replay (LAP).
+        dtype: accepted for compatibility, float32 or float64; weights are always float64.
+        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, equal expected counts)
+            instead of independent rows. Any part of the batch has rows from all segments.
+        weight_norm: divide the weights by the ``"buffer"``'s largest one (as in TorchRL), by the ``"batch"``'s, or by
+            nothing (``None``).
+        reduction: how TorchRL's buffers reduce several TD errors of a row to one.
+        device: must be the device of the rows, where priorities are stored.
+        max_priority_within_buffer: new rows enter with the highest magnitude now stored, not the highest ever seen.
+            Finding it is O(N) whenever the highest row was replaced or lowered.
+        min_priority: smaller magnitudes count as this one, at least 0. LAP (loss-adjusted prioritized replay) is
+            ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber loss.
 
-    New rows enter with the highest magnitude seen so far, before any with 1.0 or a higher ``min_priority``. TD errors
-    are raw: the sampler takes the magnitude.
+    New rows enter with the highest magnitude seen so far (if none: 1.0, or a higher ``min_priority``). TD errors are
+    raw: the sampler takes the magnitude.
 
-    **Loss-adjusted replay.** Importance weights undo a part of what priorities do; LAP does without them (``beta=0``).
-    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss of rows so drawn has the expected gradient of the PAL loss of
-    rows drawn uniformly: :math:`\delta^2 / 2\lambda` where :math:`|\delta| \le 1`, else
-    :math:`|\delta|^{1 + \alpha} / ((1 + \alpha) \lambda)`, with :math:`\lambda` the mean of :math:`p_j^\alpha`.
+    **Loss-adjusted replay.** Importance weights undo part of the effect of priorities; LAP omits them (``beta=0``).
+    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss of rows drawn this way has the expected gradient of the PAL
+    loss of uniformly drawn rows: :math:`\delta^2 / 2\lambda` if :math:`|\delta| \le 1`, else
+    :math:`|\delta|^{1 + \alpha} / ((1 + \alpha) \lambda)`, where :math:`\lambda` is the mean of :math:`p_j^\alpha`.
 
     Raises:
-        ValueError: an argument is out of range; (in a buffer) the sampler serves the rows of another one, or ``device``
-            is not theirs; (with priorities) an error is NaN or infinite: nothing has changed.
+        ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or ``device`` is not
+            that of the rows; (with priorities) an error is NaN or infinite: nothing has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
         MemoryError: the priorities can never fit into memory.
 
-    Cost: O(B log N) to draw and to update; 20 bytes a row. Changing alpha is O(N).
+    Cost: O(B log N) to draw and to update; 20 bytes per row. Changing alpha is O(N).
 
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; of
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
-    Experience Replay, NeurIPS 2020. Unlike TorchRL's
-    ``PrioritizedSampler``: negative TD errors count by magnitude, sums are float64 and recomputed (they do not drift),
-    ``torch.manual_seed`` reaches it, draws are stratified unless told otherwise, and no row of weight 0 is returned.
+    Experience Replay, NeurIPS 2020. Unlike TorchRL's ``PrioritizedSampler``, negative TD errors count by magnitude,
+    sums are float64 and recomputed (they do not drift), ``torch.manual_seed`` has an effect, draws are stratified by
+    default, and no row of weight 0 is returned.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -151,16 +151,16 @@ class ProportionalSampler(Prioritized):
         rules = stratified, weight_norm, reduction, device, max_priority_within_buffer
         super().__init__(max_capacity, law, alpha, beta, *rules)
 
-    eps = property(attrgetter("law.eps"), doc="What is added to every magnitude.")
-    min_priority = property(attrgetter("law.min_priority"), doc="What smaller magnitudes count as.")
+    eps = property(attrgetter("law.eps"), doc="The number added to every magnitude.")
+    min_priority = property(attrgetter("law.min_priority"), doc="Smaller magnitudes count as this one.")
     max_priority_within_buffer = property(
         attrgetter("priorities.within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
     )
-    tree = property(attrgetter("law.table"), doc="What functions of :mod:`rlbuf_td.kernels.sum_tree` take.")
+    tree = property(attrgetter("law.table"), doc="The tree for functions of :mod:`rlbuf_td.kernels.sum_tree`.")
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of ``capacity`` rows take.
+        """Return the size of the priorities of ``capacity`` rows in bytes.
 
         Example:
             >>> ProportionalSampler.nbytes_for(1_000_000)
@@ -174,13 +174,13 @@ class ProportionalSampler(Prioritized):
         return super().snapshot() | own | {"min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, or from that of TorchRL's ``PrioritizedSampler``.
+        """Restore a result of :meth:`state_dict`, also of TorchRL's ``PrioritizedSampler``.
 
-        Its trees hold weights, from which TD errors are computed back; of alpha = 0, where they say nothing, every row
-        gets the largest one.
+        TorchRL's trees hold weights, from which TD errors are recovered. With alpha = 0 this is impossible: every row
+        then gets the largest one.
 
         Raises:
-            ValueError: the state is of a smaller capacity or of another sampler; this one stays as it was.
+            ValueError: the state has a smaller capacity or is of another sampler; this sampler is unchanged.
         """
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)

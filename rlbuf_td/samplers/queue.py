@@ -1,4 +1,4 @@
-"""First in, first out: each row is in one batch."""
+"""First-in-first-out sampling: each row is in exactly one batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlbuf_td.samplers.common import RowSampler
 
 
 class Queue(Protocol):
-    """The writer of a queue, which knows what waits in it."""
+    """The writer of a queue, which counts the waiting rows."""
 
     @property
     def waiting(self) -> int: ...
@@ -20,15 +20,15 @@ class Queue(Protocol):
 
 
 class QueueSampler(RowSampler):
-    """Take the rows that have waited longest, in order, each once.
+    """Takes the oldest waiting rows, in order, each exactly once.
 
     Args:
         writer: the :class:`QueueWriter` of the same buffer.
 
     Raises:
-        queue.Empty: (when sampling) fewer rows wait than a batch has; none has been taken.
+        queue.Empty: (when sampling) fewer rows wait than a batch needs; none has been taken.
 
-    Cost: O(B). TorchRL's ``ConsumingSampler`` draws at random from the rows that are left, and does not bound them.
+    Cost: O(B). TorchRL's ``ConsumingSampler`` draws randomly from the remaining rows, and has no capacity.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer
@@ -57,8 +57,8 @@ class QueueSampler(RowSampler):
         pass
 
     def snapshot(self) -> dict[str, Any]:
-        """Return nothing: the writer counts the rows that have been taken."""
+        """Return an empty state: the writer counts the taken rows."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the writer counts the rows that have been taken."""
+        """Do nothing: the writer counts the taken rows."""

@@ -16,14 +16,14 @@ from rlbuf_td.samplers.priorities import ALPHA, BETA, Law
 from rlbuf_td.samplers.prioritized import Prioritized, Reduction, WeightNorm
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-_NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or give rows a TD error"
+_NO_ROWS = "no row has a priority: extend the buffer with this sampler in place, or set TD errors of rows"
 
 
 class LawOfRanks(Law):
     """Weights ``rank ** -alpha`` over rows in the order of their magnitudes.
 
     Attributes:
-        ranks: the probabilities of ranks, of the alpha in use.
+        ranks: the probabilities of ranks for the current alpha.
     """
 
     table: rank_order.RankOrder
@@ -73,30 +73,30 @@ class LawOfRanks(Law):
 
 @final
 class RankSampler(Prioritized):
-    r"""Draw rows by the rank of their TD error: outliers change the order only, never the law.
+    r"""Draws rows by the rank of their TD error: outliers affect only the order, never the probabilities of ranks.
 
     .. math:: P(i) = r_i^{-\alpha} / \sum_{r=1}^N r^{-\alpha}, \quad w_i = (N P(i))^{-\beta} / \max_j w_j
 
-    where :math:`r_i` is 1 for the row with the largest ``|td_error|``; equal ones are ranked by row, the smaller first.
+    where :math:`r_i` is 1 for the row with the largest ``|td_error|``; equal ones are ranked by row index, ascending.
     Ranks are exact at every draw.
 
     Args:
-        alpha: how far ranks count, at least 0; 0 is uniform.
+        alpha: exponent of the ranks, at least 0; 0 is uniform.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: on devices other than the CPU, where the order comes from a sort, sort again only after more
-            updates than this; 0 is exact. New rows are ranked at once. On the CPU the order is always exact.
+        stale_updates: off the CPU, where a sort gives the order, sort again only after more updates than this number;
+            0 is exact. New rows are ranked immediately. On the CPU the order is always exact.
 
-    New rows enter with the highest magnitude seen so far, 1.0 before any. TD errors are raw: the sampler takes the
+    New rows enter with the highest magnitude seen so far (1.0 if none). TD errors are raw: the sampler takes the
     magnitude, as float32.
 
     Raises: as :class:`ProportionalSampler`; a draw needs a row with a priority.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update and, once in N / 3 updated rows at most, O(N); O(1) to change
-    alpha. 15 to 27 bytes per row, about 22 after random updates. On other devices a sort of all rows after each change,
-    O(B) to draw, 20 bytes per row.
+    Cost: O(B log N) to draw, O(B (128 + log N)) to update and, at most once per N / 3 updated rows, O(N); O(1) to
+    change alpha. 15 to 27 bytes per row, about 22 after random updates. Off the CPU: a sort of all rows after each
+    change, O(B) to draw, 20 bytes per row.
 
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. There the array is
-    sorted only now and then, and a segment's law is that of whole ranks; here both are exact. TorchRL has none such.
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. Theirs sorts only
+    from time to time and rounds segments to whole ranks; here both are exact. TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -131,7 +131,7 @@ class RankSampler(Prioritized):
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
-        """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without one.
+        """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without a priority.
 
         The arguments are those of :meth:`priority`. Raises an IndexError (on the CPU) if a row is out of range.
         """
@@ -149,8 +149,8 @@ class RankSampler(Prioritized):
     def segments(self, k: int) -> Tensor:
         """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
 
-        A rank on the boundary of two segments is drawn from both, from each in proportion to its share. Raises a
-        ValueError if ``k`` is less than 1, a RuntimeError if no row has a priority.
+        A rank on the boundary of two segments is drawn from both, in proportion to its share in each. Raises ValueError
+        if ``k`` is less than 1, RuntimeError if no row has a priority.
 
         Example:
             >>> sampler = RankSampler(7, alpha=0.5)
@@ -173,7 +173,7 @@ class RankSampler(Prioritized):
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the bytes that the priorities of ``capacity`` rows take, without the scratch memory of a sort on CUDA.
+        """Return the size of the priorities of ``capacity`` rows in bytes, without scratch memory for a sort on CUDA.
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)

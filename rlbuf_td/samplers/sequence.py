@@ -19,58 +19,58 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _priority = one_of("max", "mix")
-_ROUNDS = 200  # of draws for windows that fit, on the CPU
-_BLIND_ROUNDS = 8  # on CUDA, where the host does not wait to see whether all fit
+_ROUNDS = 200  # maximum number of draws for windows that fit, on the CPU
+_BLIND_ROUNDS = 8  # on CUDA, where the host does not check whether all fit
 
 
 class SequenceSampler(SamplerWrapper):
-    """Expand every drawn row, its *anchor*, into a window: ``burn_in`` rows before it, ``length`` rows from it on.
+    """Expands every drawn row, its *anchor*, to a window: ``burn_in`` rows before it, ``length`` rows from it on.
 
     Windows never cross a trajectory's beginning or end, a lane or the write head. A batch is flat, ``[B * L]`` with
-    ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect it. ``batch_size``
+    ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect. ``batch_size``
     counts rows, as with TorchRL's ``SliceSampler``: it must be a multiple of ``L``.
 
-    Besides the rows, a batch holds (``[B * L]``, bool but for the last):
+    Each batch has three more entries, ``[B * L]``; the masks are bool:
 
-    - ``"mask"``: the row is real; False where a window was filled up with copies of its trajectory's first or last row.
-    - ``"burn_in_mask"``: the row lies before the anchor: run the network over it, but leave it out of the loss.
+    - ``"mask"``: False for padding, which repeats the first or last row of the trajectory.
+    - ``"burn_in_mask"``: the row lies before the anchor: run the network over it, but exclude it from the loss.
     - ``"anchor_index"``: the index of the window's anchor.
 
-    Where the rows hold them, flags are set so that TorchRL's modules take each window for itself: ``"is_init"`` at its
-    first row and its first real one (a recurrent module starts there from the state that is stored with that row),
-    ``truncated`` and ``done`` at its last real row (as ``SliceSampler`` does). Entries that the wrapped sampler reports
-    (``"priority_weight"``) are repeated for all rows of a window.
+    If the rows have these flags, they are set so that TorchRL's modules treat windows separately: ``"is_init"`` at the
+    first row and the first unpadded row (a recurrent module starts there from the stored state of that row);
+    ``truncated`` and ``done`` at the last unpadded row (as ``SliceSampler`` does). Entries of the wrapped sampler's
+    report (``"priority_weight"``) are repeated for all rows of a window.
 
     Args:
-        sampler: what draws the anchors: any sampler, or a :class:`HindsightSampler` or :class:`NStepSampler`. A goal
-            drawn in hindsight holds for the whole window.
+        sampler: draws the anchors: any sampler, or a :class:`HindsightSampler` or :class:`NStepSampler`. A hindsight
+            goal applies to the whole window.
         length: rows from the anchor on, at least 1.
-        burn_in: rows before it.
-        boundary: what to do where the trajectory ends within ``length``: ``"pad"``, fill up with copies of its last
-            row; ``"shift"``, begin earlier, so far as the trajectory reaches back, and pad what then is missing;
-            ``"strict"``, draw other anchors, until all windows (burn-in included) fit.
-        priority: how TD errors of a window's real rows after burn-in become the priority of its anchor: ``"max"``, or
+        burn_in: rows before the anchor.
+        boundary: what to do if the trajectory ends within ``length``: ``"pad"``, pad with copies of its last row;
+            ``"shift"``, begin earlier, as far as the trajectory extends, and pad the remaining rows; ``"strict"``,
+            draw other anchors until all windows (burn-in included) fit.
+        priority: how TD errors of a window's unpadded rows after burn-in become the anchor's priority: ``"max"``, or
             ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
-        eta: the share of the largest, 0 to 1.
-        init_key: where rows say that a trajectory begins.
+        eta: the share of the largest magnitude, 0 to 1.
+        init_key: the flag of rows that begin a trajectory.
         done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
 
     Raises:
-        ValueError: an argument is out of range; (when sampling) ``batch_size`` is no multiple of ``L``.
-        KeyError: (at the first draw) nothing stored says where trajectories end.
-        RuntimeError: (``"strict"``) hardly any window fits. On CUDA, where looking would make the host wait, such
-            windows are in the batch with ``"mask"`` False throughout.
+        ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
+        KeyError: (at the first draw) the ends of trajectories are not stored.
+        RuntimeError: (``"strict"``) hardly any window fits. On CUDA, where this check would make the host wait, such
+            windows stay in the batch, and their ``"mask"`` is False.
 
     Cost: O(B * L). In this package's buffer ``update_tensordict_priority`` takes whole batches and sets the priorities
-    of the anchors. In TorchRL's, which hand over no anchors, they are taken to be the first rows after burn-in: use
+    of the anchors. TorchRL's buffers pass no anchors; then the first rows after burn-in count as anchors, so use
     ``"pad"`` or ``"strict"`` there.
 
-    Unlike TorchRL's ``SliceSampler``, it wraps a sampler of rows, and pads unless told otherwise. Of its arguments
+    Unlike TorchRL's ``SliceSampler``, it wraps a sampler of rows, and pads by default. Corresponding arguments:
     ``slice_len`` is ``length``, ``end_key`` is ``done_key``, ``num_slices`` is ``batch_size`` over ``length``, and
-    ``strict_length``, ``pad_output`` and ``span`` are ``boundary``: ``"strict"`` does what their defaults do. There is
-    no ``end_keys`` or ``truncated_key`` (flags lie beside ``done_key``); no ``step_key``, ``ends`` or ``trajectories``
-    (the storage tells them); no ``fragmented``, ``cache_values``, ``compile`` or ``use_gpu`` (an index that lives with
-    the rows is kept up to date).
+    ``strict_length``, ``pad_output`` and ``span`` are ``boundary`` (``"strict"`` matches their defaults). There is
+    no ``end_keys`` or ``truncated_key`` (flags are beside ``done_key``); no ``step_key``, ``ends`` or ``trajectories``
+    (the storage provides them); no ``fragmented``, ``cache_values``, ``compile`` or ``use_gpu`` (the trajectory index
+    is updated with every write).
 
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
@@ -116,17 +116,17 @@ class SequenceSampler(SamplerWrapper):
 
     @property
     def window(self) -> int:
-        """Rows of a window, ``burn_in + length``."""
+        """Rows per window, ``burn_in + length``."""
         return self.burn_in + self.length
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Draw anchors, and return the flat rows of their windows with the report and the revised batch."""
+        """Draw anchors; return the flat rows of their windows, the report and the revised batch."""
         return self._expanded(storage, *self._anchors(storage, self._windows_of(batch_size)))
 
     def batch_of(
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """See :class:`SamplerWrapper`; the rows are anchors, which ``"strict"`` does not replace by others here."""
+        """See :class:`SamplerWrapper`; the rows are anchors, which ``"strict"`` does not replace here."""
         back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
         return self._expanded(storage, flat, info, back, ahead)
 
@@ -152,12 +152,12 @@ class SequenceSampler(SamplerWrapper):
     def _windows_of(self, batch_size: int) -> int:
         if batch_size % self.window:
             window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
-            remedy = f"for 32 sequences take {32 * self.window}"
+            remedy = f"for 32 sequences use {32 * self.window}"
             raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors, and return them with the report and how far their trajectories reach back and ahead."""
+        """Draw anchors; return them with the report and the steps that their trajectories extend back and ahead."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
@@ -169,7 +169,7 @@ class SequenceSampler(SamplerWrapper):
             if is_on_host and bool(fits.all()):
                 return anchors, info, back, ahead
             others, other_info = draw_from(self.innermost, storage, count)
-            # A stratified draw gives each place a part of the rows, in which perhaps no row fits: shuffle the places.
+            # In a stratified draw, a position gets rows of one segment, where perhaps none fits: shuffle the positions.
             order = permutation(count, self._rng, anchors.device)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
@@ -177,11 +177,11 @@ class SequenceSampler(SamplerWrapper):
             back, ahead, _ = boundaries.reach(anchors, self.window)
         if is_on_host:
             window = f"a window of {self.window} rows within its trajectory"
-            raise RuntimeError(f"hardly any anchor had {window}: take shorter windows, or boundary='pad'")
+            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
         return anchors, info, back, ahead
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat rows of windows, ``[B * L]``, and which of them are real, ``[B, L]``."""
+        """Return the flat rows of windows, ``[B * L]``, and which of them are not padding, ``[B, L]``."""
         size = columns_of(storage).batch_size[: storage.ndim]
         lanes = size[1:].numel()
         if self.boundary == "shift":
@@ -195,7 +195,7 @@ class SequenceSampler(SamplerWrapper):
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
-        """Set the flags that part windows from each other."""
+        """Set the flags that separate windows."""
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
@@ -210,9 +210,9 @@ class SequenceSampler(SamplerWrapper):
         yield from self.flag_keys
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` of other than windows."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` that splits windows."""
         inner = super().prepare_graph(storage, self._windows_of(batch_size))
-        # The index reads rows that it was not told of here, outside of the graph.
+        # Here, outside the graph, the index reads rows whose writes were not reported.
         self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
@@ -221,7 +221,7 @@ class SequenceSampler(SamplerWrapper):
 
         Raises:
             KeyError: the batch has lost its masks or anchors.
-            ValueError: it does not hold whole windows.
+            ValueError: the batch does not consist of whole windows.
         """
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
         if any(entry is None for entry in entries):
@@ -234,7 +234,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set priorities: of the anchors, if the rows named are whole windows, else of the rows themselves."""
+        """Set priorities: of the anchors if the given rows are whole windows, else of the rows themselves."""
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
@@ -251,7 +251,7 @@ class SequenceSampler(SamplerWrapper):
         super().update_priority(index, priority, storage=storage)
 
     def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
-        """Return one priority a window, ``[B]``, of the rows that are ``learned`` from."""
+        """Return one priority per window, ``[B]``, of the rows that are ``learned`` from."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
         largest = magnitude.amax(1)
         if self.priority_rule == "max":

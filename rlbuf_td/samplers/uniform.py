@@ -16,20 +16,20 @@ from rlbuf_td.storages.indexing import device_of
 
 
 class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
-    """Draw every row that has been written with equal probability.
+    """Draws every written row with equal probability.
 
     Args:
         unique: draw no row twice within a batch (the batch is then an ordered sample without replacement).
-        replacement: as in TorchRL: ``False`` makes a :class:`MinibatchSampler`, of whose arguments the others are.
+        replacement: as in TorchRL: ``False`` returns a :class:`MinibatchSampler`, which takes the other arguments.
 
     Raises:
         RuntimeError: (when sampling) the buffer is empty.
-        ValueError: (when sampling) ``unique``, and fewer rows than a batch has.
+        ValueError: (when sampling) ``unique``, and there are fewer rows than in a batch.
 
-    Cost: O(B); ``unique=True`` O(B log B) on CUDA, where the host does not look at what has been drawn.
+    Cost: O(B); ``unique=True`` O(B log B) on CUDA, where the host does not check the drawn rows.
 
     Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``; its
-    ``SamplerWithoutReplacement`` repeats no row within an epoch: see :class:`MinibatchSampler` for that.
+    ``SamplerWithoutReplacement`` repeats no row within an epoch: :class:`MinibatchSampler` corresponds to it.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -45,7 +45,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
-        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, where recorded draws read it
+        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, for recorded draws
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -65,7 +65,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
 
     def _refuse_more_than(self, rows: int, batch_size: int) -> None:
         if batch_size > rows:
-            raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: take a smaller batch or unique=False")
+            raise ValueError(f"cannot draw {batch_size} distinct rows of {rows}: use a smaller batch or unique=False")
 
     def _distinct(self, rows: int | torch.Tensor, batch_size: int, device: torch.device) -> torch.Tensor:
         generator, drawn = self._rng, torch.empty(0, dtype=torch.int64, device=device)
@@ -74,7 +74,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
             return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
         if 8 * batch_size > rows:
             return torch.randperm(rows, generator=generator, device="cpu")[:batch_size].clone()
-        # Rejection: the first occurrences in an endless sequence of draws are an ordered sample without replacement.
+        # Rejection: the first occurrences in an infinite sequence of draws are an ordered sample without replacement.
         while drawn.shape[0] < batch_size:
             more = torch.randint(rows, (batch_size,), generator=generator, device="cpu")
             drawn = without_repetitions(torch.cat((drawn, more)))
@@ -98,11 +98,11 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         return {"unique": self.unique}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the setting."""
+        """Restore the setting."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: the constructor takes the setting."""
+        """Write nothing: the setting is a constructor argument."""
 
     loads = dumps
 

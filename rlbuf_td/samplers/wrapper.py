@@ -1,4 +1,4 @@
-"""Samplers that draw through another sampler, and revise what it draws."""
+"""Samplers that wrap another sampler and revise its batches."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
-"""Change a batch in place, given its flat rows and, for each, the drawn row that it belongs to (``None``: itself)."""
+"""Changes a batch in place, given its flat rows and, for each, the drawn row it belongs to (``None``: itself)."""
 
 
 def _of_inner(name: str) -> Any:
-    """Return a property that is an attribute of the wrapped sampler."""
+    """Return a property that reads an attribute of the wrapped sampler."""
     return property(
         attrgetter(f"sampler.{name}"),
         lambda self, value: setattr(self.sampler, name, value),
@@ -32,16 +32,16 @@ def _of_inner(name: str) -> Any:
 
 
 class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
-    """Base of the samplers that wrap another one; abstract.
+    """Abstract base of the samplers that wrap another one.
 
     The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
-    adds entries. What is decided once for a drawn row (a goal, for example) holds for every row that an outer wrapper
-    reads for it: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
+    adds entries. A decision for a drawn row (a goal, for example) applies to every row that an outer wrapper reads for
+    it: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
 
     This package's buffer revises a batch before its transforms run. TorchRL's buffers merge the revised entries, which
-    are part of the sampler's report, into the batch after them.
+    are part of the sampler's report, into the batch after the transforms.
 
-    All else (generator, writes, priorities, settings, state) goes to the wrapped sampler. TorchRL's buffers pass
+    Generator, writes, priorities, settings and state are delegated to the wrapped sampler. TorchRL's buffers pass
     priorities only to a ``PrioritizedSampler``, so every wrapper is one, without its C++ trees; over a sampler without
     priorities, updates do nothing.
     """
@@ -51,14 +51,14 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     innermost: Sampler
     """The sampler that draws the rows."""
     _level: ClassVar[int]
-    """A wrapper wraps those of lower levels."""
+    """The level of nesting: a wrapper can only wrap wrappers of lower levels."""
 
     def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
         if not isinstance(sampler, Sampler):
             raise TypeError(f"{type(self).__name__} wraps a sampler, got {type(sampler).__name__}")
         self._inner = sampler if isinstance(sampler, SamplerWrapper) else None  # isinstance is slow for ABCs
         if self._inner is not None and self._inner._level >= self._level:
-            order = "SequenceSampler(NStepSampler(HindsightSampler(FreshRowsSampler(...)))) is the order"
+            order = "use SequenceSampler(NStepSampler(HindsightSampler(FreshRowsSampler(...))))"
             raise TypeError(f"{type(self).__name__} cannot wrap a {type(sampler).__name__}: {order}")
         self.sampler = sampler
         self.innermost = sampler if self._inner is None else self._inner.innermost
@@ -67,7 +67,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reviser(self, storage: Storage, drawn: Tensor) -> Revise | None:
-        """Decide what there is to decide for drawn rows (flat, ``[B]``), and return how to revise batches for them."""
+        """Make the decisions for drawn rows (flat, ``[B]``); return a function that revises their batches."""
         return None if self._inner is None else self._inner._reviser(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
@@ -76,7 +76,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
             yield from self._inner._revised_keys()
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Draw flat rows, and return them with the sampler's report and the revised batch, as fresh memory."""
+        """Draw flat rows; return them with the sampler's report and the revised batch in fresh memory."""
         return self.batch_of(storage, *self._draw(storage, batch_size))
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
@@ -90,14 +90,14 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     def batch_of(
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Return what :meth:`draw_batch` does for flat rows that have been drawn, ``[B]``, with their report."""
+        """As :meth:`draw_batch`, for given drawn rows, ``[B]``, and their report."""
         revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
         if revise is not None:
             revise(batch, flat, None)
         return flat, info, batch
 
     def _bind(self, storage: Storage) -> Any:
-        """Look up what does not change while the storage keeps its columns; :meth:`_bound_to` returns it."""
+        """Look up what stays constant while the storage keeps its columns; :meth:`_bound_to` caches the result."""
 
     def _bound_to(self, storage: Storage) -> Any:
         columns = columns_of(storage)
@@ -109,13 +109,13 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
     def watch(self, storage: Storage) -> None:
-        """Follow the trajectories of a storage from now on, also for the wrappers inside this one."""
+        """Track the trajectories of a storage from now on, also for nested wrappers."""
         self._trajectories(storage)
         if self._inner is not None:
             self._inner.watch(storage)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
-        """Draw rows, and return their index with the revised entries: ``{key: [B, ...]}``, nested keys included."""
+        """Draw rows; return their index and the revised entries: ``{key: [B, ...]}``, nested keys included."""
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():
             value = batch.get(key, None)
@@ -127,7 +127,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return coordinates(flat, storage), info
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows whose priorities a batch's TD errors (one per row) stand for, and these priorities."""
+        """Return the rows, and their priorities, that a batch's TD errors (one per row) determine."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
@@ -150,20 +150,20 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's.")
 
     def __getattr__(self, name: str) -> Any:
-        """Look up settings and questions that a wrapper does not know in the wrapped sampler."""
+        """Look up unknown attributes in the wrapped sampler."""
         if name.startswith("_") or name in ("sampler", "innermost"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the settings of wrapped samplers there: schedulers know the outermost sampler only."""
+        """Set the settings of wrapped samplers there, because schedulers only know the outermost sampler."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
         object.__setattr__(self if part is None else part, name, value)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
-        """Pass priorities on to a prioritized sampler."""
+        """Pass priorities to a prioritized sampler."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
 
@@ -173,20 +173,20 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return {"sampler": inner(), "settings": self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`.
+        """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: a setting is unknown or out of range, or the wrapped sampler refuses its state; this sampler
-                stays as it was.
+            ValueError: a setting is unknown or out of range, or the wrapped sampler refuses its state; this sampler is
+                unchanged.
         """
         before, settings = self._settings(), state_dict["settings"]
-        if not settings.keys() <= before.keys():  # an older version may have had fewer
+        if not settings.keys() <= before.keys():  # an older version may have fewer settings
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
         with self._set(settings):
             self.sampler.load_state_dict(state_dict["sampler"])
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for rows that have moved; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """Return a saved state for moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-    """Draw flat rows through any sampler that wraps none, TorchRL's included."""
+    """Draw flat rows with any sampler that is not a wrapper, including TorchRL's."""
     draw = getattr(sampler, "draw", None)
     if draw is not None:
         return draw(storage, batch_size)
@@ -206,7 +206,7 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
 
 
 def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
-    """Return the transitions at flat rows, as fresh memory."""
+    """Return the transitions at flat rows, in fresh memory."""
     return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
 
 
@@ -218,7 +218,7 @@ def columns_of(storage: Storage) -> TensorDictBase:
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
     """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored.
 
-    Of a deduplicated key it is a tensor on the device "meta", without values.
+    For a deduplicated key, the result is a tensor on the device "meta", without values.
     """
     leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
     if leaf is not None:

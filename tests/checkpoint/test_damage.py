@@ -348,11 +348,11 @@ def test_parts_refuse_what_is_not_theirs(tmp_path):
     with pytest.raises(ValueError, match="the saved magnitude holds NaN or infinite values"):
         rb.sampler.load_state_dict(state)
     del state["priorities"]["magnitude"]
-    with pytest.raises(ValueError, match="the saved state is of another sampler: it must hold magnitude, weight"):
+    with pytest.raises(ValueError, match="the saved state is of another sampler: this one needs magnitude, weight"):
         rb.sampler.load_state_dict(state)
     order = MinibatchSampler()
     broken = order.state_dict() | {"order": torch.tensor([0, 0]), "len_storage": 2}
-    with pytest.raises(ValueError, match="the saved order does not name each of 2 rows once"):
+    with pytest.raises(ValueError, match="the saved order does not contain each of 2 rows once"):
         order.load_state_dict(broken)
-    with pytest.raises(ValueError, match="epoch 5 of 1, position 0 of 0 is no place in an epoch"):
+    with pytest.raises(ValueError, match="epoch 5 of 1, position 0 of 0 is not a valid position"):
         order.load_state_dict(order.state_dict() | {"epoch": 5})

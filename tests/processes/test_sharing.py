@@ -173,7 +173,7 @@ def test_shared_priorities_cannot_grow():
     rb = ReplayBuffer(storage=PackedStorage(10, ndim=2), sampler=ProportionalSampler(10), batch_size=4)
     rb.share()
     data = TensorDict({"x": torch.zeros(3, 2)}, [3, 2])  # three lanes: four steps, twelve rows
-    with pytest.raises(ValueError, match="cannot grow in shared memory: make it with max_capacity=12"):
+    with pytest.raises(ValueError, match="cannot grow in shared memory: create it with max_capacity=12"):
         rb.extend(data)
 
 

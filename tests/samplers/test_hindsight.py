@@ -245,9 +245,9 @@ REFUSALS = [
     ({"reward": None}, KeyError, r"reward.*not stored: .*reward_key"),
     ({"done": None}, KeyError, r"no row marks the end of a trajectory: store \('next', 'done'\)"),
     ({"end": terminated_fn}, KeyError, r"terminated.*not stored: terminated_fn sets it"),
-    ({"goal": torch.zeros(6, 3)}, ValueError, r"shape \(3,\), but .*shape \(2,\): goals and outcomes must be alike"),
-    ({"desired_goal": torch.zeros(6)}, ValueError, r"goals and outcomes must be alike"),
-    ({"goal": torch.zeros(6, 2).double()}, ValueError, r"float64.*float32.*must be alike"),
+    ({"goal": torch.zeros(6, 3)}, ValueError, r"shape \(3,\), but .*shape \(2,\): goals and outcomes must have equal"),
+    ({"desired_goal": torch.zeros(6)}, ValueError, r"goals and outcomes must have equal"),
+    ({"goal": torch.zeros(6, 2).double()}, ValueError, r"float64.*float32.*must have equal"),
     (
         {"of": lambda batch: torch.zeros(3)},
         ValueError,

@@ -152,7 +152,7 @@ def test_torchrls_loss_bootstraps_with_the_right_discount(cls):
         ((1.5, 0.9), {}, ValueError, r"n_steps must be a whole number, at least 1, got 1\.5"),
         ((3, 1.1), {}, ValueError, r"gamma must be between 0 and 1, got 1\.1"),
         ((3, math.nan), {}, ValueError, "gamma must be between 0 and 1, got nan"),
-        ((3, 0.9), {"reward_key": "reward"}, ValueError, "the reward of a transition lies in 'next'"),
+        ((3, 0.9), {"reward_key": "reward"}, ValueError, "the reward of a transition must be in 'next'"),
     ],
 )
 def test_bad_arguments_are_refused(args, kwargs, error, words):

@@ -208,7 +208,7 @@ def test_a_row_or_lane_that_is_not_there_is_refused():
             rb.update_priority(index, torch.ones(1))
     for index in ([-1], [15]):
         for ask in (rb.sampler.priority, rb.sampler.probability):
-            with pytest.raises(IndexError, match="there are rows 0 to 14"):
+            with pytest.raises(IndexError, match="rows are 0 to 14"):
                 ask(index)
     assert (rb.sampler.priority(torch.arange(15)) == 1.0).all()
 
@@ -257,7 +257,7 @@ def test_a_sampler_with_a_state_serves_one_storage_at_a_time(make, cls):
     rb.sample()
     other.set(torch.arange(10), data)
     for use in (lambda: cls(storage=other, sampler=sampler).sample(2), lambda: sampler.sample(other, 2)):
-        with pytest.raises(ValueError, match=r"serves another storage.*give each buffer a sampler of its own"):
+        with pytest.raises(ValueError, match=r"serves another storage.*use one sampler per buffer"):
             use()
     assert cls(storage=storage, sampler=sampler, batch_size=2).sample().shape == (2,)
     if cls is ReplayBuffer:  # which empties the sampler

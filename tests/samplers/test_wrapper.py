@@ -68,7 +68,7 @@ def test_schedulers_reach_the_settings_of_every_wrapper():
         LinearScheduler(rb, "n_steps", 4, 2).step()
     with pytest.raises(ValueError, match="weight_norm must be 'buffer', 'batch' or None, got 'rows'"):
         sequence.weight_norm = "rows"
-    with pytest.raises(AttributeError, match="length is fixed when a SequenceSampler is made"):
+    with pytest.raises(AttributeError, match="length is fixed when a SequenceSampler is created"):
         LinearScheduler(rb, "length", 6, 1).step()
     assert (n_step.n_steps, inner.weight_norm, sequence.length) == (5, None, 3)
 
