@@ -1,4 +1,4 @@
-"""Writers: where the next transition goes."""
+"""Writers: they choose where the next transition is stored."""
 
 from rlbuf_td.writers.queue import QueueWriter
 from rlbuf_td.writers.reservoir import ReservoirWriter

@@ -1,4 +1,4 @@
-"""What writers share: rows are written along time, and counted."""
+"""Shared parts of writers that write along time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlbuf_td.storages.interrupts import held_back
 from rlbuf_td.storages.schema import reshaped
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-_GENERATIONS = "_slot_generations"  # where TorchRL's writers keep them, in the storage
+_GENERATIONS = "_slot_generations"  # where TorchRL's writers store them in the storage
 
 
 class TimeWriter(RoundRobinWriter):
-    """Base of this package's writers; abstract.
+    """Abstract base of the writers that write along time.
 
-    They write whole time steps, one after the other, and go on at the first row once the storage is full.
+    They write whole time steps, one after the other, and wrap to the first row once the storage is full.
     """
 
     def __init__(self, *, track_generations: bool = False) -> None:
@@ -33,20 +33,18 @@ class TimeWriter(RoundRobinWriter):
     @property
     def counts_generations(self) -> bool:
         """Whether writes count the generations of slots: this writer's, or another one's over the same storage."""
-        return self._track_generations or _GENERATIONS in self._storage.__dict__  # in one call: writes ask each time
+        return self._track_generations or _GENERATIONS in self._storage.__dict__  # one call: every write checks this
 
     def register_storage(self, storage: Storage) -> None:
         """Write into ``storage`` from now on; ValueError if the writer belongs to another one."""
         if self._storage not in (None, storage):
-            raise ValueError(
-                "this writer writes to the storage of another buffer: give each buffer a writer of its own"
-            )
+            raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
-        if not isinstance(storage, PackedStorage):  # theirs may be shared already
+        if not isinstance(storage, PackedStorage):  # TorchRL's storage may already be shared
             self.share_memory_()
 
     def share_memory_(self) -> None:
-        """Share cursor and write count with processes that are forked, or spawned with this writer, from now on."""
+        """Share cursor and write count with processes that are later forked, or spawned with this writer."""
         self.numbers.share_memory_()
 
     @held_back
@@ -74,7 +72,7 @@ class TimeWriter(RoundRobinWriter):
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` transitions in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
-        Where the write is longer than the storage, several of its rows share an index, which holds the last of them.
+        If the write is longer than the storage, several of its rows share an index, which then holds the last of them.
 
         Raises:
             ValueError: there is nothing to write.
@@ -97,7 +95,7 @@ class TimeWriter(RoundRobinWriter):
             storage.write(start, data if kept == count else reshaped(data, lambda rows: rows[count - kept :]))
         else:
             data = without_index(data)
-            for first in range(0, count, steps):  # a round at a time: the order of repeated positions is left open
+            for first in range(0, count, steps):  # round by round: the order of repeated positions is undefined
                 last = first + steps
                 storage.set(index[first:last], data if count <= steps else part_of(data, first, last))
         self._cursor_value.value = (cursor + count) % steps
@@ -121,7 +119,7 @@ class TimeWriter(RoundRobinWriter):
 
     @held_back
     def write_at(self, index: int | torch.Tensor, data: Any) -> int | torch.Tensor:
-        """Write at given time steps without moving the cursor, and return their index, as TorchRL's writer does."""
+        """Write at given time steps without moving the cursor; return their index, as TorchRL's writer does."""
         count = self._write_count_value.value
         try:
             return super().write_at(index, without_index(data))
@@ -130,7 +128,7 @@ class TimeWriter(RoundRobinWriter):
             raise
 
     def _announce(self, start: int, count: int, steps: int, index: int | torch.Tensor) -> None:
-        """Tell everything attached to the storage which flat rows were written, or the index, as TorchRL does."""
+        """Report the written flat rows, or the index as TorchRL does, to all objects attached to the storage."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
@@ -177,7 +175,7 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tenso
 
 
 def without_index(data: Any) -> Any:
-    """Return the data without the index that a sampled batch holds."""
+    """Return the data without the index of a sampled batch."""
     if isinstance(data, list):
         return [without_index(item) for item in data]
     if isinstance(data, TensorDictBase) and "index" in data.keys():
@@ -191,10 +189,10 @@ def _is_one(data: Any) -> bool:
 
 
 def part_of(data: Any, first: int, last: int) -> Any:
-    """Return some of the time steps."""
+    """Return a range of time steps."""
     return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
 
 
 def length_of(data: Any) -> int:
-    """Return how many time steps there are."""
+    """Return the number of time steps."""
     return len(data if _is_one(data) else tree_leaves(data)[0])

@@ -39,7 +39,7 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``, where time and lanes are ``ndim`` dims.
+        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``; time and lanes are ``ndim`` dims.
 
         ``has_values=False`` ignores the entry ``value_key``.
         """
@@ -59,14 +59,14 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: of the values ``like``; without values, the network's, else of rewards."""
+        """Return the dtype of estimates: that of the values ``like``, else of the network, else of rewards."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return which steps end a trajectory, and which of them end the episode, in the shape of the values."""
-        # ``done`` goes before ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
+        """Return the steps that end a trajectory, and those that end an episode, in the shape of the values."""
+        # ``done`` has precedence over ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
         keys = self.done_key, self.terminated_key, self.truncated_key
         done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
         if done is None:
@@ -84,7 +84,7 @@ class RolloutEstimator:
         return ends, terminated
 
     def _flags(self, rows: TensorDictBase, key: NestedKey, value: Tensor, ndim: int) -> Tensor | None:
-        """Return bool flags in the shape of the values, from flags of that shape or one flag per step."""
+        """Return bool flags in the shape of the values, from flags of that shape or from one flag per step."""
         flags = rows.get(key, None)
         if flags is None or flags.shape == value.shape:
             return flags
@@ -97,7 +97,7 @@ class RolloutEstimator:
     def _next_values(
         self, rows: TensorDictBase, value: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, int]:
-        """Return the value after each step, and the number of network rows: one per trajectory that breaks off."""
+        """Return the value after each step, and the number of network rows: one per interrupted trajectory."""
         next_value = torch.cat((value[1:], torch.zeros_like(value[:1])))
         breaks = ends & ~terminated
         breaks[-1] = ~terminated[-1]
@@ -139,7 +139,7 @@ class RolloutEstimator:
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """GAE along dim 0. Data that a collector laid out lane by lane is read so, without a copy."""
+        """GAE along dim 0. Reads lane-major data of a collector without a copy."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
         inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)

@@ -1,4 +1,4 @@
-"""A writer whose rows wait in a ring until they have been taken, once."""
+"""A writer whose rows wait in a ring until each has been taken once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FILE = "queue.json"
 
 
 class QueueWriter(TimeWriter):
-    """Write rows that wait until a :class:`QueueSampler` has taken them; a full queue refuses more.
+    """Writes rows that wait until a :class:`QueueSampler` takes them; a full queue refuses more.
 
-    The capacity of the storage ``[T]`` bounds the rows that wait. :class:`ExperienceQueue` puts both parts together,
-    and waits for room.
+    The capacity of the storage ``[T]`` limits the waiting rows. :class:`ExperienceQueue` combines both parts, and
+    waits for free space.
 
     Raises:
-        queue.Full: (on writing) fewer rows are free than come; nothing has changed.
-        ValueError: (on writing) there is nothing to write, or more than the queue ever has room for; (in a buffer) the
+        queue.Full: (on writing) there is too little free space; nothing has changed.
+        ValueError: (on writing) there is nothing to write, or more rows than the capacity; (in a buffer) the
             storage has lanes.
         SchemaError: (on writing) the data does not match the rows; nothing has changed.
 
@@ -46,30 +46,30 @@ class QueueWriter(TimeWriter):
         self._cursor_value, self._write_count_value, self._taken_value = self.numbers.counters()
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; rows that it holds have been taken, or belong to nobody."""
+        """Write into ``storage`` from now on; its present rows do not wait."""
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)
 
     @property
     def waiting(self) -> int:
-        """The rows that have not been taken yet."""
+        """The number of rows that have not been taken yet."""
         return min(self.numbers[1] - self.numbers[2], len(self._storage))
 
     def take(self, count: int) -> torch.Tensor:
-        """Count the oldest ``count`` rows as taken, and return them, ``[count]`` int64; the caller holds the lock."""
+        """Mark the oldest ``count`` rows as taken and return them, ``[count]`` int64; the caller holds the lock."""
         steps = self._storage._max_size_along_dim0()
         start = self.numbers[0] - self.waiting
-        self._taken_value.value = self.numbers[1] - self.waiting + count  # one store: all are taken, or none
+        self._taken_value.value = self.numbers[1] - self.waiting + count  # a single store: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def add(self, data: Any) -> int | torch.Tensor:
-        """Write one row, and return its index; raises as the class says."""
+        """Write one row; return its index. The class documents the errors."""
         self._refuse_more_than_fits(1, self._storage._max_size_along_dim0(single_data=data))
         return super().add(data)
 
     def extend(self, data: Any) -> torch.Tensor:
-        """Write ``[n]`` rows in order, all or none, and return their index; raises as the class says."""
+        """Write ``[n]`` rows in order, all or none; return their index. The class documents the errors."""
         self._refuse_more_than_fits(length_of(data), self._storage._max_size_along_dim0(batched_data=data))
         return super().extend(data)
 
@@ -88,17 +88,17 @@ class QueueWriter(TimeWriter):
         return super().state_dict() | {"taken": self.numbers[2]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called."""
+        """Restore a result of :meth:`state_dict`."""
         taken = int(state_dict["taken"])
         super().load_state_dict(state_dict)
         self._taken_value.value = taken
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state into the folder ``path``."""
+        """Save the state in the folder ``path``."""
         super().dumps(path)
         (Path(path) / _FILE).write_text(json.dumps({"taken": self.numbers[2]}))
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from the folder ``path``."""
+        """Load the state from the folder ``path``."""
         super().loads(path)
         self._taken_value.value = json.loads((Path(path) / _FILE).read_text())["taken"]

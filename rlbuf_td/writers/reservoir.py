@@ -1,4 +1,4 @@
-"""A writer that keeps a uniform sample of all that was ever written."""
+"""A writer that keeps a uniform sample of all time steps ever written."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.writers.common import length_of, part_of, without_index
 
 _FILE = "reservoir.json"
-_LEAST, _MOST = 2.0**-54, 1 << 62  # of a uniform number, whose logarithm must be negative; of the time steps to come
+_LEAST, _MOST = 2.0**-54, 1 << 62  # bounds of a uniform number (its logarithm must be negative) and of later time steps
 
 
 class Choice(NamedTuple):
-    """Which time steps of a write are kept, and how the algorithm goes on after it."""
+    """The time steps of a write that are kept, and the state of the algorithm after it."""
 
-    filled: int  # the first ones take the slots that are free
-    slots: dict[int, int]  # later ones take the place of others: their position in the write, by slot
-    kept: list[tuple[int, int]]  # all of those, also where a later one takes the same slot: (position, slot)
-    following: int  # the number of the next time step to keep, counted from the first ever written
+    filled: int  # number of first time steps, which fill free slots
+    slots: dict[int, int]  # slot -> position in the write, for later time steps that replace others
+    kept: list[tuple[int, int]]  # all (position, slot), including those that are replaced again in this write
+    following: int  # the next time step to keep, counted from the first ever written
     log_threshold: float
 
 
 class ReservoirWriter(Writer):
-    r"""Keep a uniform sample of all time steps ever written: each is in the buffer with the same probability.
+    r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
 
     The first T time steps fill the buffer. Of N written after that, each is stored with probability ``T / N``, and
     every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all its lanes.
-    Rows lie in no order of time: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler` and
-    ``rb.last`` need a :class:`RingWriter`; a transition that holds its ``"next"`` is whole.
+    Rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler` and
+    ``rb.last`` need a :class:`RingWriter`. Transitions that store their ``"next"`` are complete.
 
-    ``add`` and ``extend`` return -1 for what is not stored, which priorities skip. :attr:`ReplayBuffer.write_count`
+    ``add`` and ``extend`` return -1 for dropped time steps; priority updates skip -1. :attr:`ReplayBuffer.write_count`
     counts all time steps, stored or not.
 
     Raises:
@@ -49,7 +49,7 @@ class ReservoirWriter(Writer):
             changed.
         ValueError: (on writing) there is nothing to write; (in a buffer) the sampler needs rows in order.
 
-    Cost: per write O(1 + stored rows); of N time steps, O(T log(N / T)) are stored in all. Random numbers are drawn
+    Cost: per write O(1 + stored rows); of N time steps, O(T log(N / T)) are stored in total. Random numbers are drawn
     for stored rows only, from the buffer's generator, else torch's default one.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
@@ -69,7 +69,7 @@ class ReservoirWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # Time steps written, the number of the next one to keep once the buffer is full, and the bits of a float.
+        # Time steps written, the next one to keep once the buffer is full, and the bits of a float.
         self.numbers = SharedNumbers("q", [0, 0, 0])
         self._write_count_value, self._following_value, self._threshold_value = self.numbers.counters()
 
@@ -82,22 +82,22 @@ class ReservoirWriter(Writer):
         self._write_count_value.value = count
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; rows that it holds count as all that was written.
+        """Write into ``storage`` from now on; its rows count as all time steps written so far.
 
         Raises:
             ValueError: the writer belongs to another storage.
         """
         if self._storage not in (None, storage):
-            raise ValueError("this writer writes to the storage of another buffer: give each buffer one of its own")
+            raise ValueError("this writer writes to the storage of another buffer: use one writer per buffer")
         super().register_storage(storage)
         if not self._write_count and len(storage):
             self._write_count = len(storage) // lanes_of(storage).numel()
 
     def share_memory_(self) -> None:
-        """Share the counters with processes that are forked, or spawned with this writer, from now on."""
+        """Share the counters with processes that are later forked, or spawned with this writer."""
         self.numbers.share_memory_()
 
-    # -- which time steps are kept
+    # -- the choice of time steps
 
     def choose(self, count: int, steps: int) -> Choice:
         """Decide which of the next ``count`` time steps a reservoir of ``steps`` keeps; changes nothing."""
@@ -117,8 +117,8 @@ class ReservoirWriter(Writer):
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
         """Return the next threshold, the time step after ``at`` to keep next, and a slot, all at random.
 
-        The threshold is distributed as the largest of the ``steps`` smallest of as many uniform numbers as there are
-        time steps; one that comes is kept if its own number lies below.
+        If every time step had a uniform number, the threshold would be the largest of the ``steps`` smallest ones. A
+        new time step is kept if its number is below the threshold.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
@@ -127,7 +127,7 @@ class ReservoirWriter(Writer):
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
 
     def note(self, written: int, choice: Choice) -> None:
-        """Go on after a write that has followed a choice."""
+        """Update the state after a write that followed a choice."""
         (bits,) = unpack("q", pack("d", choice.log_threshold))
         for place, value in enumerate((written, choice.following, bits)):
             self.numbers[place] = value
@@ -147,7 +147,7 @@ class ReservoirWriter(Writer):
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
-        It is -1 for those that are not stored. Of several that were given the same slot the last one is stored.
+        The index is -1 for dropped time steps. If several get the same slot, the last one is stored.
 
         Raises:
             ValueError: there is nothing to write.
@@ -191,12 +191,12 @@ class ReservoirWriter(Writer):
         return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
 
     def _replicate(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the index of all lanes of each time step; the lanes of one that is not stored are -1, too."""
+        """Return the index of all lanes of each time step; -1 for all lanes of a dropped one."""
         every = self._replicate_index(index)
         return torch.where(every[:, :1] < 0, -1, every)
 
     def _announce(self, written: int, choice: Choice) -> None:
-        """Tell everything attached to the storage which rows were written."""
+        """Report the written rows to all objects attached to the storage."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()
@@ -210,7 +210,7 @@ class ReservoirWriter(Writer):
     # -- state
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        """Begin again: what was written before counts no more, whatever ``empty_write_count`` says."""
+        """Restart: earlier time steps no longer count, for either value of ``empty_write_count``."""
         for place in range(len(self.numbers)):
             self.numbers[place] = 0
 
@@ -220,7 +220,7 @@ class ReservoirWriter(Writer):
         return {"_write_count": count, "following": following, "threshold": threshold}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; ValueError if it is not one."""
+        """Restore a result of :meth:`state_dict`; ValueError for any other state."""
         values = [state_dict[name] for name in ("_write_count", "following", "threshold")]
         are_whole = all(type(value) is int and abs(value) < 1 << 63 for value in values)
         if not are_whole or not unpack("d", pack("q", values[2]))[0] <= 0:
@@ -234,7 +234,7 @@ class ReservoirWriter(Writer):
         (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved."""
+        """Restore a state that :meth:`dumps` saved."""
         self.load_state_dict(json.loads((Path(path) / _FILE).read_text()))
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The ring: new transitions replace the oldest."""
+"""The ring writer: new transitions replace the oldest."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from rlbuf_td.writers.common import TimeWriter
 
 
 class RingWriter(TimeWriter):
-    """Write along time, from the oldest rows on once the storage is full.
+    """Writes along time; once the storage is full, new rows replace the oldest ones.
 
-    A write may be longer than the storage: its newest rows stay. Unlike with TorchRL's writers, an ``"index"`` in the
-    data is not stored, the counters have 64 bits, and a refused write moves none. Works over TorchRL's storages, too.
+    A write may be longer than the storage: its newest rows are kept. Unlike TorchRL's writers, it does not store an
+    ``"index"`` in the data, has 64-bit counters, and moves none for a refused write. TorchRL's storages work, too.
 
     Args:
-        compilable: for TorchRL's sake: writes break the graph of ``torch.compile`` either way.
+        compilable: accepted for compatibility: writes break the graph of ``torch.compile`` in any case.
         track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
 
     Cost: proportional to the rows written.

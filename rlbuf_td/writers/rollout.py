@@ -23,15 +23,15 @@ _FILE = "rollout.json"
 
 
 class RolloutWriter(TimeWriter):
-    r"""Write rollouts of T steps, ``[T]`` or ``[T, E]``, and add advantages and value targets to each.
+    r"""Writes rollouts of T steps, ``[T]`` or ``[T, E]``, and adds advantages and value targets to each.
 
-    T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``); with the
-    last one the rollout is *complete*: it also holds ``advantage`` and ``value_target`` (GAE,
-    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Until then
+    T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``). The last
+    step makes the rollout *complete*: it then also holds ``advantage`` and ``value_target`` (GAE,
+    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Before,
     advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
 
     **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; without it, ``value_network`` is called
-    once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory breaks off
+    once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory is interrupted
     (truncated, or at the end of the rollout), the network is called on the true next observation: at most
     E + (number of truncations) rows. A trajectory ends with a step that is ``done``, and where the collector's
     ``("collector", "traj_ids")`` change. It may span rollouts. Estimates have the dtype of stored values, else that of
@@ -43,7 +43,7 @@ class RolloutWriter(TimeWriter):
         value_network: a TensorDict module that reads an observation and writes ``value_key``, without gradient. Not
             needed if values are stored and every trajectory terminates within the rollout.
         normalize_advantage: scale the stored advantages to mean 0 and deviation 1 over the rollout. Value targets use
-            the advantages before.
+            the unscaled advantages.
         value_key: values ``[..., *F]``, floating point.
         advantage_key, value_target_key: where to store the estimates.
         reward_key: rewards, of the values' shape.
@@ -59,10 +59,10 @@ class RolloutWriter(TimeWriter):
     Cost: O(rows), one network call on few rows, and a host synchronisation on CUDA to find them.
 
     Raises:
-        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are needed, and there is no network.
-        SchemaError: (on writing) the data does not match the rows, or lacks what the estimates need.
+        ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are missing and there is no network.
+        SchemaError: (on writing) the data does not match the rows, or lacks an entry that the estimates need.
 
-    Unlike this writer, TorchRL's ``GAE`` calls its network twice on all steps.
+    TorchRL's ``GAE``, in contrast, calls its network twice on all steps.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -109,12 +109,12 @@ class RolloutWriter(TimeWriter):
 
     @property
     def steps(self) -> int:
-        """Steps of the current rollout that have been written, ``0 .. T``."""
+        """Number of written steps of the current rollout, ``0 .. T``."""
         return len(self._storage) // lanes_of(self._storage).numel() if len(self._storage) else 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether the storage holds a whole rollout, with its advantages."""
+        """Whether the storage holds a complete rollout, with its advantages."""
         return self._cursor == 0 and 0 < len(self._storage) >= self._storage.max_size
 
     @property
@@ -125,7 +125,7 @@ class RolloutWriter(TimeWriter):
     def add(self, data: TensorDictBase) -> int | Tensor:
         """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index. Raises as ``extend``."""
         steps = self._storage._max_size_along_dim0(single_data=data)
-        if steps == 1:  # a whole rollout, which is estimated before it is written
+        if steps == 1:  # a complete rollout, which is estimated before it is written
             index = self.extend(data.unsqueeze(0))
             return 0 if self._storage.ndim == 1 else index
         return self._write_part(super().add, data, 1, steps)
@@ -134,8 +134,8 @@ class RolloutWriter(TimeWriter):
         """Write ``[n, *lanes]`` steps in order, and return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
         Raises:
-            SchemaError: the data does not match the rows, or lacks what the estimates need; nothing has changed.
-            ValueError: there are no steps, or more than the rollout has room for; or values are needed and there is no
+            SchemaError: the data does not match the rows, or lacks an entry for the estimates; nothing has changed.
+            ValueError: there are no steps, or more than fit into the rollout; or values are missing and there is no
                 network. Nothing has changed.
         """
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
@@ -155,12 +155,12 @@ class RolloutWriter(TimeWriter):
         return index
 
     def _write_part(self, write: Any, data: TensorDictBase, count: int, steps: int) -> Any:
-        """Write some steps of a rollout without estimates; with the last ones, estimate all."""
+        """Write some steps of a rollout without estimates; with the last ones, estimate all steps."""
         storage, cursor = self._storage, self._cursor
         has_values = data.get(self.value_key, None) is not None
         if cursor and has_values != self._has_values:
             before, now = ("with" if has else "without" for has in (self._has_values, has_values))
-            raise ValueError(f"the steps of this rollout came {before} {self.value_key!r}, these come {now}")
+            raise ValueError(f"earlier steps of this rollout came {before} {self.value_key!r}, these come {now}")
         index = write(self._with_placeholders(data, has_values))
         self._has_values = has_values
         lanes = lanes_of(storage).numel()
@@ -186,14 +186,14 @@ class RolloutWriter(TimeWriter):
         return rows
 
     def estimate(self) -> None:
-        """Estimate a rollout as if it ended with the last written step; more may follow. RuntimeError without steps."""
+        """Estimate the rollout as if it ended with the last written step; RuntimeError if no step is written."""
         if not self.steps:
             raise RuntimeError("there is nothing to estimate: no step has been written")
         if not self.is_estimated:
             self._estimate_stored(self.steps)
 
     def _estimate_stored(self, steps: int) -> None:
-        rows = self._storage.get(slice(0, steps))  # views: what is set below is set in the storage
+        rows = self._storage.get(slice(0, steps))  # views: the assignments below change the storage
         estimates = self.estimator.estimate(rows, self._storage.ndim, has_values=self._has_values)
         for key, x in self._columns(estimates).items():
             rows.get(key).copy_(x)
@@ -215,18 +215,18 @@ class RolloutWriter(TimeWriter):
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was called."""
+        """Restore a result of :meth:`state_dict`."""
         progress = [int(state_dict[name]) for name in ("estimated_steps", "has_values", "value_rows")]
         super().load_state_dict(state_dict)
         self._estimated_steps, self._has_values, self.value_rows = progress[0], bool(progress[1]), progress[2]
 
     def dumps(self, path: str | Path) -> None:
-        """Write the state into the folder ``path``."""
+        """Save the state in the folder ``path``."""
         super().dumps(path)
         (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: str | Path) -> None:
-        """Read the state from the folder ``path``."""
+        """Load the state from the folder ``path``."""
         super().loads(path)
         self.load_state_dict(super().state_dict() | json.loads((Path(path) / _FILE).read_text()))
 

@@ -190,7 +190,7 @@ def test_rows_that_a_storage_brings_along_count_as_written():
 @pytest.mark.parametrize("wrapper", [NStepSampler, SequenceSampler, HindsightSampler])
 def test_samplers_that_need_rows_in_order_refuse_it(wrapper):
     further: Any = {HindsightSampler: [lambda batch: batch["x"]], NStepSampler: [3, 0.9], SequenceSampler: [3]}[wrapper]
-    with pytest.raises(ValueError, match=f"a {wrapper.__name__} needs rows in the order of time, .* use a RingWriter"):
+    with pytest.raises(ValueError, match=f"a {wrapper.__name__} needs rows in time order, .* use a RingWriter"):
         buffer(5, sampler=wrapper(UniformSampler(), *further))
     rb = buffer(5)
     with pytest.raises(ValueError, match="use a RingWriter"):

@@ -170,7 +170,7 @@ def test_a_writer_belongs_to_one_storage() -> None:
     rb = ReplayBuffer(storage=storage, writer=writer)
     rb.extend(numbered(0, 3))
     for cls in (ReplayBuffer, TensorDictReplayBuffer):
-        with pytest.raises(ValueError, match="writes to the storage of another buffer: give each buffer a writer of"):
+        with pytest.raises(ValueError, match="writes to the storage of another buffer: use one writer per buffer"):
             cls(storage=PackedStorage(4), writer=writer)
     ReplayBuffer(storage=storage, writer=writer).extend(numbered(3, 1))
     assert (len(storage), writer._cursor) == (4, 0)
