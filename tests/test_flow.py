@@ -59,10 +59,10 @@ def test_without_a_tolerance_the_least_possible_one_is_taken():
 
 def test_a_batch_waits_for_rows_and_for_permission():
     rb = buffer(samples_per_insert=1.0, min_size=10, tolerance=20)
-    with pytest.raises(RuntimeError, match="lets no batch of 8 rows pass"):
+    with pytest.raises(RuntimeError, match="does not admit a batch of 8 rows"):
         rb.sample()
     rb.extend(rows(9))
-    with pytest.raises(TimeoutError, match="no permission"):
+    with pytest.raises(TimeoutError, match="flow control admitted nothing"):
         rb.sample(wait=True, timeout=0.01)
     writer = threading.Timer(0.05, rb.extend, (rows(5),))
     writer.start()
@@ -132,7 +132,7 @@ def test_what_fails_has_not_been_counted():
         ({"samples_per_insert": 4, "tolerance": 3}, "tolerance must be at least 4"),
         ({"tolerance": 3}, "tolerance needs samples_per_insert"),
         ({"min_size": 1.5}, "min_size must be a whole number"),
-        ({"samples_per_insert": 1, "prefetch": 2}, "take prefetch=0"),
+        ({"samples_per_insert": 1, "prefetch": 2}, "use prefetch=0"),
     ],
 )
 def test_arguments_that_would_block_forever_are_refused(arguments, message):

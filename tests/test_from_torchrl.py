@@ -76,12 +76,12 @@ def test_an_adopted_storage_serves_both_buffers():
     rb.extend(rows(2, first=7))
     assert their.storage["x"][:9].tolist() == list(range(9))
     assert rb.sample().shape == (6,)
-    with pytest.raises(ValueError, match="adopts a storage as it is: leave out capacity and exclude"):
+    with pytest.raises(ValueError, match="uses a storage as it is: omit capacity and exclude"):
         ReplayBuffer.from_torchrl(their, 30, copy=False)
 
 
 def test_what_cannot_be_taken_over_is_named():
-    with pytest.raises(RuntimeError, match="the buffer is empty: there is nothing to take over"):
+    with pytest.raises(RuntimeError, match="the buffer is empty: there is nothing to import"):
         ReplayBuffer.from_torchrl(theirs(0))
     with pytest.raises(ValueError, match="holds 7 transitions, more than the capacity of 5"):
         ReplayBuffer.from_torchrl(theirs(7), 5)

@@ -183,7 +183,7 @@ def test_rewards_that_lose_nothing_are_cast_and_others_refused():
     rb = ReplayBuffer.from_minari(dataset("toy/floats-v0", [0.5, 1.0], [0, 1]))
     assert rb.chronological()["next", "reward"].flatten().tolist() == [0.5, 1.0, 0.0, 1.0]
     mixed = dataset("toy/ints-v0", [0, 1], [0.5, 1.0])
-    with pytest.raises(SchemaError, match=r"episode 1 has rewards of torch.float64, those before it torch.int64: pass"):
+    with pytest.raises(SchemaError, match=r"episode 1 has torch.float64 rewards, earlier ones torch.int64: pass"):
         ReplayBuffer.from_minari(mixed)
     rb = ReplayBuffer.from_minari(mixed, reward_dtype=torch.float64)
     assert rb.chronological()["next", "reward"].flatten().tolist() == [0.0, 1.0, 0.5, 1.0]
@@ -231,7 +231,7 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     with pytest.raises(ValueError, match="a next 'observation' differs from that of the row that follows it"):
         rb.to_minari("toy/broken-v0", **spaces_of(dataset))
     assert list(minari.list_local_datasets()) == [dataset.id]
-    with pytest.raises(ValueError, match="give the Gymnasium environment as env, or both"):
+    with pytest.raises(ValueError, match="pass the Gymnasium environment as env, or both"):
         rb.to_minari("toy/spaces-v0", action_space=Discrete(4))
     with pytest.raises(SchemaError, match=r"the rows have no \('observation', 'camera'\), which is in the given space"):
         rb.to_minari("toy/other-v0", observation_space=SPACES["a dict"][0], action_space=Discrete(4))

@@ -1,1 +1,1 @@
-"""Replay and rollout buffers: storage, sampler and writer put together."""
+"""Replay and rollout buffers, which combine storage, sampler and writer."""

@@ -1,4 +1,4 @@
-"""What a buffer offers beside writing, sampling and priorities: methods of :class:`~rlbuf_td.ReplayBuffer`.
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` other than writing, sampling and priorities.
 
 Constructors for environments, rows by age, edits of rows, health, dumps, and sharing between processes.
 """
@@ -42,8 +42,8 @@ else:
     constructor = classmethod
 
 NO_CHECKPOINTERS = (
-    "dumps of this buffer have a format of their own, without TorchRL's checkpointers and hooks: TorchRL's "
-    "TensorDictReplayBuffer over the same storage takes them"
+    "this buffer has its own dump format, without TorchRL's checkpointers and hooks: for those use TorchRL's "
+    "TensorDictReplayBuffer over the same storage"
 )
 
 # -- constructors
@@ -52,18 +52,18 @@ NO_CHECKPOINTERS = (
 def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
     """Return a buffer whose rows are allocated for the transitions of an environment.
 
-    Every write is checked against them. The first write may add keys, such as a policy's outputs. RAM is taken from the
-    system as rows are written.
+    Every write is checked against the environment's keys, dtypes and shapes. The first write may add keys, such as a
+    policy's outputs. RAM is committed as rows are written.
 
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
         capacity: in transitions, rounded up to whole time steps; for a :class:`RolloutBuffer` in time steps.
-        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`; for rows that several
-            processes share, all of them.
+        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If several processes share
+            the rows, all further entries must be named.
         **kwargs: as for :meth:`from_schema`.
 
     Raises:
-        SchemaError: the environment has values of no fixed size in bytes.
+        SchemaError: the environment has values without a fixed size in bytes.
         TypeError: ``env`` is not an environment.
 
     Example:
@@ -87,7 +87,7 @@ def from_spaces(
     extras: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer as :meth:`from_env` does, for the Gymnasium spaces or TorchRL specs of a single environment.
+    """As :meth:`from_env`, for the Gymnasium spaces or TorchRL specs of a single environment.
 
     Args:
         observation_space: a space or a spec.
@@ -98,7 +98,7 @@ def from_spaces(
         **kwargs: as for :meth:`from_schema`.
 
     Raises:
-        SchemaError: a space has values of no fixed size in bytes.
+        SchemaError: a space has values without a fixed size in bytes.
         TypeError: an argument is not a space.
 
     Example:
@@ -136,8 +136,8 @@ def from_schema(
             :func:`~rlbuf_td.envs.specs.schema_of`.
         capacity: see :meth:`from_env`.
         flat: rows ``[T]``, each a transition of one lane.
-        device: where batches are used and, without ``storing_device``, where the rows live.
-        storing_device: where the rows live (TorchRL's collectors use the same two names).
+        device: the device of the batches and, without ``storing_device``, of the rows.
+        storing_device: the device of the rows (TorchRL's collectors use the same two names).
         scratch_dir, shared, offload, share_next, frames: see :class:`PackedStorage`.
         **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
 
@@ -175,7 +175,7 @@ def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
 
     Raises:
         RuntimeError: the buffer is empty.
-        TypeError: the writer is not a ring, so that rows have no order of age.
+        TypeError: the writer is not a ring, so rows have no order of age.
     """
     return last(rb, None, flat=flat)
 
@@ -198,14 +198,14 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
     return rb._transformed(data)
 
 
-# -- edits. The rows stay the transitions that they were, with their priorities.
+# -- edits. The rows remain the same transitions, with their priorities.
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
     """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
 
     Raises:
-        KeyError: no such key.
+        KeyError: there is no such key.
         RuntimeError: ``value`` has another shape than the entry.
     """
     if not isinstance(rb.storage, PackedStorage):
@@ -228,10 +228,10 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at an index, or, if it is a key, that entry of all rows, in the shape that reading it gives."""
+    """Set the rows at an index; if the index is a key, set that entry of all rows, in the shape of a read."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
-    else:  # TorchRL's would set a key of a TensorDict that is then dropped
+    else:  # TorchRL's code would change a temporary TensorDict
         TensorDictReplayBuffer.__setitem__(rb, index, value)
 
 
@@ -247,7 +247,7 @@ def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_u
 
 
 def health(rb: Any) -> dict[str, float]:
-    """Return how the buffer and its batches are doing, as a flat dict for loggers.
+    """Return statistics of the buffer and its batches, as a flat dict for loggers.
 
     See :mod:`rlbuf_td.diagnostics.health` for the entries. Cost: O(N log N) with priorities: not for every step.
     """
@@ -261,18 +261,18 @@ def health(rb: Any) -> dict[str, float]:
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
     """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
 
-    A process killed at any moment leaves the old dump or the new one, whole. Unchanged content is not written again.
+    A process killed at any time leaves the old or the new dump intact. Unchanged content is not written again.
 
     Args:
         path: created if missing. A folder with a foreign manifest is never overwritten.
         progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
         sync: wait until everything is on the disk. ``False`` takes half the time, but a crash of the machine (not of
-            the process) may then damage both dumps, which a load would notice.
+            the process) may then damage both dumps; a load would detect it.
 
     Raises:
         CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
-        OSError: for example the disk is full. The previous dump is untouched.
-        NotImplementedError: the storage was given a checkpointer, which would not be asked.
+        OSError: for example, the disk is full. The previous dump is intact.
+        NotImplementedError: the storage has a checkpointer, which this method would not call.
     """
     if type(rb.storage.checkpointer) is not rb.storage._default_checkpointer:
         raise NotImplementedError(NO_CHECKPOINTERS)
@@ -282,21 +282,21 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 def loads(
     rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
-    """Continue from a dump of :meth:`dumps`, with the same batches as the buffer that was saved. Executes nothing.
+    """Restore a dump of :meth:`dumps`; the buffer continues with the same batches as the saved one. Executes no code.
 
-    Every file is checked against its checksum first. The buffer must have parts of the same classes; its rows are
+    Every file is first compared with its checksum. The buffer must have parts of the same classes; its rows are
     replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities, and warns. Open
-    trajectories with ids (``("collector", "traj_ids")``) end with the load, as new collectors give the ids again.
+    trajectories with ids (``("collector", "traj_ids")``) end with the load, because new collectors reuse the ids.
 
     Args:
         path: the folder of the dump.
-        rows_only: load the rows alone, as new rows for the sampler of this buffer.
-        default_generator: restore torch's default generator, too, which a buffer without a generator draws from.
+        rows_only: load only the rows, as new rows for the sampler of this buffer.
+        default_generator: also restore torch's default generator, which buffers without a generator use.
         progress: as for :meth:`dumps`.
 
     Raises:
-        CheckpointError: a file is missing, damaged, cut short, foreign or of a newer version, or the dump does not fit
-            this buffer: says which and how. The buffer is as it was.
+        CheckpointError: a file is missing, damaged, truncated, foreign or of a newer version, or the dump does not fit
+            this buffer; the message gives the reason. The buffer is unchanged.
     """
     connect = partial(rb._connect, default_priorities=rows_only)
     load_buffer(rb, path, connect, rows_only=rows_only, default_generator=default_generator, progress=progress)
@@ -313,7 +313,7 @@ def full(rb: Any) -> bool:
 
 
 def describe(rb: Any) -> str:
-    """Return the parts and the fill of a buffer, as its ``repr``."""
+    """Return the parts and the fill level of a buffer, for its ``repr``."""
     if not rb.initialized:
         return f"{type(rb).__name__}(not initialized)"
     named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
@@ -331,22 +331,22 @@ def repair(rb: Any) -> None:
 
 
 def state_dict(rb: Any) -> dict[str, Any]:
-    """Return a copy of all that behaviour depends on, as tensors and plain values."""
+    """Return a copy of all state that determines behaviour, as tensors and plain values."""
     return TensorDictReplayBuffer.state_dict(rb) | {"_trajectories": trajectories_of(rb.storage)}
 
 
 def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
-    """Continue from :meth:`state_dict`.
+    """Restore a result of :meth:`state_dict`.
 
     Raises:
-        ValueError: the state is of other parts, or its rows do not fit this buffer, which stays as it was.
-        RuntimeError: it was saved with another ``prefetch``; the buffer stays as it was.
+        ValueError: the state is of other parts, or its rows do not fit this buffer. The buffer is unchanged.
+        RuntimeError: it was saved with another ``prefetch``. The buffer is unchanged.
     """
     rb._initialize()
-    rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before anything changes
+    rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
     with rb._futures_lock:
         rb.synchronize()  # prefetching threads need the other locks
-        with rb._locked():  # nobody sees the parts of two states
+        with rb._locked():  # no thread sees a mixture of two states
             if isinstance(rb.storage, PackedStorage):
                 examine(rb.storage, state_dict["_storage"])
             parts = {"_transforms": rb.transform, "_writer": rb.writer, "_sampler": rb.sampler}
@@ -367,12 +367,12 @@ def share_if_spawning(rb: Any) -> None:
 
 
 def share(rb: Buffer, shared: bool = True) -> Buffer:
-    """Let several processes use this buffer: those forked from now on, or spawned and sent it.
+    """Share this buffer with processes that are later forked, or spawned and sent it.
 
     Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities, one
-    at a time; a write that is killed half-way leaves no trace and no lock. Other state of samplers (the position in an
-    epoch, generators) stays with each process. Parts cannot be replaced afterwards. TorchRL's collectors with several
-    workers call this themselves. A storage of TorchRL's is shared as TorchRL does.
+    at a time. If a process is killed during a write, the write is undone and the lock released. Other state of samplers
+    (the position in an epoch, generators) stays with each process. Parts cannot be replaced afterwards. TorchRL's
+    collectors with several workers call this themselves. A TorchRL storage is shared in TorchRL's way.
 
     Args:
         shared: ``False`` is for TorchRL's constructor: a shared buffer stays shared.
@@ -381,9 +381,9 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
 
     Raises:
         ValueError: rows on a CUDA device.
-        RuntimeError: this system has no locks that outlive processes (Windows).
+        RuntimeError: this system lacks locks that outlive processes (Windows).
     """
-    storage = vars(rb).get("_storage")  # there is none while TorchRL's constructor calls this
+    storage = vars(rb).get("_storage")  # missing while TorchRL's constructor calls this
     if not shared or not isinstance(storage, PackedStorage):
         return TensorDictReplayBuffer.share(rb, shared)
     with storage.lock:
@@ -392,5 +392,5 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
         if rb.flow is not None:
             rb.flow.share_memory_()
         TensorDictReplayBuffer.share(rb, True)
-        rb._write_lock = nullcontext()  # the storage's lock serves processes, too
+        rb._write_lock = nullcontext()  # the storage's lock also works between processes
     return rb

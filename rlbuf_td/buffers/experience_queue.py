@@ -1,4 +1,4 @@
-"""A bounded queue between actors and a learner: a buffer that waits for room and for rows."""
+"""A bounded queue between actors and a learner: a buffer that waits for free space and for rows."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
 
-_POLL = 0.001  # seconds between two looks: nobody who has died can be the one to wake a waiting process
+_POLL = 0.001  # polling interval in seconds: unlike a notification, polling does not depend on live processes
 Result = TypeVar("Result")
 
 
 class ExperienceQueue(ReplayBuffer):
-    """A first-in-first-out queue of rows, each taken once: for asynchronous actors (IMPALA, APPO).
+    """A first-in-first-out queue of rows, each taken once, for asynchronous actors (IMPALA, APPO).
 
-    A row is a transition, or a trajectory of L steps: its entries are ``[L, ...]`` then, and those of a batch
-    ``[B, L, ...]``. Writes wait while the queue is full, samples while fewer rows wait than a batch has. A write is
-    taken whole or not at all, and the rows of one writer come in its order.
+    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]`` (in a batch ``[B, L, ...]``). Writes
+    wait while the queue is full; samples wait until there are enough rows for a batch. A write is stored completely
+    or not at all, and the rows of one writer keep their order.
 
-    Threads use the same object; processes that are forked, or spawned and sent the queue, do so after :meth:`share`. A
-    process that dies, at any moment, blocks nobody: what it was writing was not written, and what it was taking is
-    taken by another one. Rows that :meth:`sample` has returned are gone with it.
+    Threads share the object. After :meth:`share`, so do processes that are forked, or spawned and sent the queue. A
+    process that dies blocks no other: its unfinished write is undone, and rows of its unfinished sample stay in the
+    queue. Only rows that :meth:`sample` has returned are lost with it.
 
     Args:
-        timeout: seconds to wait at most, else a TimeoutError; ``None``: for ever.
-        **kwargs: ``storage``, a :class:`PackedStorage` ``[T]`` whose capacity bounds the rows that wait (default:
+        timeout: seconds to wait at most, then TimeoutError; ``None``: forever.
+        **kwargs: ``storage``, a :class:`PackedStorage` ``[T]`` whose capacity limits the waiting rows (default:
             1,000), ``batch_size``, ``transform`` and others of :class:`ReplayBuffer`.
 
     Raises:
-        TimeoutError: (on writing or sampling) there was no room, or there were no rows, in time; nothing has changed.
-        ValueError: ``prefetch`` is given, as rows drawn ahead would die with a process; (on writing) more rows come
-            than the queue ever has room for.
+        TimeoutError: (on writing or sampling) there was no free space, or too few rows, in time; nothing has changed.
+        ValueError: ``prefetch`` is given, as rows drawn ahead would be lost with a process; (on writing) there are
+            more rows than the capacity.
         RuntimeError: (while waiting) the queue was shut down in this process.
 
-    Cost: that of a uniform sample and of a write; who waits looks once in a millisecond.
+    Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
 
     Example: a learner that corrects for the lag of its actors with V-trace
 
@@ -65,7 +65,7 @@ class ExperienceQueue(ReplayBuffer):
     def __init__(self, *, timeout: float | None = None, **kwargs: Any) -> None:
         given = {name for name in ("sampler", "writer", "prefetch") if kwargs.get(name)}
         if given:
-            reason = "it writes in order, and takes each row once, when it is asked for"
+            reason = "it writes in order, and takes each row once, on request"
             raise ValueError(f"an ExperienceQueue has no {' and no '.join(sorted(given))} of its own choice: {reason}")
         self.timeout = timeout
         writer = QueueWriter()
@@ -73,15 +73,15 @@ class ExperienceQueue(ReplayBuffer):
 
     @property
     def waiting(self) -> int:
-        """The rows that wait to be taken."""
+        """The number of rows that wait to be taken."""
         return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one row once there is room, and return its index; raises as the class says."""
+        """Write one row once there is free space; return its index. The class documents the errors."""
         return self._once_possible(partial(super().add, data), self.timeout)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write ``[n]`` rows in order, once there is room for all, and return their index; raises as the class says.
+        """Write ``[n]`` rows in order, once there is space for all; return their index. The class documents the errors.
 
         Args:
             tensordicts: the rows.
@@ -98,7 +98,7 @@ class ExperienceQueue(ReplayBuffer):
         wait: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Take the rows that have waited longest, once there are enough; see :meth:`ReplayBuffer.sample`.
+        """Take the oldest waiting rows, once there are enough; see :meth:`ReplayBuffer.sample`.
 
         Args:
             batch_size: default: the queue's.
@@ -111,7 +111,7 @@ class ExperienceQueue(ReplayBuffer):
         return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Return what ``call`` returns once the queue is not full, or not empty, outside of all locks."""
+        """Repeat ``call`` until the queue is not full, or not empty; return its result. Waits outside of all locks."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Flow control: how many rows are sampled for each row that is written, kept within a tolerance."""
+"""Flow control: keeps the number of samples per written row within a tolerance."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED = range(7)
-_POLL = 0.001  # seconds between two looks: nobody who has died can be the one to wake a waiting process
+_POLL = 0.001  # polling interval in seconds: unlike a notification, polling does not depend on live processes
 
 
 class FlowControl:
-    r"""Lets batches and writes pass while samples per insert stay within a tolerance.
+    r"""Admits batches and writes as long as samples per insert stay within a tolerance.
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
-    with :math:`\sigma` = ``samples_per_insert``, from the first batch on. Samples and inserts count rows, from the
-    beginning. All counters are in memory that :meth:`share_memory_` shares with other processes.
+    with :math:`\sigma` = ``samples_per_insert``, from the first batch on. Samples and inserts count rows from the
+    start. All counters are in memory that :meth:`share_memory_` shares with other processes.
 
     Args:
-        samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` counts.
-        min_size: rows that must have been written before the first batch.
-        tolerance: in sampled rows, at least those of a batch and ``samples_per_insert`` times those of a write: else
-            neither might be allowed to pass. ``None``: the least that is possible with the batches and writes so far.
+        samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` is enforced.
+        min_size: rows that must be written before the first batch.
+        tolerance: in sampled rows, at least the size of a batch and ``samples_per_insert`` times the size of a write:
+            otherwise both could block. ``None``: the smallest possible for the batches and writes so far.
 
     Raises:
         ValueError: an argument is out of range; (on a call) a batch or a write is too large for the tolerance.
@@ -54,13 +54,13 @@ class FlowControl:
 
     @property
     def tolerance(self) -> float:
-        """By how many sampled rows samples may be off, now."""
+        """The current tolerance, in sampled rows."""
         if self.given_tolerance is not None:
             return float(self.given_tolerance)
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     def admit_sample(self, rows: int) -> bool:
-        """Count a batch if it may pass; return whether it does. The caller holds a lock."""
+        """Count a batch if it is admitted; return whether it is. The caller holds a lock."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
         if numbers[_INSERTED] < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows) > self.tolerance:
@@ -69,7 +69,7 @@ class FlowControl:
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Count a write if it may pass; return whether it does. The caller holds a lock."""
+        """Count a write if it is admitted; return whether it is. The caller holds a lock."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -79,18 +79,18 @@ class FlowControl:
         return True
 
     def _excess(self, sampled: int, inserted: int | None = None) -> float:
-        """Return by how much samples are more than they should be."""
+        """Return the excess of samples over their target."""
         if self.samples_per_insert is None:
             return 0.0
         inserted = self._numbers[_INSERTED] if inserted is None else inserted
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Remember the largest batch and write; refuse those that the tolerance could never let pass."""
+        """Record the largest batch and write; refuse those that the tolerance could never admit."""
         self._refuse_closed()
         if self.given_tolerance is not None and weight > self.given_tolerance:
             room = f"a tolerance of {self.given_tolerance} sampled rows"
-            raise ValueError(f"{what} of {rows} rows could block forever with {room}: make that at least {weight:g}")
+            raise ValueError(f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}")
         if rows > self._numbers[which]:
             self._numbers[which] = rows
 
@@ -99,20 +99,20 @@ class FlowControl:
             raise RuntimeError("the buffer has been shut down")
 
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Count a batch or a write that has failed no longer. The caller holds a lock."""
+        """Subtract a batch or a write that has failed. The caller holds a lock."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
     def count_wait(self, *, of_sample: bool) -> None:
-        """Count a batch or a write that has had to wait."""
+        """Count a batch or a write that had to wait."""
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
 
     def shutdown(self) -> None:
-        """Wake everybody who waits, with a RuntimeError."""
+        """Wake all waiting calls with a RuntimeError."""
         self._numbers[_CLOSED] = 1
 
     def share_memory_(self) -> None:
-        """Count together with processes that are forked, or spawned with this object, from now on."""
+        """Share the counters with processes that are later forked, or spawned with this object."""
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
@@ -123,7 +123,7 @@ class FlowControl:
 
     @contextmanager
     def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
-        """Let a write pass, once it may; if the ``with`` block fails, it has not been written."""
+        """Wait until a write is admitted; if the ``with`` block fails, it does not count."""
         wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
         try:
             yield
@@ -136,11 +136,11 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Let a batch pass when it may, and rows are ``ready``; if the ``with`` block fails, it has not been sampled.
+        """Wait until a batch is admitted and rows are ``ready``; if the ``with`` block fails, it does not count.
 
         Raises:
-            RuntimeError: it may not pass, and is not to wait; or the buffer has been shut down.
-            TimeoutError: it was not allowed to pass in time.
+            RuntimeError: it is not admitted and must not wait; or the buffer has been shut down.
+            TimeoutError: it was not admitted in time.
         """
 
         def admit() -> bool:
@@ -151,7 +151,7 @@ class FlowControl:
         else:
             with lock:
                 if not admit():
-                    raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
+                    raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
         try:
             yield
         except BaseException:
@@ -160,7 +160,7 @@ class FlowControl:
             raise
 
 
-NOT_YET = "there are too few rows, or samples per insert are as high as they may be. wait=True waits"
+NOT_YET = "there are too few rows, or samples per insert are at their limit. wait=True waits"
 
 
 def wait_until(
@@ -169,7 +169,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Wait until ``admit``, called with the lock held, returns True; a TimeoutError if it does not in time."""
+    """Wait until ``admit``, called with the lock held, returns True; TimeoutError if it does not in time."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -179,7 +179,7 @@ def wait_until(
                 count_wait()
         count_wait = None
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"there was no permission, or no row, within {timeout} seconds")
+            raise TimeoutError(f"flow control admitted nothing, or there was no row, within {timeout} seconds")
         time.sleep(_POLL)
 
 
@@ -189,17 +189,17 @@ def wait_until(
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control that a buffer's arguments ask for, if any; raises as :class:`FlowControl`."""
+    """Return the flow control for a buffer's arguments, or None; raises as :class:`FlowControl`."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
-        raise ValueError("flow control counts batches when they are sampled: take prefetch=0")
+        raise ValueError("flow control counts batches when they are sampled: use prefetch=0")
     return FlowControl(samples_per_insert, min_size, tolerance)
 
 
 @contextmanager
 def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
-    """Wait until a buffer has rows, and its flow control lets a batch pass; raises as :meth:`FlowControl.sampling`."""
+    """Wait until a buffer has rows and its flow control admits a batch; raises as :meth:`FlowControl.sampling`."""
 
     def ready() -> bool:
         if rb._service_shutdown:
@@ -215,7 +215,7 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
 
 
 def shutdown(rb: Any, timeout: float | None = None) -> None:
-    """Stop the buffer's threads, and wake whoever waits for flow control, in any process, with a RuntimeError."""
+    """Stop the buffer's threads, and wake all calls that wait for flow control, in any process, with a RuntimeError."""
     if rb.flow is not None:
         rb.flow.shutdown()
     TensorDictReplayBuffer.shutdown(rb, timeout)

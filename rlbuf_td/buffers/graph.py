@@ -1,4 +1,4 @@
-"""A step of sampling, learning and updating priorities as one CUDA graph: what :meth:`ReplayBuffer.capture` returns."""
+"""Sampling, learning and updating priorities as one CUDA graph: the result of :meth:`ReplayBuffer.capture`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step: TypeAlias = Callable[[TensorDictBase], Any]
 
 
 class _Graph(NamedTuple):
-    """A recorded step, what it returns, and the rows and weights that it draws."""
+    """A recorded step, its output, and the rows and weights that it draws."""
 
     graph: torch.cuda.CUDAGraph
     output: Any
@@ -29,11 +29,11 @@ class _Graph(NamedTuple):
 
 
 class CapturedStep:
-    """Samples, calls ``step`` and updates priorities, on CUDA as one graph; :meth:`ReplayBuffer.capture` makes it.
+    """Samples, calls ``step`` and updates priorities, on CUDA as one graph; created by :meth:`ReplayBuffer.capture`.
 
-    What the host changes between calls (rows written, alpha, beta, thresholds) is copied to device memory before a
-    replay. What a graph cannot read there (settings, other memory after ``load_state_dict``, another sampler, generator
-    or transform) is compared before each replay, and the graphs are recorded again if it differs. Random numbers
+    Settings that the host changes between calls (rows written, alpha, beta, thresholds) are copied to device memory
+    before a replay. All that is fixed in a graph (other settings, memory after ``load_state_dict``, another sampler,
+    generator or transform) is compared before each replay; if it differs, the graphs are recorded again. Random numbers
     continue from replay to replay. :func:`capture` documents the arguments.
     """
 
@@ -56,9 +56,9 @@ class CapturedStep:
         return bool(self._graphs)
 
     def __call__(self) -> Any:
-        """Sample, call the step, update priorities; return what the step returned.
+        """Sample, call the step and update priorities; return the output of the step.
 
-        On CUDA its memory is used again after ``ring`` calls: copy what you keep.
+        On CUDA, the output's memory is reused after ``ring`` calls: copy what you keep.
         """
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
@@ -71,9 +71,9 @@ class CapturedStep:
         storage, sampler = self._buffer.storage, self._buffer.sampler
         if not self._buffer._parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
             raise TypeError(
-                f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: it takes "
+                f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: this needs "
                 "PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, or HindsightSampler, "
-                "NStepSampler or SequenceSampler over them (a MinibatchSampler's epochs are counted by the host: take "
+                "NStepSampler or SequenceSampler over them (the host counts the epochs of a MinibatchSampler: use "
                 "UniformSampler(unique=True), or sample outside of a graph)"
             )
         if not len(storage):
@@ -81,8 +81,8 @@ class CapturedStep:
         return storage
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
-        """Call the step, pass the batch to ``update`` if the step has left TD errors in it, and return its output."""
-        if self._step is None:  # TD errors in the batch, if any, were written with its rows
+        """Call the step and return its output; pass the batch to ``update`` if the step has written TD errors to it."""
+        if self._step is None:  # TD errors in the batch, if any, are stored entries of its rows
             return batch
         output = self._step(batch)
         if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
@@ -100,7 +100,7 @@ class CapturedStep:
         counts = None if buffer.replay_count is None else buffer.replay_count.counts()
         memory = storage.rows, *storage.all_rows().sources(), self._write_clock, counts
         objects = sampler, sampler._rng, *memory, *buffer._parts.transforms
-        # The objects of the last recording are held here, so that no others can take their addresses.
+        # Keep the objects of the last recording alive, so that no others can take their addresses.
         before, settings_before = self._recorded_with
         is_same = len(before) == len(objects) and all(map(is_, before, objects)) and settings_before == settings
         if not self._graphs or not is_same:
@@ -114,21 +114,21 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record one graph for each output of the ring; refuse a generator on another device, keeping the graphs."""
+        """Record one graph per output of the ring; refuse a generator on another device, and keep the graphs."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:
             raise ValueError(
-                f"the buffer's generator is on {generator.device}: a graph draws from one on {device}, or from "
+                f"the buffer's generator is on {generator.device}: a graph needs one on {device}, or "
                 "torch's default (set_rng(None))"
             )
         self._graphs.clear()
         self._next = 0
         try:
             with torch.cuda.device(device), capturing():
-                # A stream of this GPU: torch's own stream for captures is on the GPU that captured first.
+                # A stream of this GPU: torch's own capture stream is on the GPU of the first capture.
                 stream = torch.cuda.Stream()
-                self._warm_up(storage, stream)  # which compiles kernels and allocates lasting memory
+                self._warm_up(storage, stream)  # compiles kernels and allocates persistent memory
                 for _ in range(self._ring):
                     sampler.forget_order()  # every graph must contain the sort
                     self._graphs.append(self._record(storage, generator, stream))
@@ -154,12 +154,12 @@ class CapturedStep:
             graph.register_generator_state(generator)
         # "thread_local": other threads may allocate memory and query events meanwhile.
         options: Any = {"stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.stream(stream), torch.cuda.graph(graph, **options):  # the former ends even if a capture fails
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, **options):  # the stream ends even if a capture fails
             output, drawn = self._run(storage)
         return _Graph(graph, output, drawn)
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
-        """Run one step; return its output, and the rows and weights that were drawn."""
+        """Run one step; return its output, and the drawn rows and weights."""
         buffer, parts = self._buffer, self._buffer._parts
         sampler: Any = parts.prioritized
 
@@ -179,31 +179,31 @@ def capture(
 ) -> CapturedStep:
     """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
 
-    The graph stays right while the buffer fills and wraps and while alpha and beta change; each call draws anew.
+    The graph stays valid while the buffer fills and wraps and while alpha and beta change; each call draws new rows.
     Write with :meth:`extend` between calls, on the same stream; other threads wait while a graph is launched. On
-    the CPU there is no graph, and other threads may write during the step: rows that they replace are left out, as
+    the CPU there is no graph, and other threads may write during the step: rows that they replace are skipped, as
     by :meth:`update_tensordict_priority`.
 
-    **Aliasing:** outputs lie in memory that is used again: the output of call ``k`` is valid until call
+    **Aliasing:** the memory of outputs is reused: the output of call ``k`` is valid until call
     ``k + ring``.
 
     Args:
-        step: takes a batch, and may return tensors. The TD errors that it leaves in ``priority_key`` become the
-            priorities of the rows, or of the anchors of sequences; without that key priorities stay. It must be
-            what a CUDA graph can hold: no host synchronisation, optimizers with ``capturable=True``. ``None``:
-            return the batch, update nothing.
+        step: takes a batch, and may return tensors. TD errors that it writes to ``priority_key`` become the
+            priorities of the rows, or of the anchors of sequences; without that key, priorities are unchanged. It must
+            be capturable in a CUDA graph: no host synchronisation, optimizers with ``capturable=True``. ``None``:
+            return the batch and update nothing.
         batch_size: default: the buffer's.
         ring: number of outputs, at least 2.
         warmup: number of steps that run, with effect, before the capture.
 
     Raises:
         ValueError: an argument is out of range, or there is no batch size; (when called) the buffer's generator is
-            not on the device of its rows, or the sampler cannot draw such a batch: nothing has changed.
+            not on the device of its rows, or the sampler cannot draw this batch: nothing has changed.
         TypeError: ``step`` is not callable; (when called) the storage is not a :class:`PackedStorage`, or the
             sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
         RuntimeError: (when called) the buffer is empty.
     """
     size = rb.batch_size if batch_size is None else batch_size
     if size is None:
-        raise ValueError("say how many rows a batch has: batch_size")
+        raise ValueError("pass the number of rows per batch: batch_size")
     return CapturedStep(rb, step, size, ring, warmup)

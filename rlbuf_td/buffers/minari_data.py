@@ -1,4 +1,4 @@
-"""Minari's data sets in and out: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Import and export of Minari data sets: methods of :class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ def from_minari(
 ) -> Any:
     """Return a buffer ``[T]`` of all transitions of a Minari data set (needs the extra ``minari``).
 
-    Memory for all transitions is planned once the first episode is read. The episodes are read one by one: with
-    ``scratch_dir`` a set may be larger than RAM.
+    Memory for all transitions is reserved after the first episode is read. Episodes are read one by one: with
+    ``scratch_dir`` a data set may be larger than RAM.
 
-    A Dict observation has its keys at the root, and a Tuple has the keys ``"0"``, ``"1"`` ..., as everywhere in this
-    package. ``("next", ...)`` of an episode's last row is its final observation, ``terminated`` and ``truncated`` are
-    kept apart, and ``("collector", "traj_ids")`` is the episode's id, so that an episode that has no end does not run
-    into the next. dtypes are those of the set: its rewards mostly are float64.
+    A Dict observation has its keys at the root, and a Tuple has the keys ``"0"``, ``"1"``, ..., as everywhere in this
+    package. ``("next", ...)`` of an episode's last row is its final observation; ``terminated`` and ``truncated`` are
+    separate. ``("collector", "traj_ids")`` is the episode's id, so that an episode without an end does not continue in
+    the next one. dtypes are those of the data set; its rewards are usually float64.
 
     Args:
         dataset: a ``MinariDataset``, perhaps with filtered episodes, or the name of one on this machine.
-        capacity: in transitions; ``None``: as many as the set has. More leaves room for others.
+        capacity: in transitions; ``None``: the size of the data set. A larger one leaves room for more transitions.
         infos: store infos (numbers only) at ``"info"``, before a step, and at ``("next", "info")``, after it.
-        reward_dtype: of the rows; ``torch.float32`` fits what :class:`GymnasiumRecorder` writes.
+        reward_dtype: the dtype of rewards; ``torch.float32`` matches :class:`GymnasiumRecorder`.
         progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
         **kwargs: as for :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size`` ...
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: the set has no transitions, or more than ``capacity``.
-        SchemaError: an observation, action or info is not made of numbers (``Text``, ``Sequence``, ``Graph``), or
-            episodes differ in dtypes or shapes. Says which.
-        MemoryError: the rows can never fit into RAM; with ``scratch_dir`` an OSError: the disk has less room.
+        ValueError: the data set has no transitions, or more than ``capacity``.
+        SchemaError: an observation, action or info does not consist of numbers (``Text``, ``Sequence``, ``Graph``), or
+            episodes differ in dtypes or shapes. The message names it.
+        MemoryError: the rows can never fit into RAM. With ``scratch_dir``, OSError: the disk has too little room.
 
-    Cost: that of Minari's reading, and about half as much again (``python tests/benchmarks/minari_speed.py``).
+    Cost: about 1.5 times that of reading with Minari (``python tests/benchmarks/minari_speed.py``).
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -78,7 +78,7 @@ def from_minari(
         raise ValueError(f"{dataset.id} has no transitions")
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
     if rb.storage.scratch_dir is None:
-        take_pages(rb.storage.all_rows().first(steps).matrix)  # one by one, as rows are written, takes twice as long
+        take_pages(rb.storage.all_rows().first(steps).matrix)  # page faults during writes would take twice as long
     with progress_bar(f"loading {dataset.id}", steps * rb.storage.row_bytes, progress) as report:
         for rows in chain([first], episodes):
             _fit_reward_(rows, first["next", "reward"].dtype)
@@ -88,14 +88,14 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards without loss: an environment may return ints at times, and floats at others."""
+    """Cast rewards without loss, because an environment may return ints in some episodes and floats in others."""
     reward = rows["next", "reward"]
     if reward.dtype is not dtype and torch.promote_types(reward.dtype, dtype) is dtype:
         rows["next", "reward"] = reward.to(dtype)
     elif reward.dtype is not dtype:
         episode = int(rows[TRAJECTORY][0])
         raise SchemaError(
-            f"episode {episode} has rewards of {reward.dtype}, those before it {dtype}: pass reward_dtype=torch.float64"
+            f"episode {episode} has {reward.dtype} rewards, earlier ones {dtype}: pass reward_dtype=torch.float64"
         )
 
 
@@ -111,9 +111,9 @@ def to_minari(
 ) -> Any:
     """Write all rows, oldest first, as a new Minari data set on this machine, and return it (extra ``minari``).
 
-    An episode is a trajectory of one lane: rows of one number ``("collector", "traj_ids")``, else rows up to one that
-    is ``done``. Lanes come one after the other. What :meth:`from_minari` has loaded is written byte for byte. Rows
-    outside the two spaces and infos (a policy's outputs, for example) are left out, and so are transforms.
+    An episode is a trajectory of one lane: rows with one number ``("collector", "traj_ids")``, else rows up to one that
+    is ``done``. Lanes are written one after the other. Data loaded by :meth:`from_minari` is written byte for byte.
+    Entries outside the two spaces and infos (a policy's outputs, for example) are omitted; transforms are not applied.
 
     Args:
         dataset_id: a new name, ``"namespace/name-v0"``.
@@ -129,12 +129,12 @@ def to_minari(
 
     Raises:
         ImportError: Minari is not installed.
-        ValueError: neither ``env`` nor both spaces are given, Minari has a set of this name, or a next observation
-            differs from the observation of the row that follows, which Minari cannot hold.
+        ValueError: neither ``env`` nor both spaces are given, a data set of this name exists, or a next observation
+            differs from the observation of the following row, which Minari cannot store.
         SchemaError: the rows lack a part of an observation or action.
         RuntimeError: the buffer is empty.
 
-        After an error there is no new set.
+        After an error there is no new data set.
 
     Example:
         >>> import gymnasium
@@ -164,11 +164,11 @@ def to_minari(
 
 
 def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
-    """Return the given spaces, or those of the environment in their place."""
+    """Return the given spaces, or those of the environment."""
     if observation_space is not None and action_space is not None:
         return observation_space, action_space
     if env is None:
-        raise ValueError("give the Gymnasium environment as env, or both observation_space and action_space")
+        raise ValueError("pass the Gymnasium environment as env, or both observation_space and action_space")
     import gymnasium
 
     env = env if isinstance(env, gymnasium.Env) else gymnasium.make(env)
@@ -176,7 +176,7 @@ def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, A
 
 
 def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each episode of the given time steps, and its bytes, lane by lane."""
+    """Yield each episode of the given time steps, and its size in bytes, lane by lane."""
     lanes = lanes_of(storage).numel()
     for lane in range(lanes):
         flat = steps * lanes + lane
@@ -186,7 +186,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return where in a lane's flat rows, in order of age, episodes begin; without the first one."""
+    """Return the positions at which episodes begin in a lane's flat rows, in order of age; without the first one."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None:
@@ -198,7 +198,7 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield lists of episodes that are written at once, and their bytes."""
+    """Yield lists of episodes that are written at once, and their size in bytes."""
     waiting: list[dict[str, Any]] = []
     total = 0
     for episode, nbytes in episodes:

@@ -1,4 +1,4 @@
-"""The parts of a buffer: what they are to each other, how they are replaced, and how several processes share them."""
+"""The parts of a buffer: their relations, their replacement, and their sharing between processes."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from rlbuf_td.writers.common import next_step
 
 
 class Parts(NamedTuple):
-    """The parts of a buffer, and what each call needs to know of them; made anew when a part is replaced."""
+    """The parts of a buffer, with the properties that each call needs; rebuilt when a part is replaced."""
 
     storage: Any
     sampler: Any
     writer: Any
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
     prioritized: Prioritized | None  # the sampler that draws, if it is a prioritized one of this package
-    transforms: Collection[Any]  # the live list: to ask the transform takes 1 us
+    transforms: Collection[Any]  # the live list: asking the transform takes 1 us
     is_packed: bool  # the storage is a PackedStorage
-    has_units: bool  # a sample unit expands what is drawn
-    is_stamped: bool  # batches know when they were sampled
-    draws: str  # the sampler's method on the short path: "draw_batch", "draw"; "": take TorchRL's general path
-    writes_generally: bool  # writes take TorchRL's general path
+    has_units: bool  # a sample unit expands the drawn rows
+    is_stamped: bool  # batches record when they were sampled
+    draws: str  # the sampler's method on the short path: "draw_batch", "draw"; "": use TorchRL's general path
+    writes_generally: bool  # writes use TorchRL's general path
 
     @classmethod
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the parts; ``collates``: the buffer has a collate function of the user's."""
+        """Return the parts; ``collates``: whether the user has passed a collate function."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
         if wrapper is not None:
-            wrapper.watch(storage)  # before rows are loaded, whose trajectories end then
+            wrapper.watch(storage)  # before a load of rows, which ends their trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
@@ -60,9 +60,9 @@ class Parts(NamedTuple):
         return cls(*given, is_packed, has_units, is_stamped, draws, generally)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Return flat rows of the short path, the sampler's report, and the transitions of a wrapper.
+        """Return flat rows of the short path, the sampler's report, and the transitions.
 
-        Without a wrapper, what ``gather`` returns of the flat rows. The caller holds the lock.
+        A wrapper returns the transitions; otherwise ``gather`` reads them. The caller holds the lock.
         """
         if self.draws == "draw_batch":
             return self.sampler.draw_batch(self.storage, batch_size)
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
 
 class BufferOfParts(Protocol):
-    """What prefetching and captured steps need of a :class:`ReplayBuffer`."""
+    """The methods of :class:`ReplayBuffer` that prefetching and captured steps use."""
 
     storage: Any
     sampler: Any
@@ -89,11 +89,11 @@ class BufferOfParts(Protocol):
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]: ...
     def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase: ...
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Give the rows of a batch the TD errors that it holds."""
+        """Update the priorities of the rows of a batch from its TD errors."""
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the best method by which a class draws; "" if it, or a subclass of one of ours, has its own ``sample``."""
+    """Return the best draw method of a class; "" if it, or a subclass of one of ours, overrides ``sample``."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -104,14 +104,14 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
 
 
 def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
-    """Refuse a sampler that needs rows in the order of time together with a writer that keeps none (ValueError)."""
+    """Refuse a sampler that needs rows in time order with a writer that keeps none (ValueError)."""
     if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
         kinds = type(sampler).__name__, type(writer).__name__
-        raise ValueError("a {} needs rows in the order of time, a {} keeps none: use a RingWriter".format(*kinds))
+        raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
-    """Move rows, what is attached to them, and priorities into shared memory; a killed write undoes writer's counters.
+    """Move rows, their attached objects, and priorities to shared memory; undoing a write resets the writer.
 
     Raises:
         ValueError: rows on a CUDA device.
@@ -132,16 +132,16 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 
 
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the storage, with what it holds, and return the old one.
+    """Replace the storage and its content, and return the old storage.
 
-    Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities start anew.
+    Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """
     _refuse_if_shared(rb, "storage")
     with rb._emptied_of_prefetched():
         previous = TensorDictReplayBuffer.set_storage(rb, storage, collate_fn)
         storage.attach(rb)
         storage._rng = rb._rng
-        rb._writer._storage = None  # no longer the old one
+        rb._writer._storage = None  # detach the old storage
         rb._writer.register_storage(storage)
         if isinstance(rb._writer, RoundRobinWriter):
             rb._writer._cursor = next_step(storage)

@@ -1,9 +1,9 @@
 """The short path: ``sample`` and ``update_tensordict_priority`` in one compiled call each.
 
-A plan is made once storage, sampler, schema and batch size are fixed: it holds the addresses and the kernel that a call
-needs. Each call first checks, in a few comparisons, that nothing has changed since. It gives the same batches and
-priorities as the general path from the same generator state. Where something has changed, or an argument is unusual, it
-gives nothing: the buffer takes the general path, and makes another plan.
+A plan exists while storage, sampler, schema and batch size are fixed: it holds the addresses and the kernel for a
+call. Each call first checks, with a few comparisons, that nothing has changed since. From the same generator state, it
+gives the same batches and priorities as the general path. If something has changed, or an argument is unusual, it
+returns None: the buffer takes the general path, and makes a new plan.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _CPU = torch.device("cpu")
 
 
 class Blank(NamedTuple):
-    """A batch whose memory has no values yet."""
+    """A batch whose memory is not yet filled."""
 
-    slot: int  # where the kernel finds the addresses of the batch's tensors
+    slot: int  # memory with the addresses of the batch's tensors
     tensors: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]
 
 
 class Planned(ABC):
-    """Samples plain rows on the CPU. A subclass says which memory a batch takes."""
+    """Samples plain rows on the CPU. A subclass defines the memory of a batch."""
 
     gather: Gather
     _blanks: list[Any]
 
     def blank(self) -> Any:
-        """Return memory for a batch, fresh, every leaf a tensor of its own."""
+        """Return fresh memory for a batch, with a separate tensor per leaf."""
         if not self._blanks:
-            with torch.inference_mode(False):  # a batch may be used after inference mode
+            with torch.inference_mode(False):  # a batch may outlive inference mode
                 self._blanks = self.make_blanks()
         return self._blanks.pop()
 
@@ -66,15 +66,15 @@ class Planned(ABC):
 
     @abstractmethod
     def sample(self) -> Blank | None:
-        """Return a batch, ``None`` if the general path must be taken; the caller holds the buffer's locks."""
+        """Return a batch, or None to use the general path; the caller holds the buffer's locks."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Take the TD errors of a batch; return how many rows are stale, ``None``: take the general path."""
+        """Update priorities from TD errors; return the number of stale rows, or None for the general path."""
         return None
 
 
 class Plan(Planned):
-    """Draws rows. A subclass knows the law.
+    """Draws rows. A subclass defines the law.
 
     Args:
         storage: its rows are ``[T]`` or ``[T, E]``.
@@ -83,9 +83,9 @@ class Plan(Planned):
         gathers: whether a batch holds the leaves of the rows, beside the index and the report.
     """
 
-    reports: tuple[tuple[str, torch.dtype], ...] = ()  # what the sampler adds to a batch beside the index
-    table = 0  # the address of the addresses of the priorities
-    front: FreshRowsSampler | None = None  # puts fresh rows in front of those that are drawn, before they are gathered
+    reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's entries of a batch, beside the index
+    table = 0  # address of the priorities' address array
+    front: FreshRowsSampler | None = None  # puts fresh rows in front of the drawn rows
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
@@ -105,7 +105,7 @@ class Plan(Planned):
         self.gathers, self._blanks, self.numbers = gathers, [], self.flat.numpy()
 
     def holds(self) -> bool:
-        """Whether the parts are as they were when the plan was made."""
+        """Whether the parts are unchanged since the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
 
     def make_blanks(self) -> list[Blank]:
@@ -131,7 +131,7 @@ class Plan(Planned):
 
 
 class UniformPlan(Plan):
-    """Draws every row with equal probability; repeats are allowed."""
+    """Draws every row with equal probability, with replacement."""
 
     def holds(self) -> bool:
         """See :meth:`Plan.holds`; ``unique`` may be set at any time."""
@@ -168,7 +168,7 @@ class RecencyPlan(Plan):
 
 
 class MinibatchPlan(Plan):
-    """Draws the next rows of an epoch; the last batch of an epoch may be shorter, and takes the general path."""
+    """Draws the next rows of an epoch; the last batch of an epoch may be shorter, and uses the general path."""
 
     def draw(self, written: int, slot: int) -> bool:
         if len(self.sampler.order(self.storage)) - self.sampler.position < self.size:
@@ -179,7 +179,7 @@ class MinibatchPlan(Plan):
 
 
 class PrioritizedPlan(Plan, ABC):
-    """Takes TD errors back; a subclass knows where priorities are kept."""
+    """Updates priorities; a subclass defines where they are stored."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     draws: Any  # the kernels
@@ -201,7 +201,7 @@ class PrioritizedPlan(Plan, ABC):
             return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Planned.update`. The usual case is a sampled batch with one float32 error per row."""
+        """See :meth:`Planned.update`. Usually the batch is a sampled one with one float32 error per row."""
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
@@ -222,14 +222,14 @@ class PrioritizedPlan(Plan, ABC):
         with self.lock:
             now = self.length.value, self.clock[NOW], self.clock[LAST]
             largest, stale = self.assigns(self.gather.address, *where, *now, *self.scale())
-        if largest == REFUSED:  # a row is out of range or an error not finite, and nothing has changed
+        if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None
         if largest > self.settings[LARGEST]:
             self.settings[LARGEST] = largest
         return stale
 
     def scale(self) -> tuple[float, ...]:
-        return ()  # how magnitudes become weights
+        return ()  # parameters of the weights
 
 
 class ProportionalPlan(PrioritizedPlan):
@@ -272,7 +272,7 @@ class RankPlan(PrioritizedPlan):
 
 
 def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Whether a kernel can read an entry of a batch by its address."""
+    """Whether a kernel can read an entry of a batch by address."""
     return type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu and entry.is_contiguous()
 
 
@@ -286,7 +286,7 @@ PLANS: dict[type, type[Plan]] = {
 
 
 def is_plain(storage: Any) -> bool:
-    """Whether kernels can read and write the rows of a storage by their address."""
+    """Whether kernels can read and write the rows of a storage by address."""
     return (
         type(storage) is PackedStorage
         and type(storage.rows) is PlainRows
@@ -299,7 +299,7 @@ def is_plain(storage: Any) -> bool:
 
 
 def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether there is a plan that draws by ``sampler``, which wraps none, from ``storage``."""
+    """Whether there is a plan for ``sampler``, which is not a wrapper, over ``storage``."""
     return (
         type(sampler) in PLANS
         and is_plain(storage)

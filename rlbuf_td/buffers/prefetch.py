@@ -1,4 +1,4 @@
-"""Batches that are drawn before they are asked for: ``prefetch=`` and ``device=`` of a ``ReplayBuffer``."""
+"""Batches that are drawn ahead: ``prefetch=`` and ``device=`` of a ``ReplayBuffer``."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
-# Transforms that take longer than this many seconds per batch run in threads. Handing a batch to a thread, which shares
-# the interpreter's lock with the learner, takes about half of it.
+# Transforms that take more seconds per batch than this run in threads. To hand a batch to a thread, which shares the
+# interpreter's lock with the learner, takes about half of it.
 _SLOW = 1e-3
 
 
 class _Batch(NamedTuple):
-    """A batch on its way: transformed by a thread, perhaps, or copied to the device, once ``arrived`` has happened."""
+    """A batch in progress: transformed by a thread, or copied to the device; complete once ``arrived`` has happened."""
 
     result: Future[Sample]
     arrived: torch.cuda.Event | None
-    drawn_at: int  # the storage's write clock
-    place: Any  # of a sampler with epochs, before the draw
+    drawn_at: int  # the storage's write clock at the draw
+    place: Any  # the sampler's position before the draw, if it has epochs
 
 
 class Prefetcher:
-    """Draws batches of a buffer ``ahead`` batches before they are asked for.
+    """Draws batches of a buffer ``ahead`` batches before they are requested.
 
-    The thread that asks draws, so that equal seeds give equal batches. Without ``device``, transforms run ahead,
-    by threads if that takes long. With ``device``, batches of rows in host memory are copied there: each leaf by an
-    asynchronous copy from page-locked memory, on a stream of its own; transforms run on the device when a batch is
-    taken, and TD errors come back in the same way. If that device is the CPU, there are neither copies nor streams.
+    Batches are drawn by the requesting thread, so that equal seeds give equal batches. Without ``device``, transforms
+    run ahead, in threads if they are slow. With ``device``, batches in host memory are copied to the device: each leaf
+    by an asynchronous copy from page-locked memory, on a separate stream. Transforms run on the device when a batch is
+    taken, and TD errors return in the same way. If that device is the CPU, there are neither copies nor streams.
 
-    Batches drawn ahead are dropped, and new ones drawn, after another sampler, storage, generator or transform has been
-    set, a state has been loaded, the buffer has been emptied, epochs begin anew (as they do with a new rollout), or the
-    ring has been rewritten as a whole. The buffer's locks are held during a draw, but not while a thread or a copy is
-    waited for.
+    Batches drawn ahead are replaced after a change of sampler, storage, generator or transform, after a load, after the
+    buffer has been emptied, when epochs restart (as with a new rollout), and when the whole ring has been
+    rewritten. The buffer's locks are held during a draw, but not during a wait for a thread or a copy.
     """
 
     def __init__(self, buffer: BufferOfParts, device: torch.device | None, ahead: int) -> None:
@@ -56,17 +55,17 @@ class Prefetcher:
         self.device, self.ahead = device, ahead
         self._buffer = buffer
         self._batches: deque[_Batch] = deque()
-        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()  # updates, and their arrival
+        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()  # updates, and events of their arrival
         self._drawn_from: tuple[Any, ...] = ()
-        self._seconds, self._is_slow = 0.0, False  # of the last batch's transforms, and of the last two
-        self._stream: torch.cuda.Stream | None = None  # made with the first copy: unpickling needs no GPU
+        self._seconds, self._is_slow = 0.0, False  # time of the last transforms; whether the last two were slow
+        self._stream: torch.cuda.Stream | None = None  # created with the first copy, so that unpickling needs no GPU
 
     def __reduce__(self) -> Any:
-        """Pickle the settings: the buffer saves the batches drawn ahead."""
+        """Pickle the settings only; the buffer saves the batches drawn ahead."""
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether rows of a storage have to be copied: not if they are on the wanted GPU already."""
+        """Whether rows of a storage have to be copied: not if they are already on the requested GPU."""
         if self.device is None:
             return False
         rows = device_of(storage)
@@ -77,17 +76,17 @@ class Prefetcher:
         """Refuse parts whose batches cannot be copied to the device (TypeError)."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
-                "device= needs a PackedStorage on the CPU and a sampler of this package or with a draw of its own, got "
+                "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
                 f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
-                "(nor does it take a collate_fn, a sample unit or tracked generations)"
+                "(and no collate_fn, sample unit or tracked generations)"
             )
 
     # -- batches
 
     def take(self, batch_size: int, prefetch: bool) -> Sample:
-        """Return a batch, as fresh memory, and the sampler's report.
+        """Return a batch in fresh memory, and the sampler's report.
 
-        With ``prefetch`` it is one drawn ahead, and others are drawn; else it is drawn now, and those are left.
+        With ``prefetch`` the batch was drawn ahead, and new ones are drawn; otherwise it is drawn now.
         """
         with self._buffer._futures_lock:
             self._drop_outdated()
@@ -105,7 +104,7 @@ class Prefetcher:
             return bool(self._batches)
 
     def drop(self) -> None:
-        """Drop what was drawn ahead, before the next draw."""
+        """Drop the batches drawn ahead, before the next draw."""
         self._drawn_from = ()
 
     def _drop_outdated(self) -> None:
@@ -119,21 +118,21 @@ class Prefetcher:
             self._batches.popleft()
 
     def _send(self, batch_size: int) -> _Batch:
-        """Draw a batch, and begin to transform or to copy it."""
+        """Draw a batch, and start its transforms or its copy."""
         buffer, device = self._buffer, self.device
         place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
         with buffer._locked():
             self.refuse_other_parts(buffer._parts)
             drawn_at = buffer.storage.clock.now
             batch, report = buffer._draw(batch_size)
-            self._drop_outdated()  # a draw may begin new epochs
+            self._drop_outdated()  # a draw may start new epochs
         if device is None:
             return _Batch(self._transform(batch, report), None, drawn_at, place)
         if device.type != "cuda":
             return _Batch(_finished((batch.to(device), report)), None, drawn_at, place)
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            # Page-locked memory that is given up is used again once its copy is complete.
+            # Freed page-locked memory is reused once its copy is complete.
             there: Any = batch.apply(partial(_sent, device=self._stream.device), device=self._stream.device)
             return _Batch(_finished((there, report)), self._stream.record_event(), drawn_at, place)
 
@@ -150,7 +149,7 @@ class Prefetcher:
         return sample
 
     def _receive(self, sent: _Batch) -> Sample:
-        """Wait for a batch; make one that was copied known to the current stream, and transform it."""
+        """Wait for a batch; register a copied one with the current stream, and transform it."""
         batch, report = sent.result.result()
         if self.device is None:
             return batch, report
@@ -172,12 +171,12 @@ class Prefetcher:
     ) -> bool:
         """Queue TD errors that are on the device; if they are elsewhere, write the queued ones and return False.
 
-        All but those of the last ``ahead`` updates are written when this returns, as by :meth:`flush`.
+        On return, all but the last ``ahead`` updates have been written, as by :meth:`flush`.
         """
         with self._buffer._futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
             if is_queued:
-                given = index, td_error, sampled_at  # from a GPU, into page-locked memory
+                given = index, td_error, sampled_at  # copied from a GPU to page-locked memory
                 on_host = [None if x is None else x.to("cpu", non_blocking=True, copy=True) for x in given]
                 arrived = torch.cuda.current_stream(index.device).record_event() if index.is_cuda else None
                 self._errors.append(((*on_host, dims), arrived))
@@ -188,7 +187,7 @@ class Prefetcher:
         """Wait for queued TD errors and write their priorities, oldest first; the last ``left`` updates stay queued.
 
         Raises:
-            ValueError: an error is NaN or infinite; this update is left out.
+            ValueError: an error is NaN or infinite; its update is skipped.
         """
         with self._buffer._futures_lock:
             while len(self._errors) > left:
@@ -202,7 +201,7 @@ class Prefetcher:
     def settle(self) -> list[Sample]:
         """Write all priorities, and return the batches drawn ahead; those for a device are dropped.
 
-        A sampler with epochs goes back to where the dropped batches began: it draws those rows again.
+        A sampler with epochs returns to the position before the dropped batches, and draws their rows again.
         """
         self.flush()
         self._drop_outdated()
@@ -213,7 +212,7 @@ class Prefetcher:
         return [batch.result.result() for batch in self._batches]
 
     def restore(self, samples: Iterable[Sample]) -> None:
-        """Hold the batches that :meth:`settle` of another prefetcher has returned."""
+        """Take over the batches that :meth:`settle` of another prefetcher returned."""
         self.drop()
         self._drop_outdated()
         now = self._buffer.storage.clock.now
@@ -221,7 +220,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Return batches with stamps relative to the write clock, to be saved (``sign=-1``), or absolute again (``1``)."""
+    """Make the stamps of batches relative to the write clock, to be saved (``sign=-1``), or absolute again (``1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -239,12 +238,12 @@ def _finished(sample: Sample) -> Future[Sample]:
 
 
 def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Begin to copy a leaf to a GPU."""
+    """Start the copy of a leaf to a GPU."""
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
 def iterate(rb: Any) -> Iterator[TensorDictBase]:
-    """Yield batches until the sampler has run out (of an epoch, for example)."""
+    """Yield batches until the sampler is exhausted (at the end of its epochs, for example)."""
     ahead = rb._prefetcher
     if ahead is None or not rb._initialize().draws or rb._batch_size is None:
         yield from TensorDictReplayBuffer.__iter__(rb)
@@ -256,7 +255,7 @@ def iterate(rb: Any) -> Iterator[TensorDictBase]:
 
 
 def synchronize(rb: Any) -> None:
-    """Wait for asynchronous updates, and for TD errors on their way from a device."""
+    """Wait for asynchronous updates, and for TD errors in transit from a device."""
     TensorDictReplayBuffer.synchronize(rb)
     if rb._prefetcher is not None:
         rb._prefetcher.flush()
@@ -264,7 +263,7 @@ def synchronize(rb: Any) -> None:
 
 @contextmanager
 def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-    """Hold back draws, and give the batches that were drawn ahead, to be saved."""
+    """Suspend draws, and return the batches drawn ahead, to be saved."""
     with rb._futures_lock:
         ahead = [] if rb._prefetcher is None or not rb._parts.draws else rb._prefetcher.settle()
         with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:
@@ -273,21 +272,21 @@ def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[st
 
 
 def clear_prefetched(rb: Any) -> None:
-    """Drop the batches that were drawn ahead."""
+    """Drop the batches drawn ahead."""
     TensorDictReplayBuffer._clear_prefetch_queue_locked(rb)
     if rb._prefetcher is not None:
         rb._prefetcher.drop()
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Refuse saved batches that were drawn ahead, as TorchRL does, where they do not fit the buffer."""
+    """Refuse saved batches that do not fit the buffer, as TorchRL does."""
     if rb._prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
-        prefetch_state = prefetch_state | {"queue": ()}  # of a buffer without ``device``: batches are drawn anew
+        prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
     TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)
 
 
 def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-    """Continue with saved batches that were drawn ahead."""
+    """Restore saved batches that were drawn ahead."""
     if prefetch_state is None:
         return
     queue, parts = restamped(prefetch_state["queue"], rb._parts, 1), rb._parts

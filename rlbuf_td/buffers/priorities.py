@@ -1,4 +1,4 @@
-"""How TD errors become priorities: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Updates of priorities from TD errors: methods of :class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
 def update_priority(rb: Any, index: Any, priority: Any) -> None:
-    """Set the priorities of rows from TD errors, whatever the rows hold by now.
+    """Set the priorities of rows from TD errors, regardless of their present content.
 
     Args:
         index: flat rows, or the index that :meth:`extend` and :meth:`sample` return: a tuple of coordinates, or
@@ -23,8 +23,8 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
         priority: one TD error per row, in the same order; or one for all. The magnitude counts.
 
     Raises:
-        ValueError: wrong number of errors, or NaN or infinite ones; all priorities are as they were.
-        IndexError: a row is out of range; all priorities are as they were.
+        ValueError: wrong number of errors, or NaN or infinite ones; all priorities are unchanged.
+        IndexError: a row is out of range; all priorities are unchanged.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None:
@@ -42,16 +42,16 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     """Set the priorities of the rows of a batch from its TD errors; does nothing for a sampler without priorities.
 
     Rows that have been replaced since the batch was sampled keep their priority and are counted in :meth:`health`, even
-    after prefetching, slicing, a move to a device, or writes by other threads and processes. Without the batch's entry
-    ``"sampled_at"`` all rows are updated, as by :meth:`update_priority`.
+    after prefetching, slicing, a move to a device, or writes by other threads and processes. If the batch has no entry
+    ``"sampled_at"``, all rows are updated, as by :meth:`update_priority`.
 
     Args:
         data: a batch of this buffer with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors of a row are
-            reduced, by magnitude. Its ``"index"`` names the rows.
+            reduced, by magnitude. Its ``"index"`` identifies the rows.
 
     Raises:
-        KeyError: there are no TD errors in the batch, or no index.
-        ValueError: an error is NaN or infinite; all priorities are as they were.
+        KeyError: the batch has no TD errors, or no index.
+        ValueError: an error is NaN or infinite; all priorities are unchanged.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None or parts.has_units:
@@ -73,11 +73,11 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 def write_priorities(
     rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
 ) -> None:
-    """Update priorities, except of rows that have been replaced since ``sampled_at``, of ``dims`` batch dims."""
+    """Update priorities, except of rows replaced since ``sampled_at``, whose entries have ``dims`` batch dims."""
     stale: int | torch.Tensor = 0
     with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
         parts = rb._parts
-        if parts.prioritized is None:  # another sampler has been set since the update
+        if parts.prioritized is None:  # the sampler was replaced after the update
             return
         if sampled_at is not None and parts.is_packed:
             index, stale = skip_stale(index, sampled_at, dims, parts.storage)
@@ -86,16 +86,16 @@ def write_priorities(
 
 
 def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows whose priorities a batch changes, in any form of an index, and their TD errors.
+    """Return the rows whose priorities a batch updates, in any form of an index, and their TD errors.
 
     Raises:
-        KeyError: there are no TD errors in the batch, or no index.
+        KeyError: the batch has no TD errors, or no index.
     """
     entries, sampler = entries_of(data), parts.prioritized
     td_error = entries.get(key) if type(key) is str else data.get(key, None)
     index = entries.get("index")
     if td_error is None or index is None or sampler is None:
         missing = key if td_error is None else "index"
-        raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
+        raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows")
     td_error, index = by_row(td_error, index, data.ndim, parts.storage, sampler.reduction)
     return (index, td_error) if parts.wrapper is None else parts.wrapper.anchored(data, index, td_error)

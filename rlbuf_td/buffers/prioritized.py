@@ -1,4 +1,4 @@
-"""The replay buffer with the keywords of TorchRL's prioritized ones."""
+"""The replay buffer with the keywords of TorchRL's prioritized buffers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
         beta: exponent of the importance weights, at least 0.
         eps: added to the magnitude of each TD error, default 1e-8.
-        reduction: how several TD errors of a row become one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
-        storage: a storage, or a function that makes one; default ``PackedStorage(1_000)``.
-        sync: must be ``True``: priorities follow each write. Processes share a buffer by :meth:`share`.
-        sampler_device: must be ``None``: priorities live with the rows.
+        reduction: how several TD errors of a row are reduced to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        storage: a storage, or a function that creates one; default ``PackedStorage(1_000)``.
+        sync: must be ``True``: every write updates priorities. Processes share a buffer by :meth:`share`.
+        sampler_device: must be ``None``: priorities are on the device of the rows.
         **kwargs: as for :class:`ReplayBuffer`.
 
     Raises:
@@ -52,7 +52,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: Any,
     ) -> None:
         if not sync or sampler_device is not None:
-            reason = "priorities follow each write, and live with the rows"
+            reason = "every write updates priorities, on the device of the rows"
             raise NotImplementedError(f"sync=False and sampler_device= are not supported: {reason}")
         rows = PackedStorage(1_000) if storage is None else storage if isinstance(storage, Storage) else storage()
         sampler = ProportionalSampler(rows.max_size, alpha, beta, eps, reduction=reduction)

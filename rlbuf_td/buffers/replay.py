@@ -1,4 +1,4 @@
-"""The replay buffer: storage, sampler and writer put together, with a short path through them."""
+"""The replay buffer, which combines storage, sampler and writer, with a short path through them."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ from rlbuf_td.writers.common import next_step
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
-    """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a short way through them.
+    """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a short path through them.
 
-    Takes every keyword of ``TensorDictReplayBuffer`` but ``checkpointer``. Over a :class:`PackedStorage`, with this
-    package's samplers or any that has a ``draw``, a sample is: draw, gather, wrap. TorchRL's own samplers, a
-    ``collate_fn``, sample units and generation tracking take TorchRL's general path; both give the same batches from
-    the same generator state.
+    Takes every keyword of ``TensorDictReplayBuffer`` except ``checkpointer``. Over a :class:`PackedStorage`, with this
+    package's samplers or any with a ``draw`` method, a sample is: draw, gather, wrap. TorchRL's own samplers, a
+    ``collate_fn``, sample units and generation tracking use TorchRL's general path. From the same generator state, both
+    paths give the same batches.
 
     Args:
         storage: default ``PackedStorage(1_000)``. If it holds rows, a new :class:`RingWriter` continues after them.
         sampler: default :class:`UniformSampler`.
         writer: default :class:`RingWriter`.
-        priority_key: where a batch holds its TD errors, default ``"td_error"``.
-        stats: an :class:`EpisodeStats` that is shown every write, before any transform.
+        priority_key: the key of TD errors in a batch, default ``"td_error"``.
+        stats: an :class:`EpisodeStats` that receives every write, before any transform.
         count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
-        include_info: ``False`` leaves the report (index, weights ...) out; ``sample(return_info=True)`` returns it.
-        device: where batches are wanted, for rows in host memory. Leaves are copied asynchronously, and transforms
+        include_info: ``False`` omits the report (index, weights ...); ``sample(return_info=True)`` returns it.
+        device: the device of batches, for rows in host memory. Leaves are copied asynchronously, and transforms
             run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
-            are on their way back, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
+            are in transit, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
             ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
         prefetch: k. Transforms run k batches ahead, in threads if they take over a millisecond. Equal seeds give equal
-            batches, random transforms in threads aside. Without transforms a batch is drawn when it is asked for:
-            that costs less than a thread. After :meth:`empty`, a load, another storage or a new rollout, batches
-            drawn ahead are dropped. TorchRL's general path takes its threads, and gives no such order.
-        samples_per_insert: rows sampled per row written: writes wait, and so do batches, or are refused. Such a buffer
-            takes the general path.
-        min_size: rows that must have been written before the first batch.
-        tolerance: by how many sampled rows samples may be off; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
+            batches, except for random transforms in threads. Without transforms, batches are drawn on request,
+            which costs less than a thread. Batches drawn ahead are dropped after :meth:`empty`, a load, another
+            storage or a new rollout. TorchRL's general path uses its own threads, without this order.
+        samples_per_insert: rows sampled per row written: writes wait, and batches wait or are refused. This buffer
+            uses the general path.
+        min_size: rows that must be written before the first batch.
+        tolerance: allowed deviation in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
             ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
     drop it; several TD errors of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch
-    without TD errors rather than giving its rows the default priority.
+    without TD errors instead of giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
@@ -101,7 +101,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         if kwargs.get("checkpointer") is not None:
             raise NotImplementedError(abilities.NO_CHECKPOINTERS)
         self._parts: Parts = None  # type: ignore[assignment]  # until initialized
-        self.episode_stats = stats  # TorchRL's buffers have a method ``stats``
+        self.episode_stats = stats  # the name ``stats`` is a method of TorchRL's buffers
         self.last_draw: LastDraw | None = None
         self.replay_count: ReplayCount | None = None
         self.stale_updates = Tally()
@@ -115,13 +115,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self._prefetcher = Prefetcher(self, device, ahead) if ahead or device is not None else None
         defaults = {"storage": partial(PackedStorage, 1_000), "sampler": UniformSampler, "writer": RingWriter}
         if kwargs.get("consume_after_n_samples") is not None:
-            del defaults["sampler"]  # TorchRL chooses its own
+            del defaults["sampler"]  # TorchRL uses its default
         kwargs |= {part: default for part, default in defaults.items() if kwargs.get(part) is None}
         super().__init__(priority_key=priority_key, **kwargs)
         if device is not None:
-            self._prefetch = False  # by TorchRL
+            self._prefetch = False  # disables TorchRL's own prefetching
 
-    # Abilities are functions, documented where they are defined.
+    # The methods below are functions of other modules, which document them.
     from_env = abilities.constructor(abilities.from_env)
     from_spaces = abilities.constructor(abilities.from_spaces)
     from_schema = abilities.constructor(abilities.from_schema)
@@ -174,7 +174,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
 
     def _initialize(self) -> Parts:
-        """Initialize the buffer, if that was delayed, and return its parts."""
+        """Initialize the buffer, if this was delayed, and return its parts."""
         if not self._initialized:
             self._init()
         return self._parts or self._connect()
@@ -184,7 +184,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Look at all parts again, after one was replaced or loaded; perhaps give rows a default priority."""
+        """Rebuild the parts after one was replaced or loaded; perhaps give rows a default priority."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -207,19 +207,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
         wait: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Return a batch, as fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
+        """Return a batch in fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
 
         A batch has no lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
 
         Args:
             batch_size: default: the buffer's.
             return_info: return ``(batch, info)``, with the sampler's report.
-            include_info: ``False`` leaves the report out of the batch (deprecated in TorchRL).
-            wait: wait until there are rows, and until flow control lets the batch pass.
-            timeout: seconds to wait at most, else a TimeoutError.
+            include_info: ``False`` omits the report from the batch (deprecated in TorchRL).
+            wait: wait until there are rows, and until flow control admits the batch.
+            timeout: seconds to wait at most; then TimeoutError.
 
         Raises:
-            RuntimeError: the buffer is empty, or there is no batch size; or, without ``wait``, no permission.
+            RuntimeError: the buffer is empty, or there is no batch size; or, without ``wait``, no admission.
         """
         include_info = self._include_info if include_info is None else include_info
         plan = self._plan
@@ -234,7 +234,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample without the plan, and make one for the next call."""
+        """Sample without a plan, and make one for the next call."""
         if not (self._parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -252,11 +252,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether a batch is what was drawn: not transformed, not page-locked, not copied to a device."""
+        """Whether batches are used as drawn: not transformed, not page-locked, not copied to a device."""
         return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
-        """Return a batch by the plan, ``None`` if it is outdated."""
+        """Return a batch from the plan, or None if the plan is outdated."""
         parts = self._parts
         with parts.storage.lock:
             drawn = plan.sample() if self._plan is plan else None
@@ -268,7 +268,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def _make_plan(self) -> None:
-        """Prepare the next call, if there is a plan for these parts."""
+        """Make a plan for the next call, if these parts allow one."""
         rows = getattr(self._storage, "rows", None)
         if rows is self._rows_without_plan or self.replay_count is not None or self.flow is not None:
             return
@@ -285,7 +285,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
 
     def _draw(self, batch_size: int) -> Sample | None:
-        """Return a batch before its transforms, and the report; ``None``: take TorchRL's general path."""
+        """Return a batch before its transforms, and the report; or None to use TorchRL's general path."""
         storage, plan = self._storage, self._plan
         planned = self._sample_by(plan) if plan is not None and batch_size == self._batch_size else None
         if planned is not None and storage.ndim > 1:
@@ -302,7 +302,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._assemble(flat, info, batch), info
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        """Transform a batch, and pin its memory if that is wanted."""
+        """Transform a batch, and pin its memory if requested."""
         batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
@@ -325,7 +325,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
-        """Remember the rows, weights and time of a batch for :meth:`health`."""
+        """Record the rows, weights and time of a batch for :meth:`health`."""
         self.last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
         if self.replay_count is not None:
             self.replay_count.count_(index)
@@ -355,7 +355,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def _emptied_of_prefetched(self) -> Iterator[None]:
         """Drop the batches drawn ahead, and hold all locks."""
         with self._futures_lock:
-            self._clear_prefetch_queue_locked()  # which waits for threads that need the other locks
+            self._clear_prefetch_queue_locked()  # waits for threads that need the other locks
             with self._locked():
                 yield
 
@@ -367,7 +367,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @_replay_lock.setter
     def _replay_lock(self, lock: Any) -> None:
-        self._own_lock = lock  # TorchRL's, for storages without one
+        self._own_lock = lock  # TorchRL's lock, for storages without one
 
     @property
     def _copies_batches(self) -> bool:
@@ -385,7 +385,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         abilities.share_if_spawning(self)
         state = super().__getstate__()
         state.pop("_own_lock")
-        return state | {"_plan": None, "_write_plan": None}  # they hold addresses
+        return state | {"_plan": None, "_write_plan": None}  # plans hold addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()

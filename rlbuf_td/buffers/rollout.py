@@ -1,4 +1,4 @@
-"""The on-policy buffer: extend, iterate, done."""
+"""The on-policy buffer: write a rollout, iterate over epochs of minibatches."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ def _statistic(name: str, doc: str) -> property:
 
 
 class RolloutBuffer(ReplayBuffer):
-    """Rollouts for on-policy learning: written whole or step by step, advantages once, then epochs of minibatches.
+    """Rollouts for on-policy learning: written at once or step by step, advantages once, then epochs of minibatches.
 
-    A composition of :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`. ``for batch in
-    rollout`` runs all epochs over the current rollout, as often as you like; the next write begins a new rollout. A
-    batch holds what was written, with ``advantage``, ``value_target`` and ``state_value``.
+    It combines :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`. ``for batch in rollout``
+    runs all epochs over the current rollout, as often as you like; the next write begins a new rollout. A batch holds
+    the written entries, with ``advantage``, ``value_target`` and ``state_value``.
 
     Args:
         num_steps: T, steps per rollout.
         num_envs: E, lanes; ``None``: rollouts ``[T]`` without a lane dim.
         batch_size: rows per minibatch.
-        epochs: how often iteration gives each row, default 1.
+        epochs: how often iteration yields each row, default 1.
         gamma: discount, in [0, 1], default 0.99.
         lmbda: decay of the trace, in [0, 1], default 0.95.
-        value_network: gives values where none are stored, see :class:`RolloutWriter`.
+        value_network: computes values that are not stored, see :class:`RolloutWriter`.
         normalize_advantage: ``None``; ``"rollout"``: once, over all rows; ``"minibatch"``: over each batch. Value
-            targets and :meth:`summary` are of the advantages before. TorchRL's losses have such a flag too: use one.
-        partial: allow to read an incomplete rollout, estimated as if it ended with the newest step.
+            targets and :meth:`summary` use unscaled advantages. TorchRL's losses have this flag, too: use only one.
+        partial: allow reading an incomplete rollout, estimated as if it ended with the newest step.
         shuffle: a new order in each epoch, the default.
-        drop_last: leave out a short last batch, default ``False``.
-        device: where batches are wanted, and, unless ``storing_device`` says otherwise, where the rows live.
-        storing_device: where the rows live; batches then come as :class:`ReplayBuffer` says of its ``device``.
+        drop_last: drop a short last batch, default ``False``.
+        device: the device of batches, and of rows unless ``storing_device`` is given.
+        storing_device: the device of rows; for batches see ``device`` of :class:`ReplayBuffer`.
         storage: instead of a :class:`PackedStorage`.
         sampler: instead of a :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
         writer: instead of a :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
         **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
 
     Raises:
-        ValueError: an argument is out of range, or would be ignored: a setting of a part that is given, too.
+        ValueError: an argument is out of range, or would be ignored because it is a setting of a part that is given.
 
     Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
 
-    Differs from TorchRL, where a ``GAE`` module runs over the data first: each advantage is computed once, from the
-    values that the policy stored, and rows keep their places in time and lane.
+    Differs from TorchRL, where a ``GAE`` module processes the data first: each advantage is computed once, from the
+    values that the policy stored, and rows keep their positions in time and lane.
 
     Example:
         >>> from tensordict import TensorDict
@@ -115,8 +115,8 @@ class RolloutBuffer(ReplayBuffer):
     def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
         """Return a buffer of ``capacity`` steps whose rows are allocated for transitions like an example.
 
-        ``schema`` is a time step, ``[]`` or ``[E]``: an example, or what :func:`~rlbuf_td.envs.specs.schema_of` gives.
-        ``flat`` makes one lane of all. A SchemaError is raised for several lane dims, or entries that cannot be packed.
+        ``schema``: a time step, ``[]`` or ``[E]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
+        ``flat`` merges all lanes into one. SchemaError for several lane dims, or entries that cannot be packed.
         """
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
@@ -133,9 +133,9 @@ class RolloutBuffer(ReplayBuffer):
         return super().add(data)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write ``[E, n]`` steps, as collectors give them (or ``[n]`` without lanes): a rollout or a part of it.
+        """Write ``[E, n]`` steps, as collectors return them (or ``[n]`` without lanes): a rollout or a part of it.
 
-        The last step of a rollout makes the estimates. ``update_priority`` has no effect here.
+        The last step of a rollout triggers the estimates. ``update_priority`` has no effect here.
 
         Raises:
             ValueError: ``tensordicts`` has another shape, or more steps than the rollout has left; nothing has changed.
@@ -160,11 +160,11 @@ class RolloutBuffer(ReplayBuffer):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the rollout is complete, and its advantages known."""
+        """Whether the rollout is complete, and its advantages computed."""
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Run all epochs over the rollout, from the start; after a load of what was saved within a run, the rest of it.
+        """Run all epochs over the rollout; after a load of a state that was saved within a run, run the remaining ones.
 
         Raises RuntimeError if the rollout is not complete, or there is no batch size.
         """
@@ -210,7 +210,7 @@ class RolloutBuffer(ReplayBuffer):
         if writer.is_estimated:
             return
         if not (self.partial and writer.steps):
-            hint = ", or pass partial=True to read what is there" if writer.steps else ""
+            hint = ", or pass partial=True to read the written steps" if writer.steps else ""
             written = f"{writer.steps} of {self.num_steps} steps are written"
             raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}")
         writer.estimate()
@@ -219,20 +219,19 @@ class RolloutBuffer(ReplayBuffer):
 
     @property
     def value_rows(self) -> int:
-        """For how many rows of this rollout the value network was called."""
+        """Number of rows of this rollout for which the value network was called."""
         return self._writer.value_rows
 
-    advantage_mean = _statistic("advantage_mean", "Mean of the advantages, before any normalisation.")
-    advantage_std = _statistic("advantage_std", "Population deviation of the advantages, before any normalisation.")
+    advantage_mean = _statistic("advantage_mean", "Mean of the advantages, before normalisation.")
+    advantage_std = _statistic("advantage_std", "Population deviation of the advantages, before normalisation.")
     value_target_mean = _statistic("value_target_mean", "Mean of the value targets, the (lambda-) returns.")
     value_target_std = _statistic("value_target_std", "Population deviation of the value targets.")
     explained_variance = _statistic(
-        "explained_variance",
-        "Share of the targets' variance that the values predicted; NaN if the targets do not vary.",
+        "explained_variance", "Share of the targets' variance that the values explain; NaN if the targets are constant."
     )
 
     def summary(self) -> dict[str, float]:
-        """Return statistics of the current rollout to log, as a flat dict; computed once per rollout.
+        """Return statistics of the current rollout for logging, as a flat dict; computed once per rollout.
 
         Raises RuntimeError if the rollout is not complete.
         """
@@ -251,11 +250,11 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return a part: ``given``, or a new one with the settings that are not ``None``."""
+    """Return the part ``given``, or a new one with the settings that are not ``None``."""
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))
-        raise ValueError(f"{name}= has settings of its own: pass {ignored} to it instead, or leave out {name}=")
+        raise ValueError(f"{name}= has its own settings: pass {ignored} to it instead, or omit {name}=")
     return make(**settings) if given is None else given
 
 

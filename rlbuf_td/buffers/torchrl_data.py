@@ -1,4 +1,4 @@
-"""Buffers of TorchRL taken over: a constructor of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Import of TorchRL buffers: a constructor of :class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ def from_torchrl(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer with the rows of a buffer of TorchRL, such as those of ``torchrl.data.datasets``.
+    """Return a buffer with the rows of a TorchRL buffer, such as those of ``torchrl.data.datasets``.
 
-    A copy reads all rows, oldest first and without transforms, into a :class:`PackedStorage`, some MiB at a time: with
-    ``scratch_dir`` there may be more than RAM holds. Its memory is planned before they are read.
+    By default all rows are copied, oldest first and without transforms, into a :class:`PackedStorage`, some MiB at a
+    time: with ``scratch_dir`` they may exceed RAM. The memory is reserved before they are read.
 
     Args:
-        rb: any of TorchRL's replay buffers over tensors; it stays as it is.
-        capacity: in transitions; ``None``: that of ``rb``, which of a data set are its rows.
-        copy: ``False`` adopts the storage itself: no row is copied, and what one buffer writes the other reads.
-        exclude: keys to leave out, such as those that hold strings.
-        trajectory_key: a key whose numbers part episodes, if the rows have it and no ``("collector", "traj_ids")``; it
-            is stored under that key. TorchRL's data sets have ``"episode"``.
+        rb: any of TorchRL's replay buffers over tensors; it is not changed.
+        capacity: in transitions; ``None``: that of ``rb``, which for a data set is its number of rows.
+        copy: ``False`` uses the storage itself: no row is copied, and each buffer sees the other's writes.
+        exclude: keys to omit, such as those that hold strings.
+        trajectory_key: the key of episode numbers, if the rows have no ``("collector", "traj_ids")``, under which they
+            are then stored. TorchRL's data sets have ``"episode"``.
         progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
-        **kwargs: of a copy as for :meth:`from_schema`, else as for this class: ``sampler``, ``batch_size``, which
-            defaults to that of ``rb`` ...
+        **kwargs: for a copy as for :meth:`from_schema`, else as for this class: ``sampler``, ``batch_size`` (default:
+            that of ``rb``) ...
 
     Raises:
         RuntimeError: ``rb`` is empty.
         ValueError: ``rb`` holds more than ``capacity``; or capacity or ``exclude`` are given with ``copy=False``.
-        SchemaError: an entry is not made of numbers, and not excluded: says which.
+        SchemaError: an entry does not consist of numbers, and is not excluded. The message names it.
         MemoryError: as from :meth:`from_minari`.
 
-    Cost: a read and a write of each row; of an adopted storage none.
+    Cost: a read and a write of each row; none for ``copy=False``.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -67,7 +67,7 @@ def from_torchrl(
     kwargs.setdefault("batch_size", rb.batch_size)
     if not copy:
         if capacity is not None or exclude:
-            raise ValueError("copy=False adopts a storage as it is: leave out capacity and exclude, or copy")
+            raise ValueError("copy=False uses a storage as it is: omit capacity and exclude, or copy")
         return cls(storage=storage, **kwargs)
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
@@ -83,16 +83,16 @@ def from_torchrl(
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
-    """Return the time steps that have been written, oldest first where the writer is a ring."""
+    """Return the written time steps, oldest first if the writer is a ring."""
     if not len(storage):
-        raise RuntimeError("the buffer is empty: there is nothing to take over")
+        raise RuntimeError("the buffer is empty: there is nothing to import")
     if isinstance(writer, RoundRobinWriter):
         return steps_by_age(writer, storage, None)
     return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
 
 
 def _chosen(rows: TensorDictBase, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Return rows without what is left out, the numbers of their episodes where this package looks for them."""
+    """Return rows without excluded keys, with episode numbers under this package's key."""
     rows = rows.exclude("index", *exclude)
     if trajectory_key is None or rows.get(TRAJECTORY, None) is not None or rows.get(trajectory_key, None) is None:
         return rows

@@ -1,6 +1,6 @@
-"""The short path of wrappers: one compiled call draws rows, another one gathers and revises them.
+"""The short path of wrappers: one compiled call draws rows, a second one gathers and revises them.
 
-A plan of the wrapped sampler draws; see :mod:`rlbuf_td.buffers.plan`. Wrappers of wrappers take the general path.
+A plan of the wrapped sampler draws; see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class WrappedPlan(Planned):
 
     Args:
         storage: its rows are ``[T]`` or ``[T, E]``.
-        wrapper: its sampler wraps none.
+        wrapper: wraps a sampler that is not a wrapper.
         size: rows per batch.
         drawn: rows that the wrapped sampler draws for a batch.
-        more: dtype and shape of the entries that are gathered behind the leaves.
-        columns: what kernels know of each leaf beside its place.
+        more: dtype and shape of the entries that are gathered after the leaves.
+        columns: further columns of the leaves' extents, for kernels.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WrappedPlan(Planned):
         self.batch_size, self._blanks = torch.Size([size]), []
 
     def make_blanks(self) -> list[tuple[Blank, Blank]]:
-        """Return memory for batches, and for what is drawn for each."""
+        """Return memory for batches, and for the draw of each."""
         blanks = []
         for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
             tensors = self.gather.allocate(slot)
@@ -65,7 +65,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a batch holds beside the leaves; ``drawn``: what is reported of the drawn rows."""
+        """Return the entries of a batch beside the leaves; ``drawn``: the report on the drawn rows."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.inner.length.value
@@ -145,7 +145,7 @@ class NStepPlan(WrappedPlan):
 
 
 class HindsightPlan(WrappedPlan):
-    """Gathers rows and gives some of them the outcomes of others as goals."""
+    """Gathers rows and replaces the goals of some with outcomes of other rows."""
 
     def __init__(self, storage: PackedStorage, wrapper: HindsightSampler, size: int) -> None:
         super().__init__(storage, wrapper, size, size, [(torch.bool, _WHOLE)])
@@ -155,7 +155,7 @@ class HindsightPlan(WrappedPlan):
         self.outcome, self.reward = places[outcome_key], places[wrapper.reward_key]
 
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {}  # the wrapper's functions see the leaves only
+        return {}  # the wrapper's functions only see the leaves
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
@@ -185,12 +185,12 @@ class SequencePlan(WrappedPlan):
         loops("batch.wrapped_cpu").windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Leave it to the wrapper, which turns the TD errors of a window into one."""
+        """Delegate to the wrapper, which combines the TD errors of a window."""
         return None
 
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
-    """Return a plan for these parts, ``None`` if they need the general path."""
+    """Return a plan for these parts, or None if they need the general path."""
     wraps = type(sampler) in _PLANS
     if (
         not size
@@ -198,12 +198,12 @@ def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
         or (wraps and not _fits(storage, sampler))
     ):
         return None
-    with torch.inference_mode(False):  # the scratch memory outlives a call that was made in inference mode
+    with torch.inference_mode(False):  # the scratch memory outlives a call in inference mode
         return _PLANS[type(sampler)](storage, sampler, size) if wraps else PLANS[type(sampler)](storage, sampler, size)
 
 
 def _fits(storage: Any, wrapper: Any) -> bool:
-    """Whether the rows hold what the kernels revise."""
+    """Whether the rows have the keys that the kernels revise."""
     if type(wrapper) is FreshRowsSampler:
         return True
     boundaries = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key).boundaries()

@@ -1,9 +1,9 @@
 """The short path of writes: ``add`` and ``extend`` in one compiled call each.
 
 A plan is made after a write on the general path, when storage, writer and sampler are fixed. It leaves the same rows,
-priorities, counters and trajectories as the general path. Where something has changed since, or the data is not a
-TensorDict of plain tensors that fit the rows, it gives nothing and changes nothing: the buffer takes the general path,
-which says what is wrong with the data.
+priorities, counters and trajectories as the general path. If something has changed since, or the data is not a
+TensorDict of plain tensors that fit the rows, it returns None and changes nothing: the buffer takes the general path,
+which raises the error if the data is wrong.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class WritePlan:
     """Writes to plain rows on the CPU, ``[T]`` or ``[T, E]``.
 
     Args:
-        buffer: in which priorities have a key that the rows do not hold.
-        parts: the storage, which holds rows, and its ring writer.
-        sampler: the one that draws.
-        boundaries: :meth:`TrajectoryIndex.numbers` of the trajectories to keep up to date, if any.
+        buffer: the buffer, whose priority key the rows do not hold.
+        parts: its storage, which has rows, and its ring writer.
+        sampler: the innermost sampler.
+        boundaries: :meth:`TrajectoryIndex.numbers` of the trajectories to update, if any.
     """
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
@@ -51,7 +51,7 @@ class WritePlan:
         self.epochs = sampler if type(sampler) is MinibatchSampler else None
         self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
-        self.counters = parts.writer.numbers.values  # others take their place when they are shared
+        self.counters = parts.writer.numbers.values  # sharing replaces them
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
         self.extents = self.rows.layout.extents
@@ -59,7 +59,7 @@ class WritePlan:
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
         self.lock = cast(ChunkedOrder, sampler.law.table).lock if type(sampler) is RankSampler else Lock()
-        self.lead: torch.Size | None = None  # of the last write
+        self.lead: torch.Size | None = None  # leading dims of the last write
         self.expected: list[tuple[torch.dtype, torch.Size]] = []
         self.boundaries = boundaries
         self.bitmap = boundaries[0].bitmap if boundaries is not None else None
@@ -72,7 +72,7 @@ class WritePlan:
             self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
-        """Return the fields of the kernel's ``RING``; the plan keeps alive what they point to."""
+        """Return the fields of the kernel's ``RING``; the plan keeps the memory they point to alive."""
         rows, storage = self.rows, self.storage
         numbers: dict[str, Any] = {}
         for names, shared in (
@@ -104,7 +104,7 @@ class WritePlan:
         return numbers
 
     def holds(self) -> bool:
-        """Whether the parts are as they were when the plan was made."""
+        """Whether the parts are unchanged since the plan was made."""
         return (
             self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
@@ -119,7 +119,7 @@ class WritePlan:
         )
 
     def write(self, data: TensorDict, single: bool) -> int | Tensor | None:
-        """Write one time step, or several; return their index, ``None`` if the general path must be taken."""
+        """Write one time step, or several; return their index, or None to use the general path."""
         if type(data) is not TensorDict or len(self.transforms):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
@@ -140,7 +140,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return the leaves if they are plain tensors that fit the rows, contiguous; their addresses are noted."""
+        """Return the leaves if they are plain contiguous tensors that fit the rows; their addresses are stored."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -163,23 +163,23 @@ class WritePlan:
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
-    """Return a plan for a buffer that has just been written to; ``None``: its writes need the general path."""
+    """Return a plan for a buffer that was just written to; None if its writes need the general path."""
     storage, sampler = parts.storage, parts.sampler
     if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
         return None
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler
     attached = [each for each in storage._attached_entities if each is not buffer]
-    listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # which take no note of writes
+    listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # these ignore writes
     if (
         type(sampler) not in (MinibatchSampler, UniformSampler, RecencySampler, ProportionalSampler, RankSampler)
         or getattr(sampler, "max_priority_within_buffer", False)
-        or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel lets the first rows enter with 1
+        or getattr(sampler, "min_priority", 0.0) > 1.0  # the kernel gives the first rows the magnitude 1
         or (parts.prioritized is not None and storage.rows.view().get(buffer.priority_key, None) is not None)
         or buffer.episode_stats is not None
         or buffer.flow is not None
         or buffer.dim_extend > len(storage.lanes)
-        or any(leaf.dtype.is_complex for leaf in storage.layout.leaves)  # they may be conjugate
+        or any(leaf.dtype.is_complex for leaf in storage.layout.leaves)  # complex tensors may be conjugate views
         or [type(each) for each in listeners] not in ([], [TrajectoryIndex])
     ):
         return None

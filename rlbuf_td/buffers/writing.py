@@ -1,4 +1,4 @@
-"""How transitions get into a buffer: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Writes to a buffer: methods of :class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
 
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
-        ValueError: a TD error in the data is NaN or infinite, or flow control could never let the write pass.
+        ValueError: a TD error in the data is NaN or infinite, or flow control could never admit the write.
         RuntimeError: the buffer was shut down while the write waited.
     """
     plan = rb._write_plan
@@ -35,7 +35,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
 
 
 def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-    """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors give them); return their index.
+    """Write ``[n]`` transitions in order (with ``ndim=2``: ``[E, T]``, as collectors return them); return their index.
 
     Args:
         tensordicts: the transitions.
@@ -51,7 +51,7 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
 
 
 def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Write on the general path, once flow control lets the write pass."""
+    """Write on the general path, once flow control admits the write."""
     write = _write if rb.episode_stats is None else _write_and_count
     if rb.flow is None:
         return write(rb, data, how, update_priority)
@@ -61,25 +61,25 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
 
 
 def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
-    """Store entries of a sampled batch in its rows again (recurrent states, say); return how many rows it has written.
+    """Write entries of a sampled batch back to its rows (recurrent states, for example); return the rows written.
 
-    Rows that have been replaced since they were sampled stay as they are, and so do rows that a sequence repeats, where
-    its ``"mask"`` is false. Of a row that is in the batch twice the last one counts. The rows stay the transitions that
-    they were, with their priorities. Any thread may call it.
+    Skips rows that have been replaced since they were sampled, and padding of sequences, whose ``"mask"`` is False. If
+    a row is in the batch twice, its last entry counts. The rows remain the same transitions, with their priorities. Any
+    thread may call this method.
 
     Args:
-        batch: of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
-        keys: which entries, a list; each is stored, with the dtype and shape that it has in the batch.
-        sampled_at: for batches without ``"sampled_at"`` (of samplers without priorities): what
-            ``rb.storage.clock.now`` was before the batch was sampled.
+        batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
+        keys: a list of the entries; each must be stored, with the dtype and shape that it has in the batch.
+        sampled_at: for batches without ``"sampled_at"`` (of samplers without priorities): the value of
+            ``rb.storage.clock.now`` before the batch was sampled.
 
     Raises:
         SchemaError: a key is not stored or not in the batch, or differs in dtype or shape; nothing has changed.
-        KeyError: the batch has no index, or nothing says when it was sampled; nothing has changed.
+        KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
-    Cost: O(B) times the bytes of the entries, of whole rows if they are deduplicated; waits for a CUDA device. Batches
-    drawn ahead (``prefetch``) hold what was stored when they were drawn.
+    Cost: O(B) times the bytes of the entries (of whole rows if they are deduplicated); waits for a CUDA device. Batches
+    drawn ahead (``prefetch``) hold the values that were stored when they were drawn.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -101,7 +101,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         stamp = torch.full(batch.batch_size, sampled_at, device=storage.device)
     if index is None or stamp is None:
         reason = "the rows are not known" if index is None else "rows may have been replaced since it was sampled"
-        remedy = "" if index is None else ": note rb.storage.clock.now before, and pass it as sampled_at="
+        remedy = "" if index is None else ": read rb.storage.clock.now before, and pass it as sampled_at="
         raise KeyError(f"the batch has no {'index' if index is None else SAMPLED_AT!r}: {reason}{remedy}")
     names = [as_tuple(key) for key in ([keys] if is_key(keys) else keys)]
     with storage.lock:
@@ -115,12 +115,12 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
         for each in storage._attached_entities:
             if isinstance(each, TrajectoryIndex) and {*each.end_keys(), each.traj_key} & {*names}:
-                storage._bump_mutation_revision()  # which has it read the rows again
+                storage._bump_mutation_revision()  # makes it read the rows again
     return len(flat)
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch, ``[B, ...]`` on the storage's device, if rows have one like it."""
+    """Return an entry of a batch, ``[B, ...]`` on the storage's device, if rows have a matching one."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):
@@ -129,17 +129,17 @@ def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inn
     value = value.detach().flatten(0, rows - 1) if rows else value.detach()[None]
     if (value.dtype, value.shape[1:]) != (leaf.dtype, leaf.shape):
         kinds = [kind(value.dtype, value.shape[1:]), kind(leaf.dtype, leaf.shape)]
-        raise SchemaError("cannot write back {}: it is {} a row, the rows have {}".format(show_key(key), *kinds))
+        raise SchemaError("cannot write back {}: it is {} per row, the rows have {}".format(show_key(key), *kinds))
     return value.to(storage.device)
 
 
 def _write_and_count(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Write, and pass the data to the episode statistics, before any transform."""
+    """Write, and pass the data to the episode statistics before any transform."""
     dims = rb.storage.ndim - (how == "add")
     if not isinstance(data, TensorDictBase) or data.ndim < dims:
         return _write(rb, data, how, update_priority)
     time_dim = -1 if data.ndim > dims else None if how == "add" else rb.dim_extend
-    steps = rb.episode_stats.read(data, time_dim=time_dim)  # refuses malformed data before anything is written
+    steps = rb.episode_stats.read(data, time_dim=time_dim)  # refuses malformed data before the write
     with rb._locked(), held_back:
         index = _write(rb, data, how, update_priority)
         rb.episode_stats.record(steps)
@@ -155,7 +155,7 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
     if len(parts.transforms):
         with _set_dispatch_td_nn_modules(True):
             data = rb.transform.inv(data)
-        if data is None:  # a transform may keep data back
+        if data is None:  # a transform may hold back data
             return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
     rows, td_error = data, None
     if how == "extend" and (dim := rb.dim_extend) > 0:
@@ -187,23 +187,23 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
 
 
 def _transitions(data: Any, how: str) -> TensorDictBase:
-    """Return the transitions that were given, without what a prioritized sampler reported of a sampled batch."""
+    """Return the given transitions, without entries that a prioritized sampler added to a sampled batch."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
-    keys = data.keys()  # a key of the user's may have one of these names
+    keys = data.keys()  # a user's key may have one of these names
     return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
 
 
 def mark_update(rb: Any, index: Any) -> None:
-    """Tell the sampler that rows have been written; writers call it."""
+    """Report written rows to the sampler; writers call this."""
     with rb._locked():
         TensorDictReplayBuffer.mark_update(rb, index)
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
-    """Tell the sampler that ``count`` flat rows from ``start`` on have been written; writers call it."""
+    """Report ``count`` written flat rows from ``start`` on to the sampler; writers call this."""
     parts = rb._parts or rb._initialize()
     if parts.prioritized is not None:
         parts.prioritized.priorities.enter_range(start, count, parts.storage)
@@ -216,7 +216,7 @@ def empty(rb: Any, empty_write_count: bool = True) -> None:
     """Forget all rows and priorities; keep the schema.
 
     Args:
-        empty_write_count: reset :attr:`write_count`, too.
+        empty_write_count: also reset :attr:`write_count`.
     """
     with rb._emptied_of_prefetched(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)

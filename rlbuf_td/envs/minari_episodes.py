@@ -1,4 +1,4 @@
-"""Episodes of Minari data sets as transitions, and transitions as episodes."""
+"""Conversion between episodes of Minari data sets and transitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAJECTORY = ("collector", "traj_ids")
 
 
 def open_dataset(dataset: Any) -> Any:
-    """Return a Minari data set; a name is that of one on this machine."""
+    """Return a Minari data set; a name refers to a data set on this machine."""
     if isinstance(dataset, str):
         return minari().load_dataset(dataset)
     if not hasattr(dataset, "iterate_episodes"):
@@ -35,7 +35,7 @@ def minari() -> Any:
 
 
 def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | None) -> TensorDict:
-    """Return the n transitions of an episode, whose n + 1 observations they hold; the last is a next one alone."""
+    """Return the n transitions of an episode, which stores n + 1 observations; the last is only a next one."""
     steps = len(episode)
     before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
     reward = tensors_of(episode.rewards, "rewards").to(reward_dtype)
@@ -46,7 +46,7 @@ def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | Non
     rows = make_transition(before, episode.actions, reward, after, *flags, **extras)
     if reward.is_floating_point():
         return rows
-    return rows.set(("next", "reward"), reward.unsqueeze(-1))  # which make_transition has made float32
+    return rows.set(("next", "reward"), reward.unsqueeze(-1))  # make_transition has converted it to float32
 
 
 def _part(values: Any, rows: slice) -> Any:
@@ -59,7 +59,7 @@ def _part(values: Any, rows: slice) -> Any:
 
 
 def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return infos as extras of transitions: those of n + 1 times before and after a step, those of n after it."""
+    """Return infos as extras of transitions: arrays of n + 1 values are split into before and after a step."""
     if all(len(value) == steps for _, value in walk(infos)):
         return {"next": {INFO: infos}}
     return {INFO: _part(infos, slice(0, steps)), "next": {INFO: _part(infos, slice(1, steps + 1))}}
@@ -70,12 +70,12 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
     Args:
         rows: the transitions, oldest first.
-        spaces: the Gymnasium spaces of observations and actions, by which nested values become dicts and tuples.
+        spaces: the Gymnasium spaces of observations and actions, which restore nested dicts and tuples.
 
     Raises:
         SchemaError: the rows lack a part of an observation or action.
-        ValueError: a next observation is not the observation of the row that follows, so that Minari, which stores
-            each observation once, cannot hold both.
+        ValueError: a next observation differs from the observation of the following row; Minari stores each
+            observation once, so it cannot hold both.
     """
     observation_space, action_space = spaces
     is_dict = type(observation_space).__name__ == "Dict"
@@ -93,7 +93,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Return the arrays ``[n, ...]`` of a space; with those after each step ``[n + 1, ...]``."""
+    """Return the arrays ``[n, ...]`` of a space; with values ``after`` each step, ``[n + 1, ...]``."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__
@@ -108,7 +108,7 @@ def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
 
 
 def _chained(before: torch.Tensor, after: torch.Tensor, path: tuple[str, ...]) -> np.ndarray:
-    """Return the ``n + 1`` values of a chain, given those before and those after each of n steps."""
+    """Return the ``n + 1`` values of a chain from the values before and after each of n steps."""
     if not _same_bytes(before[1:], after[:-1]):
         raise ValueError(
             f"a next {show_key(path)} differs from that of the row that follows it in its trajectory, and a Minari "
@@ -122,7 +122,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _info_values(before: Any, after: Any) -> dict[str, Any]:
-    """Return infos as Minari stores them: n + 1 values where the rows hold those before a step, else n."""
+    """Return infos in Minari's form: n + 1 values if the rows hold those before a step, else n."""
     result = {}
     for key, value in after.items():
         first = None if before is None else before.get(key, None)

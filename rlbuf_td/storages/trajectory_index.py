@@ -149,7 +149,7 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; nothing follows a row of -1."""
+        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; the row after a -1 starts anew."""
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))

@@ -145,8 +145,8 @@ def test_outputs_hold_for_a_ring_of_calls_and_nothing_waits_for_the_device():
         (UniformSampler(), {"step": 3}, TypeError, "step must be a function of a batch, or None, got int"),
         (UniformSampler(unique=True), {}, ValueError, "cannot draw 500 distinct rows of 20"),
         (SequenceSampler(UniformSampler(), 7), {}, ValueError, "must be a multiple of burn_in"),
-        (MinibatchSampler(), {}, TypeError, "PackedStorage and MinibatchSampler: it takes"),
-        (NStepSampler(MinibatchSampler(), 2, 0.9), {}, TypeError, "PackedStorage and NStepSampler: it takes"),
+        (MinibatchSampler(), {}, TypeError, "PackedStorage and MinibatchSampler: this needs"),
+        (NStepSampler(MinibatchSampler(), 2, 0.9), {}, TypeError, "PackedStorage and NStepSampler: this needs"),
         (RandomSampler(), {}, TypeError, "PackedStorage and RandomSampler"),
         (SequenceSampler(RandomSampler(), 5), {}, TypeError, "PackedStorage and SequenceSampler"),
     ],
@@ -163,7 +163,7 @@ def test_what_cannot_be_captured_is_refused_and_nothing_changes(device, sampler,
 def test_buffers_that_cannot_be_captured_are_refused():
     with pytest.raises(RuntimeError, match="empty storage"):
         ReplayBuffer(storage=PackedStorage(5), batch_size=3).capture()()
-    with pytest.raises(ValueError, match="how many rows"):
+    with pytest.raises(ValueError, match="number of rows"):
         ReplayBuffer(storage=PackedStorage(5)).capture()
     with pytest.raises(TypeError, match="LazyTensorStorage"):
         ReplayBuffer(storage=LazyTensorStorage(5), batch_size=3).capture()()

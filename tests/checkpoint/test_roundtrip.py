@@ -315,11 +315,11 @@ def test_statistics_and_counts_of_replays_go_on(tmp_path):
 
 
 def test_checkpointers_and_hooks_that_dumps_would_ignore_are_refused():
-    with pytest.raises(NotImplementedError, match="a format of their own"):
+    with pytest.raises(NotImplementedError, match="its own dump format"):
         ReplayBuffer(checkpointer=FlatStorageCheckpointer())
     rb = ReplayBuffer()
     for register in (rb.register_save_hook, rb.register_load_hook):
-        with pytest.raises(NotImplementedError, match="a format of their own"):
+        with pytest.raises(NotImplementedError, match="its own dump format"):
             register(lambda data, path=None: data)
 
 

@@ -120,7 +120,7 @@ def test_reading_an_incomplete_rollout_is_an_error_that_says_what_to_do(make_wor
     world = make_world(3)
     rollout = RolloutBuffer(8, 3, batch_size=5, value_network=world.module())
     message = r"the rollout is not complete: {} of 8 steps are written\. Write the rest first{}$"
-    for written, hint in ((0, ""), (5, ", or pass partial=True to read what is there")):
+    for written, hint in ((0, ""), (5, ", or pass partial=True to read the written steps")):
         if written:
             rollout.extend(world.steps(written))
         assert not rollout.is_complete
@@ -181,11 +181,11 @@ def test_wrong_settings_are_refused():
         RolloutBuffer(2, 3, storage=PackedStorage(8, ndim=2))
     with pytest.raises(TypeError, match="writer must be a RolloutWriter, got int"):
         RolloutBuffer(2, 3, writer=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="writer= has settings of its own: pass gamma=, normalize_advantage= to it"):
+    with pytest.raises(ValueError, match="writer= has its own settings: pass gamma=, normalize_advantage= to it"):
         RolloutBuffer(2, 3, writer=RolloutWriter(), gamma=0.99, normalize_advantage="rollout")
-    with pytest.raises(ValueError, match="sampler= has settings of its own: pass epochs=, shuffle=, drop_last= to it"):
+    with pytest.raises(ValueError, match="sampler= has its own settings: pass epochs=, shuffle=, drop_last= to it"):
         RolloutBuffer(2, 3, sampler=MinibatchSampler(), epochs=1, shuffle=True, drop_last=False)
-    with pytest.raises(ValueError, match="storage= has settings of its own: pass device= to it instead"):
+    with pytest.raises(ValueError, match="storage= has its own settings: pass device= to it instead"):
         RolloutBuffer(2, 3, storage=PackedStorage(6, ndim=2), storing_device="cpu")
     rollout = RolloutBuffer(1)
     after = {"reward": torch.ones(1, 1), "done": torch.ones(1, 1).bool()}

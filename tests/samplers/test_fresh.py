@@ -169,5 +169,5 @@ def test_what_it_does_not_serve_is_refused():
         FreshRowsSampler(UniformSampler(), 0)
     with pytest.raises(TypeError, match=r"cannot wrap a HindsightSampler: .*HindsightSampler\(FreshRowsSampler"):
         FreshRowsSampler(HindsightSampler(UniformSampler(), lambda batch: batch["x"]))
-    with pytest.raises(ValueError, match="a FreshRowsSampler needs rows in the order of time"):
+    with pytest.raises(ValueError, match="a FreshRowsSampler needs rows in time order"):
         ReplayBuffer(sampler=FreshRowsSampler(UniformSampler()), writer=ReservoirWriter())

@@ -1,4 +1,4 @@
-"""Train a DQN as Ape-X does: collectors in processes of their own, shards on Ray, one learner.
+"""Train a DQN like Ape-X: collectors in separate processes, shards on Ray, one learner.
 
 Run it with ``python -m rlbuf_td demo --algo apex``. :func:`train` is the example to read.
 
@@ -29,7 +29,7 @@ from rlbuf_td.distributed import ShardedReplayBuffer
 
 CAPACITY, BATCH, FRAMES, WARM_UP = 25_000, 128, 128, 1_024  # rows of a shard, of a batch, of a write, before learning
 SAMPLES_PER_INSERT = 64.0
-NEW_WEIGHTS = 32  # batches after which collectors get the weights
+NEW_WEIGHTS = 32  # batches between updates of the collectors' weights
 SHOWN = ("next", "done"), ("next", "episode_reward")
 
 
@@ -38,13 +38,13 @@ def make_env(name: str) -> EnvBase:
 
 
 def make_buffer() -> ReplayBuffer:
-    """Return what each shard holds."""
+    """Return the buffer of a shard."""
     sampler = NStepSampler(ProportionalSampler(CAPACITY), n_steps=N_STEPS, gamma=GAMMA)
     return ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
 
 
 class Actor:
-    """Collects with an exploration of its own, and writes to a shard."""
+    """Collects with its own exploration rate, and writes to a shard."""
 
     def __init__(self, env_name: str, buffer: Any, seed: int, epsilon: float) -> None:
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ class Actor:
         self.buffer, self.steps = buffer, iter(collector)
 
     def collect(self, weights: dict[str, torch.Tensor]) -> TensorDict:
-        """Write some steps, which waits while there are more than the learner has learned from; return their ends."""
+        """Write some steps, waiting while the learner is behind; return the ends of episodes."""
         self.policy.load_state_dict(weights)
         data = next(self.steps)
         self.buffer.extend(data.exclude(*LEFT_OUT))
@@ -68,7 +68,7 @@ class Actor:
 
 
 def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path) -> tuple[Run, str]:
-    """Train until the environment is solved, for at most ``steps`` steps; return the run, and how the shards were."""
+    """Train until the environment is solved, for at most ``steps`` steps; return the run and the shards' health."""
     torch.manual_seed(seed)
     policy, _ = make_policy(make_env(env_name), torch.device("cpu"))
     learner, batches = Learner(policy, make_env(env_name), steps), 0
@@ -89,7 +89,7 @@ def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, ou
             try:
                 with run.in_buffer():
                     batch = buffer.sample(wait=True, timeout=0.05)
-            except TimeoutError:  # a collector that has finished waits to be sent on
+            except TimeoutError:  # a finished collector waits for new work
                 continue
             learner.learn(batch)
             with run.in_buffer():
@@ -119,7 +119,7 @@ def main(options: argparse.Namespace) -> int:
     if steps < 2 * WARM_UP:
         raise UsageError(f"--steps must be at least {2 * WARM_UP}: learning begins after {WARM_UP} steps")
     if options.device != "cpu":
-        raise UsageError("the shards of --algo apex are in RAM, and its learner on the CPU: take --device cpu")
+        raise UsageError("the shards of --algo apex are in RAM, and its learner on the CPU: use --device cpu")
     out = prepare(options, f"apex-{options.env}")
     run, shards = train(options.env, options.shards, options.collectors, steps, options.seed, out)
     print(shards)
