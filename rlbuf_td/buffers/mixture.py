@@ -57,8 +57,8 @@ class ReplayBufferMixture:
         SchemaError: members hold different keys, dtypes or shapes: says which and how.
         RuntimeError: (when sampling) a member with a share has no rows, or there is no batch size.
 
-    Cost: for uniform and recency samplers over rows in RAM, one batch is filled by one compiled call per member; others
-    are sampled one after the other and joined.
+    Cost: one compiled call per member for uniform and recency samplers over rows in RAM. Members with other samplers
+    are sampled one after the other, and their batches are joined.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 

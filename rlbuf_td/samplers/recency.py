@@ -41,9 +41,9 @@ class RecencySampler(RowSampler, GraphCapturable):
             ages in the window are equally likely.
         window: how many of the newest time steps may be drawn; ``None``: all.
 
-    Both may be set at any time, by TorchRL's schedulers too. For *emphasizing recent experience*, set before the k-th
-    of K updates of a phase ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)``, with ``half_life`` as it
-    is and N the stored time steps.
+    Both may be set at any time, by TorchRL's schedulers too. *Emphasizing recent experience*
+    is the setting ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before the k-th of a phase's K
+    updates, where N is the number of stored time steps; ``half_life`` stays unchanged.
 
     Raises:
         ValueError: a setting is out of range; (in a buffer) the writer keeps no order of time.

@@ -135,7 +135,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Restore entries of a batch's rows that are missing, unless the batch now has other rows."""
+    """Add the ``known`` entries that a batch lacks, unless its rows have changed."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
