@@ -40,7 +40,7 @@ class Draw(NamedTuple):
 
 
 class Client:
-    """The shards as a learner or a collector uses them. It can be sent to other processes, which know Ray.
+    """The shards as a learner or a collector uses them. It can be sent to other processes that use Ray.
 
     Args:
         connect: returns the handles of the shards' actors, that of the flow control, if any, and Ray.
@@ -48,7 +48,7 @@ class Client:
         batch_size: of :meth:`sample`, default: that of the buffers.
         prefetch: batches that are requested ahead.
         on_loss: what to do when a shard is lost.
-        home: the shard that gets the rows of this client as long as it is there; ``None``: any.
+        home: the shard that this client writes to unless it is lost; ``None``: a random one.
     """
 
     service_backend = "ray"
@@ -124,7 +124,7 @@ class Client:
         return self._ready.take(self.beta)
 
     def _fetch(self, size: int) -> bool:
-        """Receive the batches that were requested ahead, else new ones; return whether there is a row to draw.
+        """Receive the batches requested ahead, or request new ones; return whether there is a row to draw.
 
         The request for those that follow leaves as soon as the masses are known, so that they are exact.
         """
@@ -189,7 +189,7 @@ class Client:
         return self.links.start("draw", requests)
 
     def _exchange(self, places: Iterable[int]) -> None:
-        """Give shards the TD errors that wait here, let the rows that wait there enter, and hear their masses."""
+        """Send the queued TD errors to shards, let each shard write its waiting rows, and update the known masses."""
         calls = self._request(dict.fromkeys(places, _NO_ERRORS))
         for place, answer in self.links.finish(calls).items():
             self.links.hear(place, answer.after)
@@ -207,12 +207,12 @@ class Client:
         return Batches(self.spec, layouts[0], drawn, draw.known, draw.split.rank.view(draw.batches, -1))
 
     def _forget(self) -> None:
-        """Drop batches requested ahead, and TD errors: the rows are others."""
+        """Drop batches requested ahead and queued TD errors: all rows have been replaced."""
         self._ready = self._ahead = None
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the layout of the rows that a shard has sent, which says it only to those who do not know it."""
+        """Return the layout of the rows of an answer; a shard sends it only to clients that do not have it yet."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)

@@ -1,4 +1,4 @@
-"""The shards as one client sees them: what they reported last, which of them are lost, and the calls to them."""
+"""The shards as one client sees them: their last reports, which of them are lost, and the calls to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLOW = 1.0  # seconds after which a writer turns from a shard that confirms no 
 
 
 class ShardLost(RuntimeError):
-    """A shard has been lost, and ``on_loss="raise"``; or no shard is left."""
+    """A shard is lost and ``on_loss="raise"``, or all shards are lost."""
 
 
 class Links:
@@ -51,7 +51,7 @@ class Links:
         return [place for place, report in enumerate(self.known) if report is not None]
 
     def hear(self, place: int, report: Report) -> None:
-        """Take in what a shard reports of itself."""
+        """Remember the report of a shard."""
         last = self._last[place]
         if last is not None and last.incarnation != report.incarnation:
             self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
@@ -59,7 +59,7 @@ class Links:
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Take a shard for lost, and ask it from time to time whether it is back."""
+        """Mark a shard as lost, and start to probe whether it is back."""
         if place not in self._probes:
             self.losses += 1
             self._probes[place] = time.monotonic(), self.handles[place].report.remote()
@@ -68,7 +68,7 @@ class Links:
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
 
     def revive(self, timeout: float = 0.0) -> None:
-        """Take back the lost shards that answer again; wait for one of them for ``timeout`` seconds at most."""
+        """Use lost shards again that answer; wait for one of them for at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while self._probes:
             for place, (asked, probe) in list(self._probes.items()):
@@ -82,13 +82,13 @@ class Links:
             time.sleep(0.01)
 
     def greet(self) -> None:
-        """Hear from all shards for the first time."""
+        """Ask all shards for their first report."""
         reports = self.finish(self.start("report", dict.fromkeys(range(len(self.handles)), ())), RECOVERY)
         for place, report in reports.items():
             self.hear(place, report)
 
     def require_one(self) -> None:
-        """Take back lost shards; wait for one if none is left. Raises ShardLost if that takes too long."""
+        """Use lost shards again that answer; if all are lost, wait for one. Raises ShardLost after a timeout."""
         self.revive()
         if not self.live:
             self.revive(RECOVERY)
@@ -123,7 +123,7 @@ class Links:
         return self.finish(self.start(method, dict.fromkeys(places, given)), patience)
 
     def refresh(self) -> None:
-        """Hear from every shard that is not lost."""
+        """Ask every shard that is not lost for a report."""
         for place, report in self.ask("report").items():
             self.hear(place, report)
 
@@ -137,7 +137,7 @@ class Links:
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Take in which writes have arrived; return whether no more than ``until`` are under way, waiting for that."""
+        """Wait until at most ``until`` writes are in flight, or for ``timeout`` seconds; return whether that holds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

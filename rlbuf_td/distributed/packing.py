@@ -1,4 +1,4 @@
-"""Transitions as one buffer of packed rows, which travels as it is, whatever the number of keys."""
+"""Transitions as one buffer of packed rows, sent as one object for any number of keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unpack(layout: RowLayout, rows: np.ndarray, lead: torch.Size) -> TensorDict:
 
 
 def named(layout: RowLayout) -> bytes:
-    """Return what a layout is told by in another process; equal layouts have equal names."""
+    """Return a layout as bytes, for other processes; equal layouts give equal bytes."""
     return pickle.dumps(layout.state())
 
 

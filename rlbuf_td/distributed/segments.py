@@ -1,4 +1,4 @@
-"""Dumps of shards, and how their rows are dealt out to another number of shards."""
+"""Dumps of shards, and how their rows are distributed over another number of shards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Segment: TypeAlias = tuple[str, int, int | None]
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
-    """Deal the time steps of some dumps out to a number of shards, as evenly as can be, in order.
+    """Distribute the time steps of several dumps over a number of shards, evenly and in order.
 
     Returns:
-        For each shard the segments that it gets: which dump, the first of its time steps, and how many.
+        For each shard its segments: the number of the dump, the first time step, and the number of time steps.
 
     Example:
         >>> deal([4, 2], 3)

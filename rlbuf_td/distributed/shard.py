@@ -32,7 +32,7 @@ Errors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Report(NamedTuple):
-    """What a shard tells of itself with every answer."""
+    """The state that a shard reports with every answer."""
 
     incarnation: int  # when its process began, in ns: another one after every restart
     version: int  # changes whenever the mass does
@@ -48,7 +48,7 @@ class Report(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A draw, and what a client brings along to it."""
+    """A request for a draw, with the TD errors of earlier batches."""
 
     fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): where in its mass the shard draws
     version: int = -1  # of the mass that the client knows
@@ -69,7 +69,7 @@ class Drawn(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a request has brought."""
+    """The answer to a request."""
 
     drawn: Drawn | None  # None: there was nothing to draw, or from
     stamp: int  # the storage's clock at the draw
@@ -109,7 +109,7 @@ class Shard:
     # -- what clients ask for
 
     def report(self) -> Report:
-        """Return the numbers by which clients know this shard."""
+        """Return the state that clients need."""
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
         if self._prioritized is not None:
             self._prioritized.law.weigh()
@@ -129,7 +129,7 @@ class Shard:
         return os.getpid()
 
     def draw(self, request: Request) -> Answer:
-        """Draw, then take in TD errors and the rows that waited, and report the new mass."""
+        """Draw; then apply TD errors, write the waiting rows, and report the new mass."""
         self._requests, self._last_draw = self._requests + 1, time.monotonic()
         before, stamp, drawn = self.report(), self.storage.clock.now, None
         if len(request.fractions) and before.mass > 0:
@@ -141,7 +141,7 @@ class Shard:
         return Answer(drawn, stamp, before, self.report())
 
     def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
-        """Take transitions ``[*lead]``, which enter after the next draw, or at once if nobody draws.
+        """Stage transitions ``[*lead]``: they are written after the next draw, or now if no client draws.
 
         Raises:
             SchemaError: they do not match the rows; nothing has changed.
@@ -159,14 +159,14 @@ class Shard:
             self._enter()
 
     def empty(self) -> Report:
-        """Forget all rows, those that wait included."""
+        """Forget all rows, waiting ones included."""
         self._staged, self._waiting = [], 0
         self.buffer.empty()
         self.version += 1
         return self.report()
 
     def dump(self, path: str) -> tuple[int, int]:
-        """Save the buffer, with the rows that waited; return its numbers of time steps and lanes."""
+        """Write the waiting rows and save the buffer; return its number of time steps and lanes."""
         self._enter()
         self.buffer.dumps(path, progress=False)
         lanes = self.storage.lanes.numel()
@@ -212,7 +212,7 @@ class Shard:
         return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Take in TD errors; new rows enter with the largest magnitude that any shard has seen."""
+        """Apply TD errors; new rows enter with the largest magnitude that any shard has seen."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities
@@ -225,7 +225,7 @@ class Shard:
             self.version += 1
 
     def _enter(self) -> None:
-        """Write the rows that have waited."""
+        """Write the waiting rows."""
         if not self._staged:
             return
         staged, self._staged, self._waiting = self._staged, [], 0
@@ -237,14 +237,14 @@ class Shard:
             self.buffer.extend(data)
 
     def _part(self) -> None:
-        """Let no trajectory go on: what follows is of another writer."""
+        """End open trajectories: the next rows come from another writer."""
         for each in self.storage._attached_entities:
             if isinstance(each, TrajectoryIndex):
                 each.part()
 
 
 def _is_restart() -> bool:
-    """Whether Ray has started this actor anew after its process had died."""
+    """Whether Ray has restarted this actor after its process died."""
     import ray
 
     with warnings.catch_warnings():

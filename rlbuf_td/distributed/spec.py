@@ -1,4 +1,4 @@
-"""What the buffers of all shards have in common, and which buffers no shards can keep the law of."""
+"""What the buffers of all shards have in common, and which buffers cannot be sharded exactly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
         Raises:
             TypeError: it is no ReplayBuffer of this package over a PackedStorage.
-            ValueError: its law cannot be kept over shards; says which part is in the way.
+            ValueError: the buffer cannot be sharded exactly; the message names the part.
         """
         refuse(buffer)
         outer = buffer.sampler
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
 
 
 def refuse(buffer: Any) -> None:
-    """Raise what :meth:`Spec.of` says of a buffer."""
+    """Refuse a buffer that cannot be sharded; raises as :meth:`Spec.of`."""
     if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
         raise TypeError(f"make_buffer must return a ReplayBuffer of this package with a PackedStorage, got {buffer!r}")
     sampler = buffer.sampler
