@@ -97,15 +97,17 @@ def explained(reader: DumpReader) -> Iterator[None]:
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
     """Return a function to call with the bytes processed; a bar shows them (``None``: on a terminal, from 1 GiB on)."""
+    is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
     try:
         from tqdm import tqdm
     except ImportError:
         if progress:
             raise ImportError("progress=True needs tqdm: pip install tqdm") from None
+        is_shown = False
+    if not is_shown:  # a bar takes a lock, even a disabled one, and a forked process may have died with it
         yield lambda done: None
         return
-    disable = (nbytes < _LARGE or None) if progress is None else not progress  # None: off without a terminal
-    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True, disable=disable) as shown:
+    with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True) as shown:
         yield shown.update
 
 
