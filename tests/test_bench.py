@@ -55,7 +55,7 @@ def test_training_scripts_are_timed_and_sac_learns_the_same_weights(capsys, monk
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["train", "--rounds", "1", "--steps", "1100"]) == 0
     lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "%" in line}
-    assert set(lines) == {"dqn", "sac", "ppo"}
+    assert set(lines) == {"dqn", "small-dqn", "sac", "ppo"}
     assert "equal" in lines["sac"]
 
 

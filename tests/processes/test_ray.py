@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 
 import pytest
@@ -14,23 +13,6 @@ from rlbuf_td import PackedStorage, ProportionalSampler, RankSampler, ReplayBuff
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  else it kills what runs where memory is short
-    paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
-    ray.init(
-        address="local",  # else one that somebody else runs here is taken
-        num_cpus=1,
-        object_store_memory=100_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": paths},
-    )
-    yield
-    ray.shutdown()
 
 
 def rows(first: int, count: int) -> TensorDict:
