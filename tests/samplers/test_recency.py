@@ -108,9 +108,7 @@ def test_settings_out_of_range_are_refused(settings, words):
 def test_no_rows_and_rows_without_order_are_refused():
     with pytest.raises(RuntimeError, match="empty storage: extend the buffer first"):
         buffer(RecencySampler(), 0, 0).sample()
-    with pytest.raises(
-        ValueError, match="a RecencySampler needs rows in the order of time, a ReservoirWriter keeps none"
-    ):
+    with pytest.raises(ValueError, match="a RecencySampler needs rows in time order, a ReservoirWriter keeps none"):
         ReplayBuffer(sampler=RecencySampler(), writer=ReservoirWriter())
 
 
