@@ -117,7 +117,6 @@ def _module_of(options: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; return its exit status."""
     options = _parser().parse_args(argv)
     try:
         return int(import_module(f"rlbuf_td.{_module_of(options)}").main(options))

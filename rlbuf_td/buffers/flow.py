@@ -79,7 +79,6 @@ class FlowControl:
         return True
 
     def _excess(self, sampled: int, inserted: int | None = None) -> float:
-        """Return the excess of samples over their target."""
         if self.samples_per_insert is None:
             return 0.0
         inserted = self._numbers[_INSERTED] if inserted is None else inserted
@@ -104,7 +103,6 @@ class FlowControl:
         self._numbers[_INSERTED] -= inserted
 
     def count_wait(self, *, of_sample: bool) -> None:
-        """Count a batch or a write that had to wait."""
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
 
     def shutdown(self) -> None:

@@ -164,7 +164,6 @@ def to_minari(
 
 
 def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, Any]:
-    """Return the given spaces, or those of the environment."""
     if observation_space is not None and action_space is not None:
         return observation_space, action_space
     if env is None:
@@ -176,7 +175,6 @@ def _spaces(env: Any, observation_space: Any, action_space: Any) -> tuple[Any, A
 
 
 def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each episode of the given time steps, and its size in bytes, lane by lane."""
     lanes = lanes_of(storage).numel()
     for lane in range(lanes):
         flat = steps * lanes + lane

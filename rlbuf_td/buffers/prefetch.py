@@ -98,7 +98,6 @@ class Prefetcher:
 
     @property
     def has_batches(self) -> bool:
-        """Whether a batch has been drawn ahead."""
         with self._buffer._futures_lock:
             self._drop_outdated()
             return bool(self._batches)
@@ -118,7 +117,6 @@ class Prefetcher:
             self._batches.popleft()
 
     def _send(self, batch_size: int) -> _Batch:
-        """Draw a batch, and start its transforms or its copy."""
         buffer, device = self._buffer, self.device
         place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
         with buffer._locked():
@@ -212,7 +210,6 @@ class Prefetcher:
         return [batch.result.result() for batch in self._batches]
 
     def restore(self, samples: Iterable[Sample]) -> None:
-        """Take over the batches that :meth:`settle` of another prefetcher returned."""
         self.drop()
         self._drop_outdated()
         now = self._buffer.storage.clock.now
@@ -238,7 +235,6 @@ def _finished(sample: Sample) -> Future[Sample]:
 
 
 def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start the copy of a leaf to a GPU."""
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
@@ -286,7 +282,6 @@ def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
 
 
 def restore_prefetched(rb: Any, prefetch_state: Any, *, clone_queue: bool = True) -> None:
-    """Restore saved batches that were drawn ahead."""
     if prefetch_state is None:
         return
     queue, parts = restamped(prefetch_state["queue"], rb._parts, 1), rb._parts

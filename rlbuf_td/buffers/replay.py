@@ -268,7 +268,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def _make_plan(self) -> None:
-        """Make a plan for the next call, if these parts allow one."""
         rows = getattr(self._storage, "rows", None)
         if rows is self._rows_without_plan or self.replay_count is not None or self.flow is not None:
             return
@@ -318,7 +317,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch, info
 
     def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase:
-        """Add the report and the index to a batch."""
         info["index"] = index = flat if self._storage.ndim == 1 else coordinates(flat, self._storage)
         self._note_draw(index, info)
         merge_(batch, info)

@@ -32,7 +32,6 @@ class Shares(Sampler):
         self.__dict__["by_name"] = shares
 
     def __getattr__(self, name: str) -> float:
-        """Return the share of a member."""
         found = self.__dict__.get("by_name", {})
         if name not in found:
             raise AttributeError(f"a mixture of {', '.join(found)} has no share {name!r}")
@@ -60,7 +59,6 @@ class Shares(Sampler):
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares."""
         return dict(self.by_name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,11 +68,9 @@ class Shares(Sampler):
         self._scale(Shares(state_dict).by_name)
 
     def dumps(self, path: Any) -> None:
-        """Save the shares in the folder ``path``."""
         save_state(path, type(self).__name__, self.state_dict())
 
     def loads(self, path: Any) -> None:
-        """Take over what :meth:`dumps` saved."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def __repr__(self) -> str:

@@ -110,7 +110,6 @@ class DumpReader:
         self.manifest = Manifest.read(path)
 
     def tensor(self, number: Any) -> Stored:
-        """Return the description of ``{"$tensor": number}``."""
         if type(number) is not int or not 0 <= number < len(self.manifest.tensors):
             raise CheckpointError(f"{self.path / MANIFEST} names a tensor {number!r} that it does not describe")
         return self.manifest.tensors[number]

@@ -22,13 +22,11 @@ _LARGE = 1 << 30  # bytes from which a progress bar is shown by default
 
 
 def save_state(path: str | Path, kind: str, state: dict[str, Any]) -> None:
-    """Save a state in the folder ``path`` as one of a ``kind``, which :func:`load_state` checks."""
     with writing(path, kind) as writer:
         write_state(writer, state, [], None)
 
 
 def load_state(path: str | Path, kind: str) -> dict[str, Any]:
-    """Return the state that :func:`save_state` saved."""
     with reading(path, kind) as reader, explained(reader):
         return decode(reader.manifest.state, reader.read)
 

@@ -174,7 +174,6 @@ def _refuse_damage(file: Path, data: bytes) -> None:
 
 
 def _instead(path: Path) -> str:
-    """Describe the content of a folder that holds no dump."""
     if not path.exists():
         return "there is no such folder"
     if not path.is_dir():

@@ -135,7 +135,6 @@ def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None
 
 
 def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
-    """Return the state of each trajectory index of a storage."""
     return [
         {"done_key": [*each.done_key], "traj_key": each.traj_key and [*each.traj_key], "state": each.state_dict()}
         for each in storage._attached_entities
@@ -173,7 +172,6 @@ def _default_generators(storage: Storage) -> dict[str, Any]:
 
 
 def restore_default_generators(states: dict[str, Any]) -> None:
-    """Set torch's default generators to saved states."""
     for device, state in states.items():
         if _is_here(torch.device(device)):
             torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
@@ -213,7 +211,6 @@ class Rollback(ExitStack):
         return super().__exit__(kind, *rest)
 
     def load(self, part: Any, state: Any) -> None:
-        """Load a state; the part may refuse it."""
         innermost = part
         while hasattr(innermost, "sampler"):
             innermost = innermost.sampler
@@ -223,7 +220,6 @@ class Rollback(ExitStack):
         part.load_state_dict(state)
 
     def load_storage(self, storage: Storage, saved: dict[str, Any]) -> None:
-        """Load the content of a TorchRL storage, which replaces its tensors or copies into them."""
         before, content = dict(storage.__dict__), copy.deepcopy(storage.state_dict()) if len(storage) else None
         self.callback(storage.__dict__.update, before)
         if content is not None:

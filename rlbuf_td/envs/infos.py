@@ -15,14 +15,12 @@ Mask: TypeAlias = np.ndarray | None
 
 
 def part_of(value: Any, path: Key) -> Any:
-    """Return the value at ``path`` in nested dicts and tuples."""
     for part in path:
         value = value[int(part)] if isinstance(value, tuple) else value[part]
     return value
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Return a number, array or tensor as an array."""
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
@@ -99,7 +97,6 @@ def fill_infos_(column: np.ndarray, path: Key, default: Any, info: Mapping[str, 
 
 
 def info_example(path: Key, default: Any, info: Mapping[str, Any], lanes: int) -> torch.Tensor:
-    """Return an info, or its default, for every lane, as an example of dtype and shape."""
     value, present = (tensors_of(default, *path), True) if default is not None else look_up(info, path)
     if value is not None and default is None:
         found = to_array(value)[np.broadcast_to(present, lanes)]

@@ -50,7 +50,6 @@ def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | Non
 
 
 def _part(values: Any, rows: slice) -> Any:
-    """Return some rows of nested dicts and tuples of arrays."""
     if isinstance(values, Mapping):
         return {key: _part(value, rows) for key, value in values.items()}
     if isinstance(values, tuple):
@@ -59,7 +58,6 @@ def _part(values: Any, rows: slice) -> Any:
 
 
 def _infos(infos: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return infos as extras of transitions: arrays of n + 1 values are split into before and after a step."""
     if all(len(value) == steps for _, value in walk(infos)):
         return {"next": {INFO: infos}}
     return {INFO: _part(infos, slice(0, steps)), "next": {INFO: _part(infos, slice(1, steps + 1))}}

@@ -33,5 +33,4 @@ class TrajectoryNumbers:
         """Do nothing: the rows of a recorder need no check."""
 
     def mark_load(self) -> None:
-        """Record that a checkpoint has replaced the rows."""
         self.loads, self._has_read = self.loads + 1, False

@@ -36,8 +36,6 @@ def bare(function: Callable[..., Any]) -> Any:
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """Turn an integer into a pointer, for ``numba.carray``."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
@@ -46,8 +44,6 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def address_of(typing_context: Any, array: Any) -> Any:
-    """Return the address of an array's first element."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
         return builder.ptrtoint(array.data, ir.IntType(64))
@@ -80,8 +76,6 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def load(typing_context: Any, address: Any, kind: Any) -> Any:
-    """Return the number of a NumPy type at an address."""
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.inttoptr(arguments[0], ir.PointerType(context.get_data_type(kind.dtype)))
         return context.unpack_value(builder, kind.dtype, place)

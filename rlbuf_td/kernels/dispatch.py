@@ -47,7 +47,6 @@ def backend_of(memory: Tensor) -> Backend:
 
 
 def enable_triton(enabled: bool = True) -> None:
-    """Let kernels on CUDA devices use Triton where it is installed, or only torch operations."""
     global _triton_is_enabled
     _triton_is_enabled = enabled
 

@@ -111,7 +111,6 @@ def _caller(
 
 
 def _method(env: Any, name: str) -> Callable[..., Any]:
-    """Return a method of the innermost environment that has it."""
     innermost = env
     while env is not None:
         innermost = getattr(env, "unwrapped", None) or env

@@ -103,7 +103,6 @@ class Priorities:
 
     @property
     def entry(self) -> Any:
-        """The magnitude that a new row enters with."""
         if self.within_buffer:
             self._find_largest()
         largest = self.largest
@@ -145,7 +144,6 @@ class Priorities:
             self.largest = largest
 
     def enter(self, index: Any, storage: Storage | None) -> None:
-        """Give the entry magnitude to rows that were just written."""
         entry = torch.as_tensor(self.entry, dtype=torch.float64, device=self.device)
         self.assign(index, entry, None, storage, counts=False)
 
@@ -184,7 +182,6 @@ class Priorities:
         self.law.restore_({name: tensor.to(device) for name, tensor in tensors.items()})
 
     def tensors(self, table: Any = None) -> dict[str, Tensor]:
-        """Return the tensors that determine the state of a table."""
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
     def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
@@ -197,7 +194,6 @@ class Priorities:
         return found
 
     def clear(self) -> None:
-        """Forget all priorities, and the storage that they belong to."""
         self.serves.release()
         self.largest, self._largest_row = -1.0, 0
         saved = self.tensors().items()

@@ -30,8 +30,6 @@ Reduction = Literal["max", "min", "mean", "median"]
 
 
 def _exponent(name: str, place: int, doc: str) -> Any:
-    """Return a property for one of the shared settings."""
-
     def assign(self: Prioritized, value: float) -> None:
         self.settings[place] = exponent(name, value)
 

@@ -23,7 +23,6 @@ Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
 
 
 def _of_inner(name: str) -> Any:
-    """Return a property that reads an attribute of the wrapped sampler."""
     return property(
         attrgetter(f"sampler.{name}"),
         lambda self, value: setattr(self.sampler, name, value),
@@ -150,7 +149,6 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's.")
 
     def __getattr__(self, name: str) -> Any:
-        """Look up unknown attributes in the wrapped sampler."""
         if name.startswith("_") or name in ("sampler", "innermost"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.sampler, name)
@@ -206,7 +204,6 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
 
 
 def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
-    """Return the transitions at flat rows, in fresh memory."""
     return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
 
 

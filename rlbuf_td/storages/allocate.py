@@ -47,7 +47,6 @@ def refuse_arguments(
 
 
 def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
-    """Refuse arguments of TorchRL's storages that cannot be honoured."""
     if shared_init and not cleanup_memmap:
         raise ValueError(
             "cleanup_memmap=False keeps temporary files, but shared_init=True makes none: pass scratch_dir instead"

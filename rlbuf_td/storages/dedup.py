@@ -221,7 +221,6 @@ class DedupLayout:
         return saved
 
     def state(self) -> list[list[Any]]:
-        """Return the groups as plain numbers and strings, for :meth:`from_state`."""
         return [[[list(key) for key in g.keys], g.pieces, g.dim, g.has_next] for g in self.chosen]
 
     @classmethod
@@ -249,7 +248,6 @@ def _by_key(layout: RowLayout) -> dict[Key, Leaf]:
 
 
 def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
-    """Return the deduplication of saved rows; None for plain rows."""
     return DedupLayout.from_state(layout, state["pooled"]) if "pooled" in state else None
 
 

@@ -25,7 +25,6 @@ def attached(storage: Storage, kind: type[Listener]) -> Listener | None:
 
 
 def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
-    """Return the object of a class that is attached to a storage; create and attach one if there is none."""
     found = attached(storage, kind)
     if found is None:
         found = kind(storage)  # type: ignore[call-arg]

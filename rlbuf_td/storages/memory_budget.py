@@ -48,7 +48,6 @@ class Room:
     total: int | None  # total bytes, swap included; None: not known
 
     def words(self) -> str:
-        """Return both numbers in words, for error messages."""
         if self.free is None:
             return f"{self.place} of unknown size"
         in_all = "" if self.total is None else f" ({show_bytes(self.total)} in all)"
@@ -64,7 +63,6 @@ def room_for(device: torch.device, *, scratch_dir: Path | None = None, shared: b
 
 
 def ram() -> Room:
-    """Return the memory of the machine, or of the tightest control group; swap counts in the total only."""
     kib = _numbers(_PROC / "meminfo")
     if "MemTotal" not in kib:
         with suppress(AttributeError, ValueError, OSError):

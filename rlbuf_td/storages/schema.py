@@ -53,7 +53,6 @@ def show_key(key: tuple[str, ...]) -> str:
 
 
 def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the leaves of a TensorDict or of nested dicts, with their keys as tuples."""
     for name, value in (entries_of(data) if isinstance(data, TensorDictBase) else data).items():
         if isinstance(value, TensorDictBase | Mapping) and not is_non_tensor(value):
             yield from walk(value, (*path, name))
@@ -152,5 +151,4 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
 
 
 def kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return a dtype and a shape in words, for error messages."""
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"

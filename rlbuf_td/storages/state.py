@@ -162,7 +162,6 @@ def restore_counters(storage: Any, state: dict[str, Any]) -> None:
 
 
 def describe(storage: Any) -> str:
-    """Return a description of the storage, with one line per leaf."""
     name, rows = type(storage).__name__, storage.rows
     if rows is None:
         return f"{name}(max_size={storage.max_size}, ndim={storage.ndim}, device={storage.device}, empty)"

@@ -212,7 +212,6 @@ class TrajectoryIndex:
         return self._boundaries
 
     def _begun(self, start: int, count: int) -> Boundaries | None:
-        """Return cleared boundaries if this write, or the first part of one that wraps, is all that is stored."""
         storage = self.storage
         live = len(storage) // lanes_of(storage).numel()
         if count != live and (start + count, storage._last_cursor_index) != (live, start - 1):
@@ -353,6 +352,5 @@ class TrajectoryIndex:
 
 
 def as_tuple(key: NestedKey) -> tuple[str, ...]:
-    """Return a key as a tuple of strings."""
     key = key if isinstance(key, str) else unravel_key(key)
     return (key,) if isinstance(key, str) else key

@@ -57,15 +57,12 @@ class WriteClock:
 
     @property
     def now(self) -> int:
-        """The number of time steps written so far."""
         return self.numbers[NOW]
 
     def since(self, then: int) -> int:
-        """Return the number of time steps written since the clock was ``then``."""
         return (self.now - then) % (1 << 64)  # the count may have wrapped
 
     def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
-        """Return stamps ``now`` for ``rows`` sampled rows, ``[rows]`` int64."""
         stamps = torch.full((rows,), now, device=device)
         self._newest = stamps, now
         return stamps
@@ -134,7 +131,6 @@ class WriteClock:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the clock: numbers, and perhaps a tensor."""
         now, last, by_row = self.numbers
         written = self._written.clone() if by_row and self._written is not None else None
         return {"now": now, "last": last, "written": written}

@@ -154,7 +154,6 @@ class TimeWriter(RoundRobinWriter):
 
 
 def next_step(storage: Storage) -> int:
-    """Return the time step after the newest row."""
     last = storage._last_cursor_index
     if last is None or not len(storage):
         return 0
@@ -162,7 +161,6 @@ def next_step(storage: Storage) -> int:
 
 
 def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tensor:
-    """Return the time steps of the newest ``n`` (default: all), oldest first."""
     if not isinstance(writer, RoundRobinWriter):
         raise TypeError(f"a {type(writer).__name__} keeps no order of age; use a RingWriter")
     if not len(storage):
@@ -175,7 +173,6 @@ def steps_by_age(writer: Writer, storage: Storage, n: int | None) -> torch.Tenso
 
 
 def without_index(data: Any) -> Any:
-    """Return the data without the index of a sampled batch."""
     if isinstance(data, list):
         return [without_index(item) for item in data]
     if isinstance(data, TensorDictBase) and "index" in data.keys():
@@ -189,10 +186,8 @@ def _is_one(data: Any) -> bool:
 
 
 def part_of(data: Any, first: int, last: int) -> Any:
-    """Return a range of time steps."""
     return data[first:last] if _is_one(data) else tree_map(lambda leaf: leaf[first:last], data)
 
 
 def length_of(data: Any) -> int:
-    """Return the number of time steps."""
     return len(data if _is_one(data) else tree_leaves(data)[0])

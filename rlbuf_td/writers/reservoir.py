@@ -177,7 +177,6 @@ class ReservoirWriter(Writer):
         return index if storage.ndim == 1 else self._replicate(index)
 
     def _write(self, start: int, data: Any, count: int) -> None:
-        """Write the first time steps of the data to free slots."""
         storage, part = self._storage, part_of(data, 0, count)
         if isinstance(storage, PackedStorage):
             storage.write(start, part)
@@ -185,18 +184,15 @@ class ReservoirWriter(Writer):
             storage.set(torch.arange(start, start + count, device="cpu"), without_index(part))
 
     def _rows(self, data: Any, rows: torch.Tensor) -> Any:
-        """Return time steps of the data."""
         if isinstance(self._storage, PackedStorage):
             return reshaped(data, lambda each: each[rows.to(each.device)])
         return [data[row] for row in rows.tolist()] if isinstance(data, list) else data[rows]
 
     def _replicate(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the index of all lanes of each time step; -1 for all lanes of a dropped one."""
         every = self._replicate_index(index)
         return torch.where(every[:, :1] < 0, -1, every)
 
     def _announce(self, written: int, choice: Choice) -> None:
-        """Report the written rows to all objects attached to the storage."""
         shared_rows = getattr(self._storage, "shared_rows", None)
         if shared_rows is not None:
             shared_rows.journal.written()

@@ -42,7 +42,6 @@ OPERATIONS = REPLAY | cases.OPERATIONS
 
 
 def run(rows: Sequence[int], images: int, batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
-    """Time every operation at every size, with one thread; yield each result immediately."""
     operations = [operation for operation in operations if operation in REPLAY]
     with one_thread():
         for count, kind, make_rows in [(n, "small", small_rows) for n in rows] + [(images, "image", image_rows)]:
@@ -68,7 +67,6 @@ def _available() -> int:
 
 
 def run_others(batch: int, rounds: int, operations: Sequence[str]) -> Iterator[Timing]:
-    """Time all cases other than replay, with one thread; yield each result immediately."""
     with one_thread():
         for operation, parts in cases.LEAVES.items():
             if operation in operations:
@@ -102,7 +100,6 @@ def table(timings: Sequence[Timing], names: Sequence[str]) -> Table:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the comparison and print its table (``python -m rlbuf_td bench``)."""
     operations = options.only or list(OPERATIONS)
     console = Console(width=None if sys.stdout.isatty() else 190)
     timings: list[Timing] = []

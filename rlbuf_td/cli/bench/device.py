@@ -52,7 +52,6 @@ def with_errors(td_error: torch.Tensor, batch: TensorDictBase) -> TensorDictBase
 
 
 def samples(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time samples, updates and writes of rows on the device, as eager calls and as CUDA graphs."""
     td_error, data = torch.rand(BATCH, device=device), small_rows(BATCH).to(device)
     for name, sampler in (("proportional", ProportionalSampler(rows)), ("by rank", RankSampler(rows))):
         rb = buffer(rows, sampler, device)

@@ -107,7 +107,6 @@ def interleave(calls: dict[str, Callable[[], object]], rounds: int, seconds: flo
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the ``with`` block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -71,7 +71,6 @@ def learn_by_replay(
 
 
 def train_dqn(side: str, clock: Clock, steps: int, cells: int = 256, batch: int = 64) -> torch.nn.Module:
-    """Train the demo's DQN on CartPole, with one update for every second step."""
     env = GymEnv("CartPole-v1")
     env.set_seed(0)
     policy, explore = dqn.make_policy(env, CPU, cells)
@@ -108,7 +107,6 @@ def make_sac(env: EnvBase) -> tuple[ProbabilisticActor, Callable[[TensorDictBase
 
 
 def train_sac(side: str, clock: Clock, steps: int) -> torch.nn.Module:
-    """Train SAC on Pendulum: batches of 256, an update for every step."""
     env = GymEnv("Pendulum-v1")
     env.set_seed(0)
     actor, learn = make_sac(env)
@@ -167,7 +165,6 @@ def run(script: str, side: str, steps: int) -> tuple[float, float, list[torch.Te
 
 
 def compare(script: str, steps: int, rounds: int) -> list[str]:
-    """Run a script with both sides' buffers in turns; return a row of the table."""
     runs: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
     weights: dict[str, list[torch.Tensor]] = {}
     for side in SIDES:

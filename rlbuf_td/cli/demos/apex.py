@@ -38,7 +38,6 @@ def make_env(name: str) -> EnvBase:
 
 
 def make_buffer() -> ReplayBuffer:
-    """Return the buffer of a shard."""
     sampler = NStepSampler(ProportionalSampler(CAPACITY), n_steps=N_STEPS, gamma=GAMMA)
     return ReplayBuffer(storage=PackedStorage(CAPACITY), sampler=sampler, batch_size=BATCH)
 
@@ -68,7 +67,6 @@ class Actor:
 
 
 def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, out: Path) -> tuple[Run, str]:
-    """Train until the environment is solved, for at most ``steps`` steps; return the run and the shards' health."""
     torch.manual_seed(seed)
     policy, _ = make_policy(make_env(env_name), torch.device("cpu"))
     learner, batches = Learner(policy, make_env(env_name), steps), 0
@@ -105,7 +103,6 @@ def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, ou
 
 
 def table(health: dict[str, Any]) -> str:
-    """Return the health of all shards as a table."""
     names = "rows", "mass", "inserts", "requests", "lost_rows", "stale_updates", "drifted"
     lines = ["shard  " + "".join(f"{name:>14}" for name in names)]
     for place, shard in enumerate(health["shards"]):

@@ -70,7 +70,6 @@ class Learner:
 
 
 def train(env_name: str, sampler: str, steps: int, seed: int, device: torch.device, out: Path) -> Run:
-    """Train on a Gymnasium environment with discrete actions, until it is solved, for at most ``steps`` steps."""
     torch.manual_seed(seed)
     env = TransformedEnv(GymEnv(env_name), RewardSum())
     env.set_seed(seed)

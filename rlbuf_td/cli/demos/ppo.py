@@ -100,7 +100,6 @@ def make_rollout(settings: Settings, critic: ValueOperator, device: torch.device
 
 
 def train(env_name: str, steps: int | None, seed: int, device: torch.device, out: Path) -> Run:
-    """Train on a Gymnasium environment, eight at a time, for at most ``steps`` steps."""
     settings = SETTINGS.get(env_name, Settings())
     frames = LANES * settings.rollout_steps
     steps = -(-(steps or settings.steps) // frames) * frames  # whole rollouts

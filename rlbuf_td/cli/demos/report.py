@@ -80,7 +80,6 @@ class Run(Clock):
         self._bar = tqdm(total=steps, unit=" steps")
 
     def count(self, data: TensorDictBase, **shown: str) -> None:
-        """Count collected steps and finished episodes, and show both."""
         self.steps += data.numel()
         ended = data["next", "done"].squeeze(-1)
         self.episodes += [(self.steps, float(total)) for total in data["next", "episode_reward"][ended]]
@@ -89,7 +88,6 @@ class Run(Clock):
 
     @property
     def recent(self) -> float:
-        """The mean return of the last 20 training episodes, exploration included."""
         last = [total for _, total in self.episodes[-WINDOW:]]
         return sum(last) / len(last) if last else float("nan")
 
@@ -107,7 +105,6 @@ class Run(Clock):
         return sum(float(rollout["next", "reward"].sum()) for rollout in rollouts) / episodes
 
     def finish(self, policy: TensorDictModuleBase, title: str) -> None:
-        """Evaluate and save the current policy, and plot the learning curve."""
         self._bar.close()
         self.final = self.evaluate(policy)
         torch.save(policy.state_dict(), self.out / "policy.pt")
@@ -153,7 +150,6 @@ def running_mean(episodes: Sequence[tuple[int, float]], window: int = WINDOW) ->
 
 
 def save_learning_curve(path: Path, title: str, episodes: Sequence[tuple[int, float]], threshold: float) -> None:
-    """Plot the return of every training episode, the running mean over 20 episodes, and the threshold."""
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

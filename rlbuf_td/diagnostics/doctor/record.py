@@ -133,7 +133,6 @@ class Record:
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
-        """Return the values of some flat rows, ``[n, ...]``."""
         return self.columns[key][flat // self.lanes, flat % self.lanes]
 
     def blocks(self) -> Iterator[slice]:
@@ -197,7 +196,6 @@ def hashes(record: Record, keys: list[Key], rows: torch.Tensor | None = None) ->
 
 
 def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
-    """Return storage, sampler and writer of a source of :func:`~rlbuf_td.diagnostics.doctor.check`."""
     if isinstance(source, str | Path):
         source = _open_saved(Path(source))
     if isinstance(source, ReplayBuffer):

@@ -81,7 +81,6 @@ def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Fi
 
 
 def _flow(record: Record) -> Flow:
-    """Compare each next observation with the following row's observation."""
     inside, ends = record.paired & ~record.cut, record.paired & record.cut
     differing, unbroken, main = torch.zeros_like(inside), ends.clone(), record.main
     for block in record.blocks():

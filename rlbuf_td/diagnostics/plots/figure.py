@@ -55,12 +55,10 @@ def dress(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def guide(axes: Axes, x: Any, y: Any) -> None:
-    """Draw a dashed line."""
     axes.plot(x, y, color=GUIDE, linestyle="--", linewidth=0.9)
 
 
 def in_percent(axes: Axes) -> None:
-    """Label the y axis in percent."""
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 

@@ -68,7 +68,6 @@ def gather_within(rows, row_bytes, live, flat, count, leaves, targets):
 
 @inlined
 def batch_at(address):
-    """Return the ``BATCH`` at an address."""
     return carray(pointer(address), 1, BATCH)[0]
 
 

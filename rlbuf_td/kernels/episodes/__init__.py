@@ -56,12 +56,10 @@ class BoundariesBase(ABC):
         """Return the state by name, without copies."""
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore a state that :meth:`tensors` returned."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
 
     def clear(self) -> None:
-        """Forget all trajectories."""
         nothing = {name: torch.zeros_like(mine) for name, mine in self.tensors().items()}
         self.restore(nothing | {"head": torch.full_like(self.head, -1)})
 
@@ -192,7 +190,6 @@ def _column(column: Tensor) -> tuple[int, int, int]:
 
 
 def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
-    """Return empty boundaries for ``lanes`` rings of ``steps`` time steps."""
     is_on_cpu = backend_of(torch.empty(0, device=device, dtype=torch.float32)) == "numba"
     return BitBoundaries(steps, lanes) if is_on_cpu else FlagBoundaries(steps, lanes, device)
 

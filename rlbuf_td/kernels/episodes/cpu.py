@@ -114,7 +114,6 @@ def steps_back(bitmap, lane, t):
 
 @inlined
 def is_cut(bitmap, lane, t):
-    """Return whether the step after step ``t`` of a lane does not follow it."""
     return _bit(bitmap, lane, np.uint64(0), t)
 
 

@@ -90,7 +90,6 @@ def chunk_at(st, p, s):
 
 @bare
 def key_address(st, c, at):
-    """Address of ``keys[c, at]``."""
     return address_of(st.keys) + 8 * (c * np.int64(WIDTH) + at)
 
 

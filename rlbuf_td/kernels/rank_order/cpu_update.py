@@ -117,7 +117,6 @@ def _started(order):
 
 @compiled
 def _arrange_afresh(order, st):
-    """Rearrange to make room for more chunks. Only keys in the chunks are kept: an update may have removed some."""
     keys = np.empty(st.top_count[: st.head[GROUPS]].sum(), np.int64)
     n = 0
     for p in range(st.head[GROUPS]):
@@ -139,7 +138,6 @@ def _count(st):
 
 @bare
 def _add_count(st, p, s, delta):
-    """Add ``delta`` to the number of keys in a slot."""
     g, d = np.uint64(st.top_group[p]), np.int32(delta)
     for t in range(np.uint64(s + 1), np.uint64(st.size[g] + 1)):
         st.before[g, t] += d

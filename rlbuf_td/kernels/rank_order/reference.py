@@ -55,7 +55,6 @@ class SortedOrder:
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
-        """Replace all magnitudes, and forget the largest one seen."""
         self._magnitude.copy_(magnitude)
         self.device_state.largest.fill_(-1.0)
         self.forget_order()

@@ -84,7 +84,6 @@ class Table:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """The groups and their parts as arrays for compiled loops."""
         groups: list[list[int]] = []
         parts: list[list[int]] = []
         for g, group in enumerate(self.groups):

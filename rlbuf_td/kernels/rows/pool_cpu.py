@@ -184,7 +184,6 @@ def _given(parts, sources, p, piece, side, t, lane):
 
 @inlined
 def _is_entry(group, parts, sources, name, piece, side, t, lane):
-    """Return whether an entry equals a piece of the written observations."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
         inner = parts[p, INNER]

@@ -63,7 +63,6 @@ class _Step:
         return names.flatten(), ~held.flatten()
 
     def give(self, names: Tensor, are_free: Tensor) -> None:
-        """Put names on the stack."""
         at = self.counters[0] + are_free.cumsum(0) - 1
         self.stack[torch.where(are_free, at, len(self.stack) - 1)] = names
         self.counters[0] += are_free.sum()

@@ -47,7 +47,6 @@ class Rows(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, padding included, and of the entries used so far."""
         return self.matrix.nbytes
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
@@ -82,7 +81,6 @@ class Rows(ABC):
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
-        """Return the time steps at ``index``, int64 of any shape."""
         steps = from_start(index, self.steps)
         if not self.lanes:
             return self.at_cells(steps)

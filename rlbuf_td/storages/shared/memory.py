@@ -61,7 +61,6 @@ class SharedNumbers:
         self.values: Any = (_TYPES[kind] * len(values))(*values)
 
     def share_memory_(self) -> SharedNumbers:
-        """Move the numbers to shared memory; return this object."""
         if not self._is_shared:
             self.values, self._is_shared = RawArray(self._kind, self.values[:]), True
         return self

@@ -93,12 +93,10 @@ class Journal:
 
     @property
     def cells(self) -> torch.Tensor:
-        """The flat rows of the write in progress."""
         start, count = self._words[_START], self._words[_COUNT]
         return self._cells[:count] if start < 0 else (start + torch.arange(count, device="cpu")) % len(self._rows)
 
     def undo(self) -> None:
-        """Restore the counters and the saved rows; can be repeated."""
         words = self._words
         for position, counter in enumerate(self._counters, _COUNTERS):
             counter.value = words[position]
