@@ -1,4 +1,8 @@
-"""The commands of ``python -m rlbuf_td``."""
+"""The commands of ``python -m rlbuf_td``, scripts to run and to read.
+
+``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers, and ``bench/`` times them beside other
+libraries. ``plan`` and ``doctor`` are the ``main`` functions of :mod:`rlbuf_td.diagnostics`.
+"""
 
 from __future__ import annotations
 

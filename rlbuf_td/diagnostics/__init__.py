@@ -1,1 +1,7 @@
-"""Health, episode statistics, plots, the doctor and the memory plan."""
+"""Health, episode statistics, plots, the doctor and the memory plan.
+
+They read buffers and change nothing. ``health.py`` summarizes the last batch and the priorities, ``episode_stats.py``
+counts episodes at each write, and ``memory_plan.py`` computes the bytes of a buffer before it is allocated. The
+doctor tests stored rows for faults that training would not reveal: ``values.py`` looks at each column,
+``sequence.py`` compares each next observation with the following row to find wrong ends and shifted flags.
+"""

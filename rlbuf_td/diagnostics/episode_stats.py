@@ -63,9 +63,8 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics have the same name.
 
-    Cost: O(rows) per write, about 8 us for a step of 16 environments (``python tests/benchmarks/stats.py``). Numbers on
-    CUDA are copied to the host without waiting, and counted when they arrive. Steps are counted in the process that
-    writes: if a collector's worker extends the buffer, in the worker's copy.
+    Cost: O(rows) per write. Numbers on CUDA are copied to the host without waiting, and counted when they arrive. Steps
+    are counted in the process that writes: if a collector's worker extends the buffer, in the worker's copy.
 
     Example:
         >>> from tensordict import TensorDict

@@ -1,4 +1,33 @@
-"""Storages: the memory of the transitions."""
+"""Storages: the memory of the transitions, one row of bytes each.
+
+A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one is padding)::
+
+    byte  0        24            92            96                 164    165    166
+          +--------+-------------+-------------+------------------+------+------+------+-+
+          | action | observation | next.reward | next.observation | done |term. |trunc.| |
+          +--------+-------------+-------------+------------------+------+------+------+-+
+
+**Rows.** :class:`PackedStorage` is one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes keys, dtypes and
+shapes; a later write that differs raises a :class:`SchemaError`. Leaves (the tensors of a transition) are ordered by
+item size, largest first, so that each is aligned. ``storage[key]`` is a strided view of one column. A batch is fresh
+memory: its rows are read once, and each leaf is written to a contiguous tensor. Read ``layout.py``, then ``packed.py``.
+
+**Time and lanes.** Dim 0 is time, the others are lanes (environments); row ``(t, e)`` has the flat position
+``t * E + e``. :class:`~rlbuf_td.TrajectoryIndex` tells how far the trajectory of a row extends in its lane.
+
+**Observations once.** The next observation of a step is usually the observation of the following step, and two stacks
+of frames share all but one. With ``share_next`` and ``frames`` a row stores numbers that refer to a pool of
+observations, and rows with equal observations refer to the same one. Read ``dedup.py``, ``rows/`` and
+:mod:`rlbuf_td.kernels.rows.pool`.
+
+**Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as
+``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been replaced since: their
+TD errors are skipped. Read ``write_clock.py``.
+
+**Processes.** Shared rows are in shared memory, with one lock that the system releases if its holder dies. A journal,
+also in shared memory, saves the rows that a write replaces, so that the next process can undo an unfinished write.
+Read ``shared/``.
+"""
 
 from rlbuf_td.storages.packed import PackedStorage
 from rlbuf_td.storages.schema import SchemaError
