@@ -1,4 +1,4 @@
-"""Batches from the answers of shards: rows in their order, handles and importance weights."""
+"""Batches assembled from the answers of shards: rows, handles and importance weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHARD, INCARNATION, ROW, WRITTEN_AT = range(4)  # the columns of a handle
 
 
 class Batches:
-    """The batches that one request to each shard has brought.
+    """The batches from one request to each shard.
 
     Args:
-        spec: of the buffers.
-        layout: of the rows.
-        answers: of the shards that were touched, by place, in order.
-        known: the reports by which positions were chosen.
-        rank: ``[batches, draws]`` int64: which of all draws, in the order of the shards, is where in which batch.
+        spec: the properties of the buffers.
+        layout: the layout of the rows.
+        answers: the answers of the shards with draws, in the order of the shards.
+        known: the reports that the positions are based on.
+        rank: ``[batches, draws]`` int64: for each row of a batch, the number of its draw in the order of the shards.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Batches:
         self.next = 0
 
     def __len__(self) -> int:
-        """Return how many batches are left."""
+        """Return the number of remaining batches."""
         return len(self.rank) - self.next
 
     def take(self, beta: float) -> TensorDict:
@@ -76,9 +76,9 @@ def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
 
 
 def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return P of the rows drawn, in the order of the shards, the least P of all rows, and the number of rows.
+    """Return P of the drawn rows, in the order of the shards, the smallest P of all rows, and the number of rows.
 
-    A shard is chosen by the mass that was known of it, and draws at the mass that it has.
+    The client chooses a shard by the last reported mass; the shard draws by its current mass.
     """
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []

@@ -1,4 +1,4 @@
-"""What learners and collectors hold: one prioritized law over all shards, one request for each."""
+"""The client of a learner or a collector: it draws batches from all shards, with one request per shard."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
 
 
 class Draw(NamedTuple):
-    """Batches under way."""
+    """Batches that have been requested."""
 
     size: int
     batches: int
     split: Split
-    known: list[Report | None]  # by which the positions were chosen
+    known: list[Report | None]  # the reports that the positions are based on
     calls: dict[int, Any]
 
 
 class Client:
-    """The shards as a learner or a collector uses them. It can be sent to other processes that use Ray.
+    """The access of a learner or a collector to the shards. It can be sent to other processes that use Ray.
 
     Args:
-        connect: returns the handles of the shards' actors, that of the flow control, if any, and Ray.
-        spec: what the buffers in the shards have in common.
-        batch_size: of :meth:`sample`, default: that of the buffers.
-        prefetch: batches that are requested ahead.
-        on_loss: what to do when a shard is lost.
+        connect: returns the handles of the shards' actors, the handle of the flow control or ``None``, and Ray.
+        spec: the common properties of the buffers in the shards.
+        batch_size: of :meth:`sample`; default: the batch size of the buffers.
+        prefetch: number of batches that are requested ahead.
+        on_loss: ``"continue"`` without a lost shard, or ``"raise"`` a ``ShardLost``.
         home: the shard that this client writes to unless it is lost; ``None``: a random one.
     """
 
     service_backend = "ray"
-    _storage = None  # TorchRL's collectors with several workers look whether they must initialize it
+    _storage = None  # TorchRL's collectors with several workers check whether they must initialize it
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Client:
         self.links = Links(handles, engine, on_loss)
         self.links.greet()
         self._home = home
-        self._writer = random.SystemRandom().getrandbits(62)  # copies of a client are writers of their own
+        self._writer = random.SystemRandom().getrandbits(62)  # each copy of a client is a different writer
         self._layout: tuple[RowLayout, bytes] | None = None  # of writes
         self._rows: tuple[RowLayout, bytes, int] | None = None  # of batches
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []  # handles and TD errors for the next requests
@@ -92,20 +92,20 @@ class Client:
     def sample(
         self, batch_size: int | None = None, *, wait: bool = False, timeout: float | None = None
     ) -> TensorDictBase:
-        """Return a batch of rows of all shards, ``[B]``, as fresh memory.
+        """Return a batch of rows from all shards, ``[B]``, in fresh memory.
 
-        Its ``"index"``, ``[B, 4]`` int64, names shard, incarnation, flat row and the shard's clock;
-        ``"priority_weight"`` are the importance weights, ``[B]`` float32, of prioritized buffers.
+        Its ``"index"``, ``[B, 4]`` int64, holds shard, incarnation, flat row and the shard's clock; with prioritized
+        buffers, ``"priority_weight"``, ``[B]`` float32, holds the importance weights.
 
         Args:
             batch_size: default: the buffer's.
-            wait: wait until there are rows, and until flow control lets the batch pass.
-            timeout: seconds to wait at most.
+            wait: wait until there are rows and flow control admits the batch.
+            timeout: the longest wait in seconds.
 
         Raises:
-            RuntimeError: there is no batch size, or, without ``wait``, no row or no permission.
-            TimeoutError: there were none in time.
-            ShardLost: a shard was lost, and ``on_loss="raise"``; or all are.
+            RuntimeError: there is no batch size; or, without ``wait``, there are no rows, or flow control refuses.
+            TimeoutError: the batch was not possible in time.
+            ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
@@ -113,7 +113,7 @@ class Client:
         deadline = inf if timeout is None else time.monotonic() + timeout
         if self._flow is not None:
             self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
-            wait = True  # what flow control has counted may still be on its way to a shard
+            wait = True  # rows that flow control has counted may not have arrived in a shard yet
         while self._ready is None or not len(self._ready) or self._ready_size != size:
             if not self._fetch(size):
                 if not wait:
@@ -126,7 +126,7 @@ class Client:
     def _fetch(self, size: int) -> bool:
         """Receive the batches requested ahead, or request new ones; return whether there is a row to draw.
 
-        The request for those that follow leaves as soon as the masses are known, so that they are exact.
+        The next batches are requested as soon as the answers report the masses, so that the probabilities are exact.
         """
         draw, self._ahead = self._ahead, None
         if draw is None or draw.size != size:
@@ -141,7 +141,7 @@ class Client:
         return True
 
     def _send(self, size: int) -> Draw | None:
-        """Send the requests for some batches; ``None`` if no shard has a row."""
+        """Request batches from the shards; ``None`` if no shard has a row."""
         links = self.links
         links.require_one()
         draws, batches = self.spec.draws_of(size), max(1, self.prefetch)
@@ -167,7 +167,7 @@ class Client:
         )
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
-        """Call shards for a draw, and take along the TD errors that they have to know; return the calls."""
+        """Request draws at fractions of the shards' masses, with the queued TD errors; return the calls."""
         known = self.links.known
         largest = max((report.largest for report in known if report is not None), default=-1.0)
         layout = 0 if self._rows is None else self._rows[2]
@@ -195,7 +195,7 @@ class Client:
             self.links.hear(place, answer.after)
 
     def _receive(self, draw: Draw) -> Batches | None:
-        """Return batches from the answers; ``None`` if a shard was lost or emptied meanwhile: draw again."""
+        """Return batches from the answers; ``None`` (draw again) if a shard was lost or emptied meanwhile."""
         answers = self.links.finish(draw.calls)
         for place, answer in answers.items():
             self.links.hear(place, answer.after)
@@ -212,7 +212,7 @@ class Client:
         self._errors.clear()
 
     def _layout_of(self, place: int, answer: Answer) -> RowLayout:
-        """Return the layout of the rows of an answer; a shard sends it only to clients that do not have it yet."""
+        """Return the layout of the rows of an answer; a shard sends it only to clients that do not know it."""
         name = None if answer.drawn is None else answer.drawn.layout
         if self._rows is None and name is not None:
             self._rows = layout_named(name), name, crc32(name)
@@ -225,13 +225,13 @@ class Client:
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Send the TD errors of a batch with the next request to each of its shards.
 
-        Rows that have been replaced since, and rows of shards that have restarted, are skipped and counted.
+        TD errors of replaced rows, and of shards that have restarted, are skipped and counted.
 
         Args:
             data: a batch of :meth:`sample`, or a part of one, with the buffers' ``priority_key`` set.
 
         Raises:
-            KeyError: there are no TD errors in the batch, or no index.
+            KeyError: the batch has no TD errors, or no index.
             ValueError: an error is NaN or infinite; nothing has been sent.
         """
         spec = self.spec
@@ -248,7 +248,7 @@ class Client:
         self._errors.append((index.numpy(), td_error.to(torch.float32).numpy()))
 
     def synchronize(self) -> None:
-        """Send the TD errors that wait for the next batch, and wait until writes have arrived."""
+        """Send the queued TD errors, and wait until the shards have received all writes."""
         for place in self.links.live:
             self.links.collect(place, RECOVERY, until=0)
         self._exchange(())
@@ -256,14 +256,14 @@ class Client:
     # -- writing
 
     def extend(self, data: TensorDictBase) -> None:
-        """Send transitions, ``[n]`` or ``[E, T]`` as the buffers take them, to the shard of this client.
+        """Send transitions, ``[n]`` or ``[E, T]`` as for the buffers, to the shard of this client.
 
-        It waits only while flow control, or a shard that does not keep up, makes it. When its shard is lost, it goes on
-        with another one.
+        Does not wait for the shard, unless flow control holds the write back or the shard does not keep up. If the
+        shard is lost, another one takes its place.
 
         Raises:
-            SchemaError: the data does not match the rows: those of the first write of this client at once, those of
-                other clients with one of the next writes.
+            SchemaError: the data does not match the rows. If only the rows of other clients differ, one of the next
+                writes raises this error.
             ValueError: there is nothing to write, or a TD error in the data is NaN or infinite.
             ShardLost: as for :meth:`sample`.
         """
@@ -303,15 +303,15 @@ class Client:
             self._home = (self._home + 1) % len(links.handles)
         return self._home
 
-    # -- what there is
+    # -- contents
 
     def __len__(self) -> int:
-        """Return the number of rows of all shards that can be drawn."""
+        """Return the number of rows in all shards that can be drawn."""
         self.links.require_one()
         return sum(report.rows for report in self.links.ask("report").values())
 
     @property
     def write_count(self) -> int:
-        """How many rows have been written to the shards, those that wait for a draw included."""
+        """The number of rows written to the shards, including those that wait for a draw."""
         self.links.require_one()
         return sum(report.written for report in self.links.ask("report").values())

@@ -1,12 +1,12 @@
-r"""The law of a batch over all shards, as functions of the masses that the client knows.
+r"""The probabilities of a batch over all shards, as functions of the masses that the client knows.
 
-Shard s has the mass :math:`M_s = \sum_{i \in s} p_i^\alpha`, or its number of rows under a uniform sampler. Positions
-spread over :math:`\sum_s M_s` choose the shards, and the fraction of its mass at which each shard draws. Thus
+Shard s has the mass :math:`M_s = \sum_{i \in s} p_i^\alpha`; with a uniform sampler, its number of rows. A position in
+the total mass :math:`\sum_s M_s` determines a shard, and a fraction of the shard's mass, at which it draws a row. Thus
 
 .. math:: P(i) = \frac{M_s}{\sum_t M_t} \cdot \frac{p_i^\alpha}{M_s} = p_i^\alpha \Big/ \sum_j p_j^\alpha
 
-If another client has changed the mass of a shard meanwhile, to :math:`M'_s`, the row is drawn with probability
-:math:`M_s / \sum_t M_t \cdot p_i^\alpha / M'_s`. Importance weights use that, so that they stay right.
+If another client has meanwhile changed the mass of a shard to :math:`M'_s`, the row is drawn with probability
+:math:`M_s / \sum_t M_t \cdot p_i^\alpha / M'_s`. Importance weights use this probability, so they remain correct.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _BELOW_ONE = 1.0 - 2.0**-53
 
 
 class Split(NamedTuple):
-    """Where the draws of a batch fall, in the order of the shards."""
+    """The draws of a batch, in the order of the shards."""
 
-    rank: Tensor  # ``[B]`` int64: which of the draws in the order of the shards each place of the batch is
+    rank: Tensor  # ``[B]`` int64: for each row of the batch, the number of its draw in the order of the shards
     counts: Tensor  # ``[shards]`` int64: the number of draws from each shard
-    fractions: Tensor  # ``[B]`` float64 in [0, 1): of the mass of its shard, what lies before each draw
+    fractions: Tensor  # ``[B]`` float64 in [0, 1): the share of its shard's mass that lies before each draw
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Return which shard, and what fraction of its mass, each position in the mass of all shards falls on.
+    """Return the shard of each position in the total mass, and the fraction of the shard's mass before it.
 
     Args:
         positions: ``[B]`` float64, from 0 to the sum of the masses.
-        masses: ``[shards]`` float64; a shard of mass 0 gets no draw, at least one is positive.
+        masses: ``[shards]`` float64, at least one positive; a shard of mass 0 gets no draw.
     """
     ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # by rounding a position may lie on the end
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
@@ -45,12 +45,12 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return ``(N P) ** -beta``, ``[B]`` float32, divided by the largest of all rows, of the batch, or by nothing.
+    """Return ``(N P) ** -beta``, ``[B]`` float32, divided by the largest one of all rows or of the batch, or by 1.
 
     Args:
         probability: P of the drawn rows, ``[B]`` float64.
         least: the smallest P of all rows.
-        rows: N, of all shards.
+        rows: N, the number of rows in all shards.
         beta: exponent, not negative.
         norm: ``"buffer"``, ``"batch"`` or ``None``, as for :class:`~rlbuf_td.ProportionalSampler`.
     """

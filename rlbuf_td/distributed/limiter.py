@@ -1,4 +1,4 @@
-"""Flow control over all shards: one actor that counts rows and blocks calls. It holds no rows."""
+"""Flow control over all shards: an actor that counts rows and makes calls wait. It holds no rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _POLL = 0.002
 
 
 class Limiter:
-    """Clients call it before each batch and each write. A call that waits does not block other calls."""
+    """Clients call it before each batch and each write; waiting calls do not block others."""
 
     def __init__(self, flow: FlowControl) -> None:
         self.flow = flow
 
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> None:
-        """Wait until a batch is allowed; raises as :meth:`FlowControl.sampling` does."""
+        """Wait until a batch is admitted; raises as :meth:`FlowControl.sampling` does."""
         if not wait and not self.flow.admit_sample(rows):
             raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
         if wait:
             await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
 
     async def insert(self, rows: int, timeout: float | None = None) -> None:
-        """Wait until a write is allowed; raises as :meth:`FlowControl.inserting` does."""
+        """Wait until a write is admitted; raises as :meth:`FlowControl.inserting` does."""
         await self._until(lambda: self.flow.admit_insert(rows), timeout, of_sample=False)
 
     async def _until(self, admit: Callable[[], bool], timeout: float | None, *, of_sample: bool) -> None:
@@ -40,9 +40,8 @@ class Limiter:
             await asyncio.sleep(_POLL)
 
     async def report(self) -> dict[str, float]:
-        """See :meth:`FlowControl.report`."""
         return self.flow.report()
 
     async def shutdown(self) -> None:
-        """End all waiting calls with an error."""
+        """Make all waiting calls raise a RuntimeError."""
         self.flow.shutdown()

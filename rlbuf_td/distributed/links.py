@@ -1,4 +1,4 @@
-"""The shards as one client sees them: their last reports, which of them are lost, and the calls to them."""
+"""The connections of a client to the shards: calls, last reports, and lost shards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlbuf_td.distributed.shard import Report
 
 OnLoss = Literal["continue", "raise"]
 
-PATIENCE = 10.0  # seconds after which a shard that does not answer counts as lost, until it does
-RECOVERY = 60.0  # seconds to wait for a shard when none is left
-_PROBE_EVERY = 0.2  # seconds between questions to a lost shard
-_IN_FLIGHT = 4  # writes that a shard has not confirmed yet
-_SLOW = 1.0  # seconds after which a writer turns from a shard that confirms no write to another one
+PATIENCE = 10.0  # seconds after which a shard that does not answer counts as lost, until it answers
+RECOVERY = 60.0  # seconds to wait for a shard if all are lost
+_PROBE_EVERY = 0.2  # seconds between requests to a lost shard
+_IN_FLIGHT = 4  # the most unconfirmed writes to a shard
+_SLOW = 1.0  # seconds without a confirmed write after which a writer changes to another shard
 
 
 class ShardLost(RuntimeError):
@@ -27,22 +27,22 @@ class ShardLost(RuntimeError):
 
 
 class Links:
-    """Calls to shards. A lost one has mass 0 until it answers again.
+    """Calls to shards. A lost shard has mass 0 until it answers again.
 
     Args:
-        handles: of the shards' actors.
-        engine: Ray, or what gives ``get`` and ``wait`` in its place.
+        handles: the handles of the shards' actors.
+        engine: Ray, or an object with its functions ``get`` and ``wait``.
         on_loss: ``"raise"`` a :class:`ShardLost` when a shard is lost, or ``"continue"`` without it.
     """
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
         self.handles, self.engine, self.on_loss = handles, engine, on_loss
-        self.known: list[Report | None] = [None] * len(handles)  # None: lost, or not asked yet
-        self.heard = [0.0] * len(handles)  # when each has reported last
-        self.lost_rows = [0] * len(handles)  # of restarts, and of writes that never arrived
+        self.known: list[Report | None] = [None] * len(handles)  # None: lost, or no report yet
+        self.heard = [0.0] * len(handles)  # the time of each shard's last report
+        self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
-        self._last: list[Report | None] = [None] * len(handles)  # before the loss
-        self._probes: dict[int, tuple[float, Any]] = {}  # of lost shards: when they were asked, and the call
+        self._last: list[Report | None] = [None] * len(handles)  # last reports, also of lost shards
+        self._probes: dict[int, tuple[float, Any]] = {}  # for lost shards: the time of the last call, and the call
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
 
     @property
@@ -51,7 +51,6 @@ class Links:
         return [place for place, report in enumerate(self.known) if report is not None]
 
     def hear(self, place: int, report: Report) -> None:
-        """Remember the report of a shard."""
         last = self._last[place]
         if last is not None and last.incarnation != report.incarnation:
             self.lost_rows[place] += max(0, last.rows + last.waiting - report.rows)
@@ -59,7 +58,7 @@ class Links:
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Mark a shard as lost, and start to probe whether it is back."""
+        """Mark a shard as lost, and start to ask whether it is back."""
         if place not in self._probes:
             self.losses += 1
             self._probes[place] = time.monotonic(), self.handles[place].report.remote()
@@ -68,7 +67,7 @@ class Links:
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
 
     def revive(self, timeout: float = 0.0) -> None:
-        """Use lost shards again that answer; wait for one of them for at most ``timeout`` seconds."""
+        """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""
         deadline = time.monotonic() + timeout
         while self._probes:
             for place, (asked, probe) in list(self._probes.items()):
@@ -88,7 +87,7 @@ class Links:
             self.hear(place, report)
 
     def require_one(self) -> None:
-        """Use lost shards again that answer; if all are lost, wait for one. Raises ShardLost after a timeout."""
+        """Use lost shards again if they answer; raise ShardLost if none answers within ``RECOVERY`` seconds."""
         self.revive()
         if not self.live:
             self.revive(RECOVERY)
@@ -107,7 +106,7 @@ class Links:
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float = PATIENCE) -> dict[int, Any]:
-        """Return the answers of those shards that gave one; the others are lost."""
+        """Return the answers; a shard without one counts as lost."""
         answers, deadline = {}, time.monotonic() + patience
         for place, call in calls.items():
             try:
@@ -117,27 +116,26 @@ class Links:
         return answers
 
     def ask(self, method: str, *given: Any, places: Iterable[int] | None = None, patience: float = PATIENCE) -> dict:
-        """Call a method of the given shards (default: those that are not lost) with the same arguments."""
+        """Call a method of some shards (default: those that are not lost) with equal arguments; return the answers."""
         self.revive()
         places = self.live if places is None else places
         return self.finish(self.start(method, dict.fromkeys(places, given)), patience)
 
     def refresh(self) -> None:
-        """Ask every shard that is not lost for a report."""
         for place, report in self.ask("report").items():
             self.hear(place, report)
 
-    # -- writes, which are not waited for
+    # -- writes, for which clients do not wait
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return whether it keeps up. Raises the SchemaError of an earlier write."""
+        """Send rows to a shard; return whether it keeps up. Raises a SchemaError if an earlier write failed."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait until at most ``until`` writes are in flight, or for ``timeout`` seconds; return whether that holds."""
+        """Wait ``timeout`` seconds or until at most ``until`` writes are unconfirmed; return whether that holds."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

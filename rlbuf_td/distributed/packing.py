@@ -1,4 +1,4 @@
-"""Transitions as one buffer of packed rows, sent as one object for any number of keys."""
+"""Transitions as one block of packed rows, which is sent as one object, however many keys there are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlbuf_td.storages.layout import RowLayout
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
-    """Return the rows of ``data``, ``[*lead, ...]``, as ``[n, row_bytes]`` uint8; a SchemaError if they do not fit."""
+    """Return ``data``, ``[*lead, ...]``, as rows, ``[n, row_bytes]`` uint8; SchemaError if it does not fit."""
     leaves = layout.collect(data, lead)
     rows = torch.empty((*lead, layout.row_bytes), dtype=torch.uint8, device="cpu")
     torch._foreach_copy_(layout.columns(rows), leaves)
@@ -26,7 +26,7 @@ def unpack(layout: RowLayout, rows: np.ndarray, lead: torch.Size) -> TensorDict:
 
 
 def named(layout: RowLayout) -> bytes:
-    """Return a layout as bytes, for other processes; equal layouts give equal bytes."""
+    """Return a layout as bytes to send; equal layouts give equal bytes."""
     return pickle.dumps(layout.state())
 
 

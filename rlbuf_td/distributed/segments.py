@@ -1,4 +1,4 @@
-"""Dumps of shards, and how their rows are distributed over another number of shards."""
+"""Dumps of shards, and the distribution of their rows over another number of shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 Segment: TypeAlias = tuple[str, int, int | None]
-"""The folder of a dump, and which of its time steps: the first one, oldest first, and how many (``None``: all)."""
+"""The folder of a dump, the first of its time steps (0 is the oldest), and their number (``None``: all)."""
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
@@ -42,7 +42,7 @@ def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
 
 
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
-    """Fill a new buffer from parts of dumps, with their priorities; no trajectory goes on from one to the next."""
+    """Fill a new buffer with parts of dumps and their priorities; each part ends its trajectories."""
     if len(segments) == 1 and segments[0][1:] == (0, None):
         return buffer.loads(segments[0][0], progress=False)
     for folder, first, count in segments:

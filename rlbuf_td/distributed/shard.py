@@ -1,4 +1,4 @@
-"""A shard: one ordinary buffer in a process of its own, and the requests that it answers."""
+"""A shard: an ordinary buffer in a separate process, and the requests that it answers."""
 
 from __future__ import annotations
 
@@ -28,65 +28,65 @@ _IDLE = 10.0  # seconds without a draw after which rows no longer wait for the n
 _NOTHING = np.empty(0, np.float64)
 
 Errors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""TD errors on their way to a shard: flat rows, the clock when they were drawn, and the errors, ``[n]`` each."""
+"""TD errors that are sent to a shard: flat rows, the clock when they were drawn, and the errors, ``[n]`` each."""
 
 
 class Report(NamedTuple):
     """The state that a shard reports with every answer."""
 
-    incarnation: int  # when its process began, in ns: another one after every restart
-    version: int  # changes whenever the mass does
+    incarnation: int  # start time of its process in ns, which differs after every restart
+    version: int  # increases whenever the mass may have changed
     mass: float  # the sum of p ** alpha; the number of rows under a uniform sampler
     smallest: float  # p ** alpha of the least likely row; infinite without rows
-    rows: int  # that can be drawn
-    waiting: int  # rows that have been written, and enter after the next draw
-    written: int  # rows written so far, those included
-    largest: float  # magnitude of a TD error seen, -1 before any
-    stale: int  # TD errors skipped: their row has been replaced, or the shard has restarted
-    drifted: int  # rows drawn when the mass was no longer the one that the client knew
-    requests: int  # for draws
+    rows: int  # number of rows that can be drawn
+    waiting: int  # rows received, which the shard writes after the next draw
+    written: int  # rows written so far, including the waiting ones
+    largest: float  # the largest magnitude of a TD error so far, -1 before any
+    stale: int  # TD errors skipped, because their row has been replaced or the shard has restarted
+    drifted: int  # rows drawn after the mass had changed without the client's knowledge
+    requests: int  # number of requests for draws
 
 
 class Request(NamedTuple):
     """A request for a draw, with the TD errors of earlier batches."""
 
-    fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): where in its mass the shard draws
-    version: int = -1  # of the mass that the client knows
-    incarnation: int = -1  # of the shard that the TD errors are for
-    largest: float = -1.0  # magnitude seen by any shard: new rows enter with it
-    layout: int = 0  # the checksum of the rows' layout, if the client knows it
+    fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
+    version: int = -1  # the version of the mass that the client knows
+    incarnation: int = -1  # the incarnation of the shard that drew the rows of the TD errors
+    largest: float = -1.0  # the largest magnitude in any shard: new rows enter with it
+    layout: int = 0  # checksum of the layout of rows, if the client knows it
     errors: Errors | None = None
 
 
 class Drawn(NamedTuple):
-    """Rows that were drawn."""
+    """Rows that were drawn; L is the length of a window, else 1."""
 
     rows: np.ndarray  # [k * L, row_bytes] uint8, packed
-    flat: np.ndarray  # [k] int64: the flat rows drawn; of windows the anchors
+    flat: np.ndarray  # [k] int64: the flat rows drawn; for windows, their anchors
     weight: np.ndarray  # [k] float64, p ** alpha
     cells: np.ndarray | None  # [k * L] int64: the flat rows of windows
-    layout: bytes | None  # unless the client knows it
+    layout: bytes | None  # None if the client knows it
 
 
 class Answer(NamedTuple):
     """The answer to a request."""
 
-    drawn: Drawn | None  # None: there was nothing to draw, or from
+    drawn: Drawn | None  # None: no draw was requested, or the shard has no rows
     stamp: int  # the storage's clock at the draw
-    before: Report  # as of the draw
-    after: Report
+    before: Report  # the state at the draw
+    after: Report  # the state after TD errors and waiting rows were applied
 
 
 class Shard:
-    """One ordinary buffer, and the rows that wait to enter it until the next draw.
+    """An ordinary buffer, and the rows that wait for the next draw before they are written to it.
 
-    A draw takes place at the mass that the last answer reported; only then TD errors and new rows are taken in, and the
-    new mass is reported. So the law of a single client is exact, whatever writers do meanwhile.
+    A draw uses the mass that the last answer reported. Only after it does the shard apply TD errors, write the waiting
+    rows and report the new mass. The probabilities of a single client are therefore exact, even while others write.
 
     Args:
         make_buffer: returns the buffer.
-        dump: the folder of the dump to continue from, if this is a restart and there is one.
-        restarted: whether this is a restart; ``None``: ask Ray.
+        dump: the folder of the dump to load after a restart, if it exists.
+        restarted: whether this is a restart; ``None``: Ray tells.
     """
 
     def __init__(
@@ -106,10 +106,9 @@ class Shard:
         self.buffer, self.storage = buffer, buffer.storage
         self._prioritized, self._wrapper = buffer._initialize().prioritized, buffer._parts.wrapper
 
-    # -- what clients ask for
+    # -- requests of clients
 
     def report(self) -> Report:
-        """Return the state that clients need."""
         rows, mass, smallest, largest = len(self.storage), 0.0, inf, -1.0
         if self._prioritized is not None:
             self._prioritized.law.weigh()
@@ -125,7 +124,6 @@ class Shard:
         )
 
     def process(self) -> int:
-        """Return the id of the process that this shard runs in."""
         return os.getpid()
 
     def draw(self, request: Request) -> Answer:
@@ -141,12 +139,12 @@ class Shard:
         return Answer(drawn, stamp, before, self.report())
 
     def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
-        """Stage transitions ``[*lead]``: they are written after the next draw, or now if no client draws.
+        """Receive transitions, ``[*lead]``; write them after the next draw, or now if no client draws.
 
         Raises:
-            SchemaError: they do not match the rows; nothing has changed.
+            SchemaError: the data does not match the rows; nothing has changed.
         """
-        data = unpack(layout_named(layout), rows.copy(), lead)  # Ray's memory is read-only, and kept while it is used
+        data = unpack(layout_named(layout), rows.copy(), lead)  # Ray's memory is read-only, and not freed while in use
         count = lead.numel()
         stored = None if self.storage.is_reserved else self.storage.layout
         if stored not in (None, layout_named(layout)):
@@ -173,7 +171,7 @@ class Shard:
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace the rows by parts of dumps, one after the other. No trajectory goes on from one to the next."""
+        """Replace the rows by parts of dumps, one after the other; each part ends its trajectories."""
         buffer = self.make_buffer()
         load_segments(buffer, segments)
         self._set(buffer)
@@ -181,10 +179,10 @@ class Shard:
         self.version += 1
         return self.report()
 
-    # -- how
+    # -- implementation
 
     def _drawn_at(self, fractions: np.ndarray, known: int) -> Drawn:
-        """Draw at fractions of the mass; the client knows the layout of this checksum."""
+        """Draw at fractions of the mass; ``known``: the checksum of the layout that the client knows."""
         rows, where = len(self.storage), torch.from_numpy(fractions.copy())
         if self._prioritized is None:
             flat, weight = (where * rows).to(torch.int64), torch.ones_like(where)
@@ -225,7 +223,6 @@ class Shard:
             self.version += 1
 
     def _enter(self) -> None:
-        """Write the waiting rows."""
         if not self._staged:
             return
         staged, self._staged, self._waiting = self._staged, [], 0
@@ -244,9 +241,8 @@ class Shard:
 
 
 def _is_restart() -> bool:
-    """Whether Ray has restarted this actor after its process died."""
     import ray
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Ray warns of something that it does itself
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own code causes this warning
         return ray.get_runtime_context().was_current_actor_reconstructed

@@ -1,4 +1,4 @@
-"""The replay buffer over many shards: who makes them, and takes them down."""
+"""The replay buffer over many shards, which starts and stops them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
 
 _MANIFEST = "shards.json"
-_LONG = 3_600.0  # seconds that a dump or a load may take
+_LONG = 3_600.0  # the longest time for a dump or a load, in seconds
 
 
 def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str) -> tuple[list[Any], Any, Any]:
-    """Return the actors of a buffer by their names; connect to Ray first, in a process that has not."""
+    """Return the actors of a buffer by their names; connect this process to Ray first, if necessary."""
     if not ray.is_initialized():
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
     handles = [ray.get_actor(f"{name}-{place}", namespace) for place in range(shards)]
@@ -34,18 +34,19 @@ def connect(name: str, shards: int, has_flow: bool, address: str, namespace: str
 
 
 class ShardedReplayBuffer(Client):
-    """Replay over shards, each an ordinary buffer in a Ray actor, drawn from by one law.
+    """A replay buffer in shards, each an ordinary buffer in a Ray actor; batches come from all of them.
 
-    A batch is drawn from all shards as from one buffer with all rows: ``P(i) = p_i^alpha / sum_j p_j^alpha``, with
-    importance weights of the global number of rows, sum and minimum. For one learner the law is exact while writers
-    write: TD errors and new rows enter a shard after its next draw. What several learners
-    change in between is corrected by the weights, and counted as ``drifted`` in :meth:`health`.
+    A batch is drawn as from one buffer with all rows: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights use
+    the number of rows, the sum and the smallest weight of all shards. With one learner, probabilities are exact even
+    while others write, because a shard takes in TD errors and new rows after its next draw. With several learners, each
+    changes priorities without the others' knowledge: the importance weights correct for this, and :meth:`health` counts
+    the affected rows as ``drifted``.
 
-    A batch takes one request to each shard that it touches, which takes along the TD errors of earlier batches; it
-    arrives as one buffer of packed rows per shard. Writes go to one shard per client, which keeps trajectories whole:
-    n-step returns, sequences and hindsight are computed inside shards. Where clients share a shard, a trajectory is cut
-    where the next client's rows follow; TorchRL's ``trajs_per_batch`` writes whole ones. Goals of hindsight's
-    ``"random"`` strategy are of the same shard.
+    A batch takes one request per shard that it touches. The request also brings the TD errors of earlier batches.
+    All writes of a client go to one shard, so that trajectories stay whole; the shard computes n-step returns,
+    sequences and hindsight. If clients share a shard, a trajectory is cut where another client's rows follow; with
+    ``trajs_per_batch``, TorchRL's collectors write whole trajectories. Goals of hindsight's ``"random"`` strategy come
+    from the same shard.
 
     Works as the ``replay_buffer`` of TorchRL's ``Collector`` (this object or a client), of the workers of
     ``MultiSyncCollector`` and ``MultiAsyncCollector`` when they are spawned (pass ``client()``; forked workers cannot
@@ -53,26 +54,26 @@ class ShardedReplayBuffer(Client):
     and ``DistributedSyncCollector`` do not pass a replay buffer to their workers.
 
     Args:
-        num_shards: actors to start.
+        num_shards: number of actors to start.
         make_buffer: returns a :class:`~rlbuf_td.ReplayBuffer` with rows in RAM, a uniform or proportional sampler,
-            perhaps wrapped; called in every shard, and once here.
-        batch_size: default: that of the buffers.
-        samples_per_insert: rows sampled per row written, kept within ``tolerance`` by letting batches and writes wait.
+            perhaps wrapped; called in every shard, and once in this process.
+        batch_size: default: the batch size of the buffers.
+        samples_per_insert: rows sampled per row written: batches and writes wait to keep it within ``tolerance``.
         min_size: rows that must have been written before the first batch.
-        tolerance: in sampled rows; ``None``: the least possible. See :class:`~rlbuf_td.buffers.flow.FlowControl`.
-        prefetch: k: batches that one request asks for, ahead of their use. They follow the law of the time of the
-            request, and TD errors take effect after k to 2k batches; Ray's time for a request is divided by k.
-        dump_dir: where :meth:`dumps` saves by default, and from where a restarted shard continues.
+        tolerance: in sampled rows; ``None``: the smallest possible. See :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        prefetch: k, the number of batches that one request draws ahead. They use the priorities at the time of the
+            request; TD errors take effect after k to 2k batches. Ray's time per batch is divided by k.
+        dump_dir: the default folder of :meth:`dumps`, whose content a restarted shard loads.
         placement_strategy: Ray's: ``"SPREAD"`` over machines, or ``"PACK"``.
         on_loss: ``"continue"`` without a lost shard, or ``"raise"`` a ``ShardLost``.
         **actor_options: of Ray's actors: ``num_cpus`` (default 0), ``resources``, ``max_restarts`` (default: any) ...
 
     Raises:
-        TypeError: ``make_buffer`` returns no ReplayBuffer over a PackedStorage.
-        ValueError: an argument is out of range, or the buffer's law cannot be kept over shards, such as that of a
-            ``RankSampler``.
+        TypeError: ``make_buffer`` does not return a ReplayBuffer over a PackedStorage.
+        ValueError: an argument is out of range, or the buffer's sampler has no exact form over shards (a
+            ``RankSampler``, for example).
 
-    Cost: a request takes Ray some 0.5 ms of a core; the shard O(B log N). See :mod:`rlbuf_td.distributed` for sizes.
+    Cost: a request takes Ray about 0.5 ms of a core, and the shard O(B log N). :mod:`rlbuf_td.distributed` has figures.
 
     Example:
         >>> from tensordict import TensorDict
@@ -132,18 +133,18 @@ class ShardedReplayBuffer(Client):
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
 
     def __reduce__(self) -> Any:
-        """Let a copy be a client: only this object takes the shards down."""
+        """Make copies clients: only this object can shut the shards down."""
         return Client, self._given
 
     # -- clients
 
     def client(self) -> Client:
-        """Return a client for one learner or collector in any process; it cannot take the shards down."""
+        """Return a client for one learner or collector in any process; it cannot shut the shards down."""
         self._next_home += 1
         return self._client(None)
 
     def clients(self, n: int) -> list[Client]:
-        """Return ``n`` clients, whose rows go to the shards in turn."""
+        """Return ``n`` clients, which write to different shards in turn."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"n must be a whole number, at least 1, got {n}")
         first, self._next_home = self._next_home, self._next_home + n
@@ -152,14 +153,14 @@ class ShardedReplayBuffer(Client):
     def _client(self, home: int | None) -> Client:
         return Client(*self._given[:-1], home)
 
-    # -- what there is
+    # -- contents
 
     def health(self) -> dict[str, Any]:
-        """Return how shards and flow control are doing; nothing is changed.
+        """Return the state of shards and flow control.
 
         Returns:
             ``"shards"``: a dict for each, with ``alive``, ``rows``, ``waiting``, ``mass``, ``inserts``, ``lost_rows``,
-            ``stale_updates``, ``drifted`` and ``requests``; ``"lost_shards"``: how often one has been lost;
+            ``stale_updates``, ``drifted`` and ``requests``; ``"lost_shards"``: the number of losses;
             ``"retries"``: batches of this object that were drawn again; with flow control ``"flow"``: its counters.
         """
         reports = self.links.ask("report")
@@ -188,7 +189,7 @@ class ShardedReplayBuffer(Client):
     # -- all rows
 
     def empty(self) -> None:
-        """Forget all rows and priorities, those under way included."""
+        """Forget all rows and priorities, including rows that wait for a draw."""
         self.synchronize()
         self._forget()
         for place, report in self.links.ask("empty").items():
@@ -199,15 +200,15 @@ class ShardedReplayBuffer(Client):
         return None if path is None else str(path / f"shard-{place:04d}")
 
     def dumps(self, path: str | Path | None = None) -> None:
-        """Save every shard in a folder of its own in ``path``, which all machines see.
+        """Save each shard in a separate folder in ``path``, which all machines must be able to write to.
 
-        A crash leaves the old dump or the new one of each shard. Rows that waited for a draw enter first.
+        After a crash, the old or the new dump of each shard is intact. Rows that wait for a draw are written first.
 
         Args:
-            path: default: ``dump_dir``, from where restarted shards continue.
+            path: default: ``dump_dir``, from which restarted shards continue.
 
         Raises:
-            ValueError: there is no folder.
+            ValueError: neither ``path`` nor ``dump_dir`` is given.
             CheckpointError: a part cannot be saved, or a shard is lost.
         """
         path = self._folder(path)
@@ -223,16 +224,16 @@ class ShardedReplayBuffer(Client):
         (path / _MANIFEST).write_text(json.dumps(found))
 
     def loads(self, path: str | Path | None = None) -> None:
-        """Replace the content by that of a dump, perhaps of another number of shards.
+        """Replace the content by that of a dump; the number of shards may differ.
 
-        Then its rows are dealt out in order, with their priorities: at most one trajectory for each shard is cut.
+        If it differs, rows and priorities are distributed in order: at most one trajectory per shard is cut.
 
         Args:
             path: default: ``dump_dir``.
 
         Raises:
-            CheckpointError: there is no whole dump in the folder.
-            ValueError: the shards do not have room for its rows; nothing has changed.
+            CheckpointError: the folder holds no complete dump.
+            ValueError: the shards have too little room for its rows; nothing has changed.
         """
         path, count = self._folder(path), len(self.links.handles)
         try:
@@ -262,10 +263,10 @@ class ShardedReplayBuffer(Client):
             raise ValueError("say where the dump is: pass a path, or dump_dir to the constructor")
         return path
 
-    # -- the end
+    # -- life cycle
 
     def start(self) -> ShardedReplayBuffer:
-        """Return this object, whose shards run already; TorchRL's trainers call it."""
+        """Return this object, whose shards already run; TorchRL's trainers call this method."""
         return self
 
     @property
@@ -274,7 +275,7 @@ class ShardedReplayBuffer(Client):
         return bool(self._actors)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Take all shards down, and wake whoever waits for flow control; rows that have not been dumped are gone."""
+        """Stop all shards, and wake calls that wait for flow control; rows that were not dumped are lost."""
         if self._flow is not None and self._actors:
             ray.get(self._flow.shutdown.remote(), timeout=timeout or 10.0)
         actors, self._actors = self._actors, []

@@ -1,4 +1,4 @@
-"""What the buffers of all shards have in common, and which buffers cannot be sharded exactly."""
+"""The common properties of the buffers of all shards, and the buffers that cannot be sharded exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlbuf_td.writers import RingWriter
 
 
 class Spec(NamedTuple):
-    """What clients need to know of the buffers."""
+    """The properties of the buffers that clients need."""
 
     ndim: int
     capacity: int  # rows of a shard
@@ -22,7 +22,7 @@ class Spec(NamedTuple):
     norm: str | None
     stratified: bool
     reduction: Any
-    windows: SequenceSampler | None  # with the settings of the one in the shards; it draws nothing
+    windows: SequenceSampler | None  # has the settings of the shards' sampler; it draws nothing
 
     @property
     def window_rows(self) -> int:
@@ -30,7 +30,7 @@ class Spec(NamedTuple):
         return 1 if self.windows is None else self.windows.window
 
     def draws_of(self, batch_size: int) -> int:
-        """Return the number of draws for a batch; a ValueError if windows do not fill it."""
+        """Return the number of draws for a batch; ValueError if it is not a multiple of the window."""
         return batch_size if self.windows is None else self.windows._windows_of(batch_size)
 
     @classmethod
@@ -38,7 +38,7 @@ class Spec(NamedTuple):
         """Return the spec of a buffer.
 
         Raises:
-            TypeError: it is no ReplayBuffer of this package over a PackedStorage.
+            TypeError: it is not a ReplayBuffer of this package over a PackedStorage.
             ValueError: the buffer cannot be sharded exactly; the message names the part.
         """
         refuse(buffer)
