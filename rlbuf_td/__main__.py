@@ -48,21 +48,23 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     algos, samplers = ("dqn", "ppo", "apex"), ("uniform", "proportional", "rank")
     demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex (dqn on Ray)")
     demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment (default: %(default)s)")
-    demo.add_argument("--sampler", default="proportional", choices=samplers, help="for dqn (default: %(default)s)")
-    demo.add_argument("--shards", type=_number(1, 64), default=2, help="for apex (default: %(default)s)")
-    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="for apex (default: %(default)s)")
-    demo.add_argument("--steps", type=_number(1), help="most environment steps (default: depends on the algorithm)")
-    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="default: %(default)s")
-    demo.add_argument("--device", default="cpu", help="device of network and buffer (default: %(default)s)")
+    demo.add_argument("--sampler", default="proportional", choices=samplers, help="of dqn (default: %(default)s)")
+    demo.add_argument("--shards", type=_number(1, 64), default=2, help="of the buffer of apex (default: %(default)s)")
+    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="actors of apex (default: %(default)s)")
+    demo.add_argument("--steps", type=_number(1), help="environment steps at most (default: depends on the algorithm)")
+    demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="random seed (default: %(default)s)")
+    demo.add_argument("--device", default="cpu", help="of network and buffer (default: %(default)s)")
     demo.add_argument("--out", type=Path, help="folder for picture and policy (default: a new one in runs/)")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
-    device, rows = "cuda: time operations on the GPU only", [10**4, 10**5, 10**6, 10**7]
+    device, rows = "cuda: time the operations on the GPU instead", [10**4, 10**5, 10**6, 10**7]
     operations = f"some of {', '.join(OPERATIONS)} (default: all)"
     bench.add_argument("--device", default="cpu", help=f"{device} (default: %(default)s)")
-    bench.add_argument("--rows", type=_number(1), nargs="+", default=rows, help="default: 1e4 1e5 1e6 1e7 (18 GB)")
-    bench.add_argument("--images", type=_number(0), default=5_000, help="image rows; 0: none (default: %(default)s)")
+    bench.add_argument(
+        "--rows", type=_number(1), nargs="+", default=rows, help="default: 1e4 1e5 1e6 1e7 (needs 18 GB)"
+    )
+    bench.add_argument("--images", type=_number(0), default=5_000, help="image rows, 0 for none (default: %(default)s)")
     bench.add_argument("--batch", type=_number(1), default=256, help="rows per batch (default: %(default)s)")
     bench.add_argument("--rounds", type=_number(1), default=15, help="timed blocks of 16 calls (default: %(default)s)")
     bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
@@ -71,19 +73,20 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
 
 def _add_train(train: argparse.ArgumentParser) -> None:
     scripts = ("dqn", "small-dqn", "sac", "ppo")
-    train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help="default: all")
+    names = f"some of {', '.join(scripts)} (default: all)"
+    train.add_argument("--only", nargs="+", default=scripts, choices=scripts, metavar="SCRIPT", help=names)
     train.add_argument("--steps", type=_number(1), help="environment steps per run (default: depends on the script)")
-    train.add_argument("--rounds", type=_number(1), default=3, help="runs with each buffer (default: %(default)s)")
+    train.add_argument("--rounds", type=_number(1), default=3, help="runs per script and buffer (default: %(default)s)")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     samplers = ("uniform", "proportional", "rank")
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
-    plan.add_argument("--capacity", type=_number(1), required=True, help="transitions")
-    plan.add_argument("--num-envs", type=_number(1), help="lanes, for rows [T, E] (default: rows [T])")
-    plan.add_argument("--sampler", default="uniform", choices=samplers, help="default: %(default)s")
+    plan.add_argument("--capacity", type=_number(1), required=True, help="in transitions")
+    plan.add_argument("--num-envs", type=_number(1), help="of a vector environment: rows [T, E] (default: rows [T])")
+    plan.add_argument("--sampler", default="uniform", choices=samplers, help="of the buffer (default: %(default)s)")
     plan.add_argument("--device", default="cpu", help="device of the rows (default: %(default)s)")
-    plan.add_argument("--scratch-dir", type=Path, help="a folder, for rows in a memory-mapped file")
+    plan.add_argument("--scratch-dir", type=Path, help="folder of a memory-mapped file for the rows")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")
     plan.add_argument("--offload", action="store_true", help="rows in RAM, priorities on the CUDA device")
 
@@ -91,16 +94,16 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("path", type=Path, help="the folder that the buffer's dumps(path) wrote")
     doctor.add_argument("--env", help="a Gymnasium environment, to check observations against its bounds")
-    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="codes of findings to omit")
+    doctor.add_argument("--ignore", nargs="*", default=(), metavar="CODE", help="codes to omit (default: none)")
 
 
 # For each command: its purpose, the arguments of an example, and the function that adds its arguments.
 COMMANDS = {
     "demo": ("train an agent from replay or rollouts, and draw its learning curve", "--algo ppo", _add_demo),
-    "bench": ("time the calls of these buffers and of others", "--rows 1e5 --only uniform update", _add_bench),
+    "bench": ("time each call of these buffers and of other libraries", "--rows 1e5 --only uniform update", _add_bench),
     "train": ("time whole training scripts with TorchRL's buffers and with ours", "--only dqn", _add_train),
     "plan": ("show how much memory a buffer needs", "--env CartPole-v1 --capacity 1e6", _add_plan),
-    "doctor": ("check a saved buffer for faults", "runs/buffer --env CartPole-v1", _add_doctor),
+    "doctor": ("check the data of a saved buffer for faults", "runs/buffer --env CartPole-v1", _add_doctor),
 }
 
 

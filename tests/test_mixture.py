@@ -237,7 +237,7 @@ def test_a_saved_mixture_goes_on_as_the_original(how, tmp_path: Path):
         batches.append(each.sample())
     for key in ("number", "source", "priority_weight", "index"):
         assert torch.equal(batches[0][key], batches[1][key])
-    with pytest.raises(ValueError, match="the saved shares are of a, these of demos, online"):
+    with pytest.raises(ValueError, match="the saved shares belong to a, these to demos, online"):
         other.load_state_dict(mixed.state_dict() | {"shares": {"a": 1.0}})
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_sampled_or_written_is_refused():
         mixed.sample(4)
     mixed.sampler.b = 0.0
     assert len(mixed.sample(4)) == 4
-    with pytest.raises(KeyError, match="name one of 'a', 'b', or give the mixture writes_to="):
+    with pytest.raises(KeyError, match="name one of 'a', 'b', or pass writes_to to the mixture"):
         mixed.extend(rows(0, 2))
     mixed.extend(rows(0, 3).exclude("observation"), "b")
     with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(3,\) in 'a', missing in 'b'"):

@@ -106,6 +106,18 @@ def test_torchrl_is_imported_by_its_public_folders_only(path):
     assert set(inner) <= {"torchrl.data", "torchrl.data.replay_buffers"}
 
 
+def test_files_that_the_package_names_exist():
+    text = "".join(path.read_text() for path in (ROOT / "rlbuf_td").rglob("*.py"))
+    named = set(re.findall(r"(?:notebooks|tests/benchmarks)/\w+\.(?:ipynb|py)", text))
+    assert len(named) >= 9
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize(("error", "notebook"), [(rlbuf_td.SchemaError, "5_"), (rlbuf_td.CheckpointError, "7_")])
+def test_errors_of_the_package_end_with_a_notebook(error, notebook):
+    assert re.fullmatch(rf"what is wrong \(see notebooks/{notebook}\w+\.ipynb\)", str(error("what is wrong")))
+
+
 def test_parts_have_one_parent_of_torchrls():
     assert rlbuf_td.ReplayBuffer.__bases__ == (TensorDictReplayBuffer,)
     assert rlbuf_td.RolloutBuffer.__bases__ == (rlbuf_td.ReplayBuffer,)

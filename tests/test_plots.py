@@ -119,7 +119,7 @@ def test_returns_that_equal_lengths_share_their_panel():
     stats.update(TensorDict({"next": {"reward": one, "done": one.bool()}}, [4]))
     assert [axes.get_ylabel() for axes in plot_episodes(stats).axes] == [
         "return =\nlength in steps",
-        "episodes\nthat end so",
+        "share of\nepisodes",
     ]
 
 

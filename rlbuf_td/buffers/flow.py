@@ -18,24 +18,24 @@ _POLL = 0.001  # polling interval in seconds: unlike a notification, polling doe
 
 
 class FlowControl:
-    r"""Admits batches and writes as long as samples per insert stay within a tolerance.
+    r"""Admits batches and writes while the number of samples per insert stays within a tolerance.
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
-    with :math:`\sigma` = ``samples_per_insert``, from the first batch on. Samples and inserts count rows from the
-    start. All counters are in memory that :meth:`share_memory_` shares with other processes.
+    where :math:`\sigma` is ``samples_per_insert``, and samples and inserts are the numbers of rows sampled and written
+    so far. Checked from the first batch on. :meth:`share_memory_` shares the counters with other processes.
 
     Args:
         samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` is enforced.
         min_size: rows that must be written before the first batch.
-        tolerance: in sampled rows, at least the size of a batch and ``samples_per_insert`` times the size of a write:
-            otherwise both could block. ``None``: the smallest possible for the batches and writes so far.
+        tolerance: in sampled rows; at least the size of a batch, and at least ``samples_per_insert`` times the size of
+            a write, since otherwise both could wait forever. ``None``: the smallest tolerance for which this holds.
 
     Raises:
         ValueError: an argument is out of range; (on a call) a batch or a write is too large for the tolerance.
 
-    Source: Cassirer et al., Reverb, 2021, section 3.4; names as in TorchRL's ``RateLimitedReplayBuffer``, which limits
-    sampling only.
+    Source: Cassirer et al., Reverb, 2021, section 3.4. The names are those of TorchRL's ``RateLimitedReplayBuffer``,
+    which limits sampling only.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FlowControl:
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     def admit_sample(self, rows: int) -> bool:
-        """Count a batch if it is admitted; return whether it is. The caller holds a lock."""
+        """Count a batch and return True if it is admitted, else return False. The caller holds a lock."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
         if numbers[_INSERTED] < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows) > self.tolerance:
@@ -69,7 +69,7 @@ class FlowControl:
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Count a write if it is admitted; return whether it is. The caller holds a lock."""
+        """Count a write and return True if it is admitted, else return False. The caller holds a lock."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -85,7 +85,7 @@ class FlowControl:
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Record the largest batch and write; refuse those that the tolerance could never admit."""
+        """Record the largest batch and write so far; refuse one that the tolerance could never admit."""
         self._refuse_closed()
         if self.given_tolerance is not None and weight > self.given_tolerance:
             room = f"a tolerance of {self.given_tolerance} sampled rows"
@@ -98,7 +98,7 @@ class FlowControl:
             raise RuntimeError("the buffer has been shut down")
 
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract a batch or a write that has failed. The caller holds a lock."""
+        """Uncount a batch or a write that has failed. The caller holds a lock."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
@@ -137,8 +137,8 @@ class FlowControl:
         """Wait until a batch is admitted and rows are ``ready``; if the ``with`` block fails, it does not count.
 
         Raises:
-            RuntimeError: it is not admitted and must not wait; or the buffer has been shut down.
-            TimeoutError: it was not admitted in time.
+            RuntimeError: the batch is not admitted and ``wait`` is False, or the buffer has been shut down.
+            TimeoutError: the batch was not admitted in time.
         """
 
         def admit() -> bool:
@@ -158,7 +158,7 @@ class FlowControl:
             raise
 
 
-NOT_YET = "there are too few rows, or samples per insert are at their limit. wait=True waits"
+NOT_YET = "there are too few rows, or samples per insert are at their limit; sample with wait=True to wait"
 
 
 def wait_until(
@@ -167,7 +167,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Wait until ``admit``, called with the lock held, returns True; TimeoutError if it does not in time."""
+    """Call ``admit`` with the lock held until it returns True; TimeoutError if this takes too long."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -181,7 +181,7 @@ def wait_until(
         time.sleep(_POLL)
 
 
-# -- of a ReplayBuffer
+# -- functions of a ReplayBuffer
 
 
 def make_flow(

@@ -15,6 +15,7 @@ from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Step: TypeAlias = Callable[[TensorDictBase], Any]
@@ -74,7 +75,7 @@ class CapturedStep:
                 f"cannot capture a buffer with {type(storage).__name__} and {type(sampler).__name__}: this needs "
                 "PackedStorage, and UniformSampler, ProportionalSampler or RankSampler, or HindsightSampler, "
                 "NStepSampler or SequenceSampler over them (the host counts the epochs of a MinibatchSampler: use "
-                "UniformSampler(unique=True), or sample outside of a graph)"
+                f"UniformSampler(unique=True), or sample outside of a graph){GPU}"
             )
         if not len(storage):
             raise RuntimeError(EMPTY)

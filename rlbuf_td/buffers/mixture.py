@@ -1,4 +1,4 @@
-"""Several replay buffers as one: each batch has a share of rows from each."""
+"""Several replay buffers as one: each batch has rows from all of them, in given shares."""
 
 from __future__ import annotations
 
@@ -18,47 +18,50 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows
+from rlbuf_td.storages.notebooks import MIXTURES
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-_FOLDER = "mixture"  # of a dump, for what is not a member's
+_FOLDER = "mixture"  # of a dump: the state that belongs to no member
 
 
 class ReplayBufferMixture:
-    r"""Several replay buffers as one: demonstrations and online data, half and half (RLPD), or several tasks.
+    r"""Several replay buffers as one: half demonstrations and half online data (RLPD), for example, or several tasks.
 
-    A batch has rows of each member, one member's after the other's, and says which in ``"source"``, ``[B]`` int64: the
-    member's place in :attr:`names`. With ``exact`` shares a member has :math:`\lfloor B s \rfloor` or
-    :math:`\lceil B s \rceil` rows, at random with the mean :math:`B s`; otherwise the member of each row is drawn.
+    A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
+    position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
+    :math:`\lceil B s \rceil` rows, on average :math:`B s`. With ``exact=False``, the member of each row is drawn at
+    random instead.
 
-    **Importance weights.** Within a member rows count alike, whatever its sampler prefers, and members by their
-    shares: a row of a prioritized member weighs :math:`(N P)^{-\beta}`, with its own N, P and beta, a row of another
-    member 1, all divided by the largest weight that a member can give (with ``weight_norm="batch"``, has given).
+    **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
+    member has the weight :math:`(N P)^{-\beta}` with the N, P and beta of that member, a row of another member has 1.
+    All weights are divided by the largest one that any member can give (with ``weight_norm="batch"``: has given).
 
     Args:
-        members: :class:`ReplayBuffer` by name. They hold the same keys, dtypes and shapes, keep their samplers,
-            transforms and devices, and can be used on their own. ``[T]`` and ``[T, E]`` can be mixed.
-        shares: of each member, at least 0; scaled so that they add up to 1. Set one with ``mixture.sampler.name = x``,
-            which scales the others, or by ``LinearScheduler(mixture.sampler, "name", ...)``.
+        members: a :class:`ReplayBuffer` for each name, all with the same keys, dtypes and shapes. Each keeps its
+            sampler, transforms and device, and can be used on its own. Rows may be ``[T]`` in one member and ``[T, E]``
+            in another.
+        shares: the share of each member, at least 0; they are scaled to add up to 1. ``mixture.sampler.name = x`` and
+            ``LinearScheduler(mixture.sampler, "name", ...)`` set one share and scale the others.
         batch_size: B, for :meth:`sample`.
-        exact: whether shares hold in every batch, or on average.
-        writes_to: the member that :meth:`extend` and :meth:`add` write to if none is named, for trainers.
-        generator: decides how many rows each member has; ``None``: torch's default.
+        exact: ``True``: every batch has the shares, up to rounding; ``False``: only the average does.
+        writes_to: the member that :meth:`extend` and :meth:`add` write to by default; trainers need it.
+        generator: used to choose the number of rows from each member; ``None``: torch's default generator.
 
-    TorchRL's trainers take a mixture as their ``replay_buffer``. It is no subclass of TorchRL's ``ReplayBuffer``, whose
-    methods work on one storage, sampler and writer: there are none here. TorchRL's ``ReplayBufferEnsemble`` draws
-    members, gives a batch of stacked parts and refuses priorities.
+    TorchRL's trainers accept a mixture as their ``replay_buffer``. A mixture is not a subclass of TorchRL's
+    ``ReplayBuffer``, because it has no storage, sampler or writer of its own. TorchRL's ``ReplayBufferEnsemble`` also
+    draws from several buffers, but returns stacked parts and does not support priorities.
 
     Raises:
         TypeError: a member is not a :class:`ReplayBuffer`.
         ValueError: members and shares differ in names, or shares are out of range.
-        SchemaError: members hold different keys, dtypes or shapes: says which and how.
-        RuntimeError: (when sampling) a member with a share has no rows, or there is no batch size.
+        SchemaError: members hold different keys, dtypes or shapes. The message names the first difference.
+        RuntimeError: (when sampling) a member with a positive share has no rows, or there is no batch size.
 
-    Cost: one compiled call per member for uniform and recency samplers over rows in RAM. Members with other samplers
-    are sampled one after the other, and their batches are joined.
+    Cost: one compiled call per member with a uniform or recency sampler over rows in RAM. Batches of other members are
+    sampled one after the other and concatenated.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 
@@ -110,18 +113,17 @@ class ReplayBufferMixture:
 
     @property
     def storage(self) -> Any:
-        """The storage of the member that is written to, or of the first one."""
+        """The storage of the member ``writes_to``, or of the first one."""
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
-        """Return a member."""
         return self.members[name]
 
     def __len__(self) -> int:
         return sum(map(len, self.members.values()))
 
     def _refuse_other_schemas(self) -> None:
-        """Compare the rows of members with those of the first, once for each."""
+        """Raise a SchemaError if members hold different rows; compare only after rows were allocated or replaced."""
         rows = [getattr(member.storage, "rows", None) for member in self.members.values()]
         if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
             return
@@ -140,7 +142,7 @@ class ReplayBufferMixture:
         if name not in self.members:
             names = ", ".join(map(repr, self.members))
             raise KeyError(
-                f"which member to write to: name one of {names}, or give the mixture writes_to=; got {name!r}"
+                f"no member {name!r} to write to: name one of {names}, or pass writes_to to the mixture{MIXTURES}"
             )
         return self.members[name]
 
@@ -160,14 +162,14 @@ class ReplayBufferMixture:
     # -- samples
 
     def counts(self, batch_size: int) -> list[int]:
-        """Return how many rows of a batch each member has, at random as the class says."""
+        """Return the number of rows that each member provides for a batch; random, as described in the class."""
         shares = [*self.sampler.by_name.values()]
         if not self.exact:
             law = torch.tensor(shares, dtype=torch.float64, device="cpu")
             drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
             return torch.bincount(drawn, minlength=len(shares)).tolist()
         total, bounds = 0.0, [0]
-        # One offset for all bounds: each count is rounded up or down, with the right mean, and they add up to B.
+        # With one random offset for all bounds, each count is rounded up or down with the right mean; they sum to B.
         offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
         for share in shares[:-1]:
             total += share * batch_size
@@ -176,15 +178,15 @@ class ReplayBufferMixture:
         return [after - before for before, after in pairwise(bounds)]
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
-        """Return a batch, as fresh memory, ``[B]``.
+        """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: a member with a share has no rows, or there is no batch size.
-            SchemaError: members give different keys, dtypes or shapes.
+            RuntimeError: a member with a positive share has no rows, or there is no batch size.
+            SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
-            raise RuntimeError("batch_size not specified: give it to the mixture or to sample")
+            raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
         counts, plan = self.counts(size), self._plan
         if plan is not None and plan.size == size:
             batch = plan.sample(counts)
@@ -194,7 +196,7 @@ class ReplayBufferMixture:
         parts = {}
         for (name, member), count in zip(self.members.items(), counts, strict=True):
             if count and not len(member):
-                raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0")
+                raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0{MIXTURES}")
             if count:
                 parts[name] = member._initialize() and member._sample(count)[0]
         self._plan = make_mixture_plan([*self.members.values()], size)
@@ -204,7 +206,7 @@ class ReplayBufferMixture:
         weighted = {name: part for name, part in parts.items() if "priority_weight" in part.keys()}
         scales = {name: self._largest(self.members[name], part) for name, part in weighted.items()}
         largest = max([1.0] * (len(scales) < len(parts)) + [scale or 1.0 for scale in scales.values()], default=1.0)
-        largest = 1.0 if None in scales.values() else largest  # not normalised
+        largest = 1.0 if None in scales.values() else largest  # a member does not normalise its weights
         width = max(part["index"].ndim for part in parts.values())
         for name, part in parts.items():
             member, index, ones = (
@@ -225,7 +227,7 @@ class ReplayBufferMixture:
 
     @staticmethod
     def _largest(member: ReplayBuffer, part: TensorDictBase) -> float | None:
-        """Return what the weights of a member were divided by; None for nothing."""
+        """Return the number that the weights of a member were divided by; None if they were not divided."""
         sampler, storage = member._parts.prioritized, member.storage
         if sampler is None or sampler.weight_norm is None:
             return None
@@ -240,14 +242,14 @@ class ReplayBufferMixture:
     # -- priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Give each prioritized member the TD errors of its rows; see :meth:`ReplayBuffer.update_tensordict_priority`.
+        """Update the priorities of each prioritized member; see :meth:`ReplayBuffer.update_tensordict_priority`.
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
-            ValueError: an error is NaN or infinite; all priorities are as they were.
+            ValueError: an error is NaN or infinite; all priorities are unchanged.
         """
         if "source" not in data.keys():
-            raise KeyError("the batch has no 'source', which says whose rows it has: give it as it was sampled")
+            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
         flat = data.reshape(-1)
         source, updates = flat["source"], []
         for place, member in enumerate(self.members.values()):
@@ -270,19 +272,19 @@ class ReplayBufferMixture:
     # -- state, health
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that behaviour depends on."""
+        """Return a copy of all state that determines behaviour, except generators of the mixture."""
         members = {name: member.state_dict() for name, member in self.members.items()}
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; ValueError, with nothing changed, if it is of other members."""
+        """Restore :meth:`state_dict`; ValueError, with nothing changed, if it belongs to other members."""
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
         for name, member in self.members.items():
             member.load_state_dict(state_dict["members"][name])
 
     def dumps(self, path: str | Path) -> None:
-        """Save the members, each in a folder of its name as :meth:`ReplayBuffer.dumps` does, and the shares."""
+        """Save each member in a subfolder of its name, see :meth:`ReplayBuffer.dumps`, and the shares."""
         for name, member in self.members.items():
             member.dumps(Path(path) / name)
         rng = None if self._rng is None else self._rng.get_state()
@@ -290,11 +292,11 @@ class ReplayBufferMixture:
         save_state(Path(path) / _FOLDER, type(self).__name__, state)
 
     def loads(self, path: str | Path) -> None:
-        """Continue from what :meth:`dumps` saved.
+        """Restore what :meth:`dumps` saved.
 
         Raises:
-            CheckpointError: a folder is missing, damaged or foreign; members before that one have been loaded.
-            ValueError: the dump is of other members; nothing has changed.
+            CheckpointError: a folder is missing, damaged or foreign; the members before it have been loaded.
+            ValueError: the dump belongs to other members; nothing has changed.
         """
         state = load_state(Path(path) / _FOLDER, type(self).__name__)
         self.sampler.load_state_dict(state["shares"])
@@ -305,7 +307,7 @@ class ReplayBufferMixture:
             member.loads(Path(path) / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Let several processes use the members, see :meth:`ReplayBuffer.share`; shares stay with each process."""
+        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process has its own shares."""
         for member in self.members.values():
             member.share()
         return self

@@ -1,4 +1,4 @@
-"""The short path of mixtures: each member draws into its part of one batch, by one compiled call."""
+"""The short path of mixtures: each member writes its rows into its part of the batch, with one compiled call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyP
 
 
 class MixturePlan:
-    """Fills batches from members with samplers that draw before they gather.
+    """Fills batches from members with uniform or recency samplers.
 
     Args:
-        members: of the same layout and number of dims.
+        members: replay buffers with the same row layout and ``ndim``.
         size: B.
     """
 
@@ -35,16 +35,16 @@ class MixturePlan:
         index = (torch.int64, torch.Size([2] if lanes else []))
         more = [index, (torch.int64, torch.Size([]))]
         self.gather = Gather(first.rows.flat, self.layout.extents, [*entries, *more], size)
-        #: Bytes a row of each tensor, by which a member's part begins later.
+        #: Bytes per row of each tensor: a member's part begins after the rows of the members before it.
         self.widths = np.array([*self.layout.extents[:, 1], 16 if lanes else 8, 8], np.int64)
         self.targets = np.empty(len(self.widths), np.int64)
         self.where, self.bases = self.targets.ctypes.data, self.gather.addresses
-        self.counts: list[int] = []  # those of the last batch, and its source
+        self.counts: list[int] = []  # the counts of the last batch, for which `source` is valid
         self.source = torch.empty(0, dtype=torch.int64, device="cpu")
         self.blanks: list[Any] = []
 
     def sample(self, counts: list[int]) -> TensorDict | None:
-        """Return a batch with a number of rows of each member, ``None`` if the general path must be taken."""
+        """Return a batch with the given number of rows from each member, or None to use the general path."""
         if not self.blanks:
             with torch.inference_mode(False):  # a batch may be used after inference mode
                 self.blanks = self.make_blanks()
@@ -68,7 +68,7 @@ class MixturePlan:
         return batch
 
     def make_blanks(self) -> list[Any]:
-        """Return batches whose memory has no values yet, with where to find its addresses and the source."""
+        """Return batches of uninitialised memory, each with its slot in ``gather`` and its ``"source"`` tensor."""
         blanks = []
         for place, slot in enumerate(self.gather.slots):
             tensors = self.gather.allocate(slot)
@@ -78,12 +78,12 @@ class MixturePlan:
 
 
 def is_usual(member: Any) -> bool:
-    """Whether batches of a member are what was drawn, and are not counted."""
+    """Whether a member returns batches as drawn, and does not count draws."""
     return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
-    """Return a plan for these members, ``None`` if one of them needs the general path."""
+    """Return a plan for these members, or None if one of them needs the general path."""
     for member in members:
         kinds = type(member._sampler) in _PLANS and can_plan(member._storage, member._sampler)
         if not kinds or not is_usual(member) or not member._parts.draws:

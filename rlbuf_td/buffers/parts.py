@@ -21,6 +21,7 @@ from torchrl.data.replay_buffers import (
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers.common import next_step
 
 
@@ -93,7 +94,7 @@ class BufferOfParts(Protocol):
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the best draw method of a class; "" if it, or a subclass of one of ours, overrides ``sample``."""
+    """Return the name of a sampler's draw method; "" if there is none, or if a subclass overrides ``sample``."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -104,7 +105,7 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
 
 
 def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
-    """Refuse a sampler that needs rows in time order with a writer that keeps none (ValueError)."""
+    """Raise a ValueError if the sampler needs rows in time order and the writer does not keep this order."""
     if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
         kinds = type(sampler).__name__, type(writer).__name__
         raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
@@ -177,4 +178,4 @@ def set_writer(rb: Any, writer: Writer) -> Writer:
 def _refuse_if_shared(rb: Any, part: str) -> None:
     if getattr(rb._storage, "shared_rows", None) is not None:
         reason = "other processes would keep the old one. Set it before you share the buffer"
-        raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}")
+        raise RuntimeError(f"cannot set the {part} of a shared buffer: {reason}{PROCESSES}")

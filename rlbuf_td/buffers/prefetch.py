@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.buffers.parts import BufferOfParts, Parts
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.notebooks import GPU
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
@@ -78,7 +79,7 @@ class Prefetcher:
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
                 f"{type(parts.storage).__name__} on {device_of(parts.storage)} and {type(parts.sampler).__name__} "
-                "(and no collate_fn, sample unit or tracked generations)"
+                f"(and no collate_fn, sample unit or tracked generations){GPU}"
             )
 
     # -- batches
@@ -147,7 +148,7 @@ class Prefetcher:
         return sample
 
     def _receive(self, sent: _Batch) -> Sample:
-        """Wait for a batch; register a copied one with the current stream, and transform it."""
+        """Wait for a batch and transform it; the current stream then owns a copied batch."""
         batch, report = sent.result.result()
         if self.device is None:
             return batch, report

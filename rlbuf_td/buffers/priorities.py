@@ -73,7 +73,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 def write_priorities(
     rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
 ) -> None:
-    """Update priorities, except of rows replaced since ``sampled_at``, whose entries have ``dims`` batch dims."""
+    """Update priorities of rows that were not replaced after ``sampled_at``, an entry of a batch of ``dims`` dims."""
     stale: int | torch.Tensor = 0
     with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
         parts = rb._parts
@@ -86,7 +86,7 @@ def write_priorities(
 
 
 def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows whose priorities a batch updates, in any form of an index, and their TD errors.
+    """Return the index of the rows whose priorities a batch updates, and their TD errors.
 
     Raises:
         KeyError: the batch has no TD errors, or no index.

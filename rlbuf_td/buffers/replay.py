@@ -33,12 +33,12 @@ from rlbuf_td.writers.common import next_step
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
-    """TorchRL's ``TensorDictReplayBuffer`` with the parts of this package, and a short path through them.
+    """Stores transitions and draws batches: TorchRL's ``TensorDictReplayBuffer``, faster with this package's parts.
 
-    Takes every keyword of ``TensorDictReplayBuffer`` except ``checkpointer``. Over a :class:`PackedStorage`, with this
-    package's samplers or any with a ``draw`` method, a sample is: draw, gather, wrap. TorchRL's own samplers, a
-    ``collate_fn``, sample units and generation tracking use TorchRL's general path. From the same generator state, both
-    paths give the same batches.
+    Takes every keyword of ``TensorDictReplayBuffer`` except ``checkpointer``. The short path draws rows, gathers them
+    from a :class:`PackedStorage`, and wraps them in a TensorDict; it needs a sampler of this package or one with a
+    ``draw`` method. TorchRL's own samplers, a ``collate_fn``, sample units and generation tracking use TorchRL's
+    general path. Equal generator states give equal batches on both paths.
 
     Args:
         storage: default ``PackedStorage(1_000)``. If it holds rows, a new :class:`RingWriter` continues after them.
@@ -184,7 +184,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Rebuild the parts after one was replaced or loaded; perhaps give rows a default priority."""
+        """Rebuild the parts after one was replaced or loaded; may give rows the default priority."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)

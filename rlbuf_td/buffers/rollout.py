@@ -14,6 +14,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.functional import explained_variance, normalize
 from rlbuf_td.samplers.minibatch import MinibatchSampler
 from rlbuf_td.storages import PackedStorage, SchemaError
+from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.writers.rollout import RolloutWriter
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class RolloutBuffer(ReplayBuffer):
         if len(got) < len(expected) or any(want not in (None, have) for want, have in zip(expected, got, strict=False)):
             names = ", ".join("n" if size is None else str(size) for size in expected)
             rollout = f"{self.num_steps} steps" + ("" if self.num_envs is None else f" and {self.num_envs} lanes")
-            raise ValueError(f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}")
+            takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
+            raise ValueError(takes + ROLLOUTS)
 
     # -- reading
 
@@ -212,7 +214,7 @@ class RolloutBuffer(ReplayBuffer):
         if not (self.partial and writer.steps):
             hint = ", or pass partial=True to read the written steps" if writer.steps else ""
             written = f"{writer.steps} of {self.num_steps} steps are written"
-            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}")
+            raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}{ROLLOUTS}")
         writer.estimate()
 
     # -- statistics

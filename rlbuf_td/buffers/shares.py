@@ -12,9 +12,9 @@ from rlbuf_td.samplers.common import fraction
 
 
 class Shares(Sampler):
-    """The shares of a mixture, each an attribute, for TorchRL's schedulers: they add up to 1.
+    """The shares of a mixture's members, which add up to 1; each is an attribute that TorchRL's schedulers can set.
 
-    Setting one scales the others; where these are all 0, they become equal.
+    If you set one share, the others are scaled; if all others are 0, they become equal.
     """
 
     by_name: dict[str, float]
@@ -22,7 +22,7 @@ class Shares(Sampler):
     def __init__(self, shares: Mapping[str, float]) -> None:
         bad = [name for name in shares if hasattr(Sampler, name) or name.startswith("_")]
         if bad:
-            raise ValueError(f"{bad[0]!r} cannot be the name of a member: take another one")
+            raise ValueError(f"{bad[0]!r} cannot be the name of a member: choose another one")
         total = sum(shares.values())
         if any(not share >= 0 for share in shares.values()) or not 0 < total < float("inf"):
             raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
@@ -38,7 +38,6 @@ class Shares(Sampler):
         return found[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the share of a member, and scale the others."""
         before = self.__dict__["by_name"]
         if name not in before:
             self.__dict__[name] = value
@@ -46,14 +45,14 @@ class Shares(Sampler):
         share = fraction(name, value)
         others = sum(old for other, old in before.items() if other != name)
         if len(before) == 1 and share != 1:
-            raise ValueError(f"{name} is the only member: its share is 1, got {value}")
+            raise ValueError(f"{name} is the only member: its share must be 1, got {value}")
         even = (1 - share) / max(1, len(before) - 1)
         scaled = {other: old * (1 - share) / others if others else even for other, old in before.items()}
         self._scale(scaled | {name: share})
 
     def sample(self, storage: Any, batch_size: int) -> Any:
-        """Refuse to draw (NotImplementedError): the members do."""
-        raise NotImplementedError("the members of a mixture draw rows, its shares do not")
+        """Raise a NotImplementedError: the members draw."""
+        raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
 
     def _empty(self) -> None:
         pass
@@ -62,9 +61,9 @@ class Shares(Sampler):
         return dict(self.by_name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over shares; ValueError if they are of other members."""
+        """Restore shares; ValueError if they belong to other members."""
         if state_dict.keys() != self.by_name.keys():
-            raise ValueError(f"the saved shares are of {', '.join(state_dict)}, these of {', '.join(self.by_name)}")
+            raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
         self._scale(Shares(state_dict).by_name)
 
     def dumps(self, path: Any) -> None:

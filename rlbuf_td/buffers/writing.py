@@ -120,7 +120,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch, ``[B, ...]`` on the storage's device, if rows have a matching one."""
+    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if rows have none."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):

@@ -28,6 +28,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import samplers
 
+from rlbuf_td.storages.notebooks import PROCESSES
+
 FORMAT, VERSION = "rlbuf_td checkpoint", 3
 MANIFEST = "manifest.json"
 CHUNK_NAME = re.compile(r"[0-9]{6,}-[0-9a-f]{16}-[0-9]+\.bin")
@@ -47,6 +49,9 @@ class CheckpointError(ValueError):
         Traceback (most recent call last):
         rlbuf_td.checkpoint.manifest.CheckpointError: ...
     """
+
+    def __str__(self) -> str:
+        return super().__str__() + PROCESSES
 
 
 #: Errors of decoding or loading a malformed state. A manifest with a valid checksum may contain anything.

@@ -44,8 +44,8 @@ class EpisodeStats:
     sum of the rewards seen.
 
     **Which steps form an episode.** With trajectory ids (TorchRL's collectors store them under ``("collector",
-    "traj_ids")``), the steps of one id, also in flattened data and in batches of alternating workers. An
-    open episode without a step for 1,000 writes is dropped. Without ids, each lane is a sequence of its own.
+    "traj_ids")``), the steps with the same id, even in flattened data and in batches of alternating workers. An open
+    episode without a step for 1,000 writes is dropped. Without ids, the steps of a lane up to one that is done.
 
     Args:
         keys: further metrics, one number per step, and how to reduce the steps of an episode: ``"sum"``, ``"mean"`` or

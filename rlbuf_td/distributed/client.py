@@ -119,7 +119,7 @@ class Client:
                 if not wait:
                     raise RuntimeError(EMPTY)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"there were no rows within {timeout} seconds")
+                    raise TimeoutError(f"the shards had no rows within {timeout} seconds")
                 time.sleep(0.005)
         return self._ready.take(self.beta)
 
@@ -240,7 +240,7 @@ class Client:
         td_error, index = data.get(spec.priority_key, None), data.get("index", None)
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
-            raise KeyError(f"the batch has no {missing!r}: give it the TD errors of the rows that were sampled")
+            raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows")
         td_error, index = one_a_row(td_error, data.ndim, spec.reduction).cpu(), index.reshape(-1, 4).cpu()
         refuse_errors(td_error)
         if spec.windows is not None:

@@ -21,7 +21,7 @@ class Limiter:
     async def sample(self, rows: int, wait: bool, timeout: float | None) -> None:
         """Wait until a batch is admitted; raises as :meth:`FlowControl.sampling` does."""
         if not wait and not self.flow.admit_sample(rows):
-            raise RuntimeError(f"flow control lets no batch of {rows} rows pass now: {NOT_YET}")
+            raise RuntimeError(f"flow control does not admit a batch of {rows} rows now: {NOT_YET}")
         if wait:
             await self._until(lambda: self.flow.admit_sample(rows), timeout, of_sample=True)
 
@@ -36,7 +36,7 @@ class Limiter:
         self.flow.count_wait(of_sample=of_sample)
         while not admit():
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"there was no permission within {timeout} seconds")
+                raise TimeoutError(f"flow control admitted nothing within {timeout} seconds")
             await asyncio.sleep(_POLL)
 
     async def report(self) -> dict[str, float]:

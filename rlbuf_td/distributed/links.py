@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlbuf_td.distributed.shard import Report
+from rlbuf_td.storages.notebooks import PROCESSES
 
 OnLoss = Literal["continue", "raise"]
 
@@ -24,6 +25,9 @@ _SLOW = 1.0  # seconds without a confirmed write after which a writer changes to
 
 class ShardLost(RuntimeError):
     """A shard is lost and ``on_loss="raise"``, or all shards are lost."""
+
+    def __str__(self) -> str:
+        return super().__str__() + PROCESSES
 
 
 class Links:

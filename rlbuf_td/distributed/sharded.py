@@ -260,7 +260,7 @@ class ShardedReplayBuffer(Client):
     def _folder(self, path: str | Path | None) -> Path:
         path = self.dump_dir if path is None else Path(path).absolute()
         if path is None:
-            raise ValueError("say where the dump is: pass a path, or dump_dir to the constructor")
+            raise ValueError("there is no folder for the dump: pass a path, or dump_dir to the constructor")
         return path
 
     # -- life cycle

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
+from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers import RingWriter
 
 
@@ -72,4 +73,4 @@ def refuse(buffer: Any) -> None:
         (buffer.storage.device.type != "cpu", f"rows on {buffer.storage.device}", "rows in RAM"),
     ):
         if is_there:
-            raise ValueError(f"{what} has no exact form over shards: take {remedy}")
+            raise ValueError(f"{what} has no exact form over shards: use {remedy}{PROCESSES}")

@@ -18,6 +18,7 @@ from rlbuf_td.envs.specs import Key, autoreset_mode_of, paths_of, schema_of
 from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.storages import PackedStorage, SchemaError
 from rlbuf_td.storages.indexing import attached_or_new
+from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers import RolloutWriter
 
@@ -156,7 +157,9 @@ class GymnasiumRecorder:
         broken = (begun & ~self._ended & ~self._fresh).nonzero()[0].tolist()
         if self._trajectory_key is None and broken:
             remedy = "let them end, or store trajectory numbers"
-            raise RuntimeError(f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}")
+            raise RuntimeError(
+                f"reset interrupts episodes in lanes {broken} without a trajectory_key: {remedy}{TRANSITIONS}"
+            )
         self._obs, info = self.env.reset(seed=seed, options=options)
         self._notice_load()
         self._write_stretches(lanes)
@@ -177,13 +180,14 @@ class GymnasiumRecorder:
             SchemaError: an entry has another dtype or shape than its space, or than in the first step.
         """
         if self._obs is None:
-            raise RuntimeError("call the recorder's reset() before its first step(), and after a step that failed")
+            when = "before its first step(), and after a step that failed"
+            raise RuntimeError(f"call the recorder's reset() {when}{TRANSITIONS}")
         self._notice_load()
         resetting = np.count_nonzero(self._ended)  # faster than any()
         if resetting and self._mode == "Disabled":
             how = "" if self._single else ", with options={'reset_mask': terminated | truncated}"
             ended = self._ended.nonzero()[0].tolist()
-            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}")
+            raise RuntimeError(f"the episode has ended in lanes {ended}: reset before the next step{how}{TRANSITIONS}")
         lanes = ~self._ended if resetting else None
         if self._queues is None:
             before = deepcopy((self._obs, action))  # the environment may overwrite it
@@ -232,7 +236,8 @@ class GymnasiumRecorder:
         """Raise a RuntimeError if stored rows would continue in the next ones because nothing marks their end."""
         if self._trajectory_key is None and len(self.buffer) and not bool(self.buffer.last(1)[_DONE].all()):
             remedy = "store trajectory numbers, or set ('next', 'truncated') and ('next', 'done') there"
-            raise RuntimeError(f"the buffer's newest rows do not end an episode and would run into the next: {remedy}")
+            fault = "the buffer's newest rows do not end an episode and would run into the next"
+            raise RuntimeError(f"{fault}: {remedy}{TRANSITIONS}")
 
     def _begin(self, lanes: np.ndarray) -> None:
         count = int(np.count_nonzero(lanes))

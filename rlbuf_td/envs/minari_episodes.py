@@ -35,7 +35,7 @@ def minari() -> Any:
 
 
 def transitions_of(episode: Any, *, infos: bool, reward_dtype: torch.dtype | None) -> TensorDict:
-    """Return the n transitions of an episode, which stores n + 1 observations; the last is only a next one."""
+    """Return the n transitions of an episode, which stores n + 1 observations: the last is only a next observation."""
     steps = len(episode)
     before, after = (_part(episode.observations, rows) for rows in (slice(0, steps), slice(1, steps + 1)))
     reward = tensors_of(episode.rewards, "rewards").to(reward_dtype)

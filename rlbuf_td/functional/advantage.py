@@ -140,8 +140,8 @@ def vtrace_advantage_estimate(
 
     Cost: one pass over the data.
 
-    Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate`` (which
-    swaps the names of the two policies, and is correct for ``time_dim`` other than -2 on transposed inputs only).
+    Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate``, which
+    swaps the names of the two policies and, for a ``time_dim`` other than -2, needs transposed inputs.
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

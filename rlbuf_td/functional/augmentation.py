@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | None = None) -> Tensor:
-    r"""Shift each image by up to ``pad`` pixels in both directions; edge pixels fill the gap (DrQ-v2).
+    r"""Shift each image at random by up to ``pad`` pixels in each direction; edge pixels fill the gap (DrQ-v2).
 
     .. math:: y_{r, c} = x_{\mathrm{clip}(r + \delta_r),\, \mathrm{clip}(c + \delta_c)}, \qquad
         \delta_r, \delta_c \sim \mathcal{U}\{-\text{pad}, \dots, \text{pad}\}
 
-    One shift per image, the same for all its channels, so that stacked frames stay aligned. As in DrQ-v2, call it for
-    an observation and for the next one separately.
+    All channels of an image are shifted alike, so that stacked frames stay aligned. As in DrQ-v2, call this function
+    separately for the observation and the next one.
 
     Args:
         images: ``[..., C, H, W]``, any dtype.
         pad: the largest shift, at least 0.
-        generator: of the shifts, on its own device; ``None``: torch's default generator of the images' device.
+        generator: draws the shifts, on any device; ``None``: torch's default generator of the images' device.
 
     Returns:
         A new tensor of the same shape, dtype and device.
@@ -27,7 +27,7 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
         ValueError: ``images`` has fewer than three dims, or ``pad`` is negative.
 
     Cost: one gather of the images; no host synchronisation. Source: Yarats et al., Mastering Visual Continuous Control,
-    2021; the bilinear sampling there interpolates nothing, as shifts are whole pixels. TorchRL has no such transform.
+    2021, whose bilinear sampling gives the same result, since shifts are whole pixels. TorchRL has no such transform.
 
     Example:
         >>> images = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)

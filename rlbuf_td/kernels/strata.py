@@ -1,8 +1,8 @@
-"""Where a batch's draws fall in the total mass: one in each of ``B`` segments of equal mass, or anywhere.
+"""The positions of a batch's draws in the total mass: one in each of ``B`` segments of equal mass, or anywhere.
 
-Consecutive draws of a batch come from distant segments: the first segment is random, and the step is some 0.618 of
-their number. Each position of a batch then follows the distribution of the whole, and any part of a batch (a minibatch,
-for example) has draws from everywhere. In order of mass, the first half of a batch would only hold the first rows.
+Consecutive draws of a batch come from distant segments: the first segment is random, and the step is about 0.618 ``B``
+segments. Each place in a batch then follows the distribution of all draws, and any part of a batch (a minibatch, for
+example) has draws from everywhere. In order of mass, the first half of a batch would only hold the first rows.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class OneStorage:
 
 
 def _no_storage() -> None:
-    """Stand in for a weak reference to no storage."""
+    """Return None, like a weak reference to a storage that no longer exists."""
 
 
 class GraphCapturable(ABC):

@@ -1,4 +1,4 @@
-"""New rows first, then those of another sampler."""
+"""A wrapper that puts rows that no batch has contained yet at the front of each batch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _ALL = [(1 << 62, 0)]  # the ages of all rows, however many there are, as a half
 
 
 class FreshQueue:
-    """The rows of a storage that no batch has had yet.
+    """The *fresh* rows of a storage: those that no batch has contained yet.
 
-    Rows are numbered in the order of writing, from an arbitrary row on. The numbers that no batch has had lie in
-    half-open intervals, the newest last. Places in the ring follow from the time step that was written last.
+    Rows are numbered in the order of writing, beginning with an arbitrary row. Half-open intervals hold the numbers of
+    the fresh rows, the newest last. The position of a row follows from its number and the position of the newest row.
     """
 
     __slots__ = ("cells", "clock", "count", "intervals", "lanes", "newest", "rows", "storage")
 
     def __init__(self) -> None:
-        self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage of the last look
+        self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage last looked at
         self.rows: Any = None  # its rows
         self.lanes = self.cells = 0
         self.begin(_ALL)
 
     def begin(self, ages: list[Interval]) -> None:
-        """Begin anew at the next look, with rows of these ages as the fresh ones: half-open intervals, oldest first."""
+        """Restart at the next look with the rows of these ages as fresh: half-open intervals, oldest first."""
         self.intervals = [*ages]
-        self.clock: int | None = None  # the storage's at the last look; until then intervals hold ages
+        self.clock: int | None = None  # the storage's clock at the last look; None: `intervals` holds ages
         self.newest, self.count = -1, 0  # the time step written last, and the number of the next row
 
     def look(self, storage: Any) -> None:
@@ -57,7 +57,7 @@ class FreshQueue:
             self.count, self.intervals = live, [(live - old, live - new) for old, new in self.intervals]
         else:
             steps = self.cells // self.lanes
-            # Rows that were replaced tick, too: the ring has moved by what its newest time step says.
+            # Edits of rows advance the clock, too: only the newest time step tells how far the ring has moved.
             ticks = now - self.clock
             written = min((newest - self.newest) % steps, ticks) if ticks < steps else steps
             begin = self.count + max(written * self.lanes - live, 0)
@@ -66,12 +66,12 @@ class FreshQueue:
                 begin = self.intervals.pop()[0]
             if begin < self.count:
                 self.intervals.append((begin, self.count))
-            if len(self.intervals) % 4_096 == 0:  # those whose rows have been replaced are not drawn any more
+            if len(self.intervals) % 4_096 == 0:  # drop intervals of replaced rows
                 self.intervals = [each for each in self.intervals if each[1] > self.count - live]
         self.clock, self.newest = now, newest if live else -1
 
     def take(self, storage: Any, most: int, out: np.ndarray) -> int:
-        """Write at most ``most`` fresh rows to ``out``, flat, newest first; return how many. They are fresh no more."""
+        """Write up to ``most`` fresh rows, flat, newest first, to ``out``; return how many. They stop being fresh."""
         if storage.clock.numbers.values[NOW] != self.clock or storage.rows is not self.rows:
             self.look(storage)
         intervals, taken = self.intervals, 0
@@ -91,7 +91,7 @@ class FreshQueue:
         return taken
 
     def ages(self) -> list[Interval]:
-        """Return the ages of fresh rows as :meth:`begin` takes them: loads and other capacities give other places."""
+        """Return the ages of the fresh rows, for :meth:`begin`: unlike positions, ages do not change with a load."""
         storage = self.storage()
         if storage is not None and storage.rows is not None:
             self.look(storage)
@@ -109,33 +109,32 @@ class FreshQueue:
 
 
 def _nothing() -> None:
-    """Stand for a weak reference to no storage."""
+    """Return None, like a weak reference to a storage that no longer exists."""
 
 
 class FreshRowsSampler(SamplerWrapper):
-    """Put the newest rows that no batch has had yet in the first places of each batch; the rest is the sampler's.
+    """Begin each batch with *fresh* rows, which no batch has contained yet; the wrapped sampler draws the others.
 
-    Every row comes first in exactly one batch, unless it is replaced before: then it never does. With as many new rows
-    per batch as ``fresh``, that is each row as soon as it is written (combined experience replay, with ``fresh=1`` and
-    one update per step; the online queue of DreamerV3, inside a :class:`SequenceSampler` with ``boundary="shift"``).
+    Each row is fresh in exactly one batch, unless it is replaced before. If ``fresh`` rows are written between two
+    batches, the next batch contains them all: with ``fresh=1`` and one update per step this is combined experience
+    replay; inside a :class:`SequenceSampler` with ``boundary="shift"`` it is the online queue of DreamerV3.
 
-    **Law.** Of a batch of B rows, f are fresh, where f is the least of ``fresh``, B and the rows not drawn yet,
-    newest first. The other B - f follow the law of the wrapped sampler, which may draw fresh rows again. All rows have
-    the importance weights that the wrapped sampler gives them: fresh rows are meant to weigh more than its law says,
-    and no weight takes that back.
+    **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
+    the number of fresh rows. The wrapped sampler draws the other B - f rows, which may include fresh ones. All rows
+    have the importance weights of the wrapped sampler: on purpose, these do not correct for the fresh rows.
 
     Args:
-        sampler: what draws the other rows. Priorities, writes and settings go to it.
-        fresh: how many fresh rows a batch has at most; it may be set at any time.
+        sampler: the wrapped sampler, which draws the other rows. Priorities, writes and settings are passed to it.
+        fresh: the largest number of fresh rows in a batch; may be set at any time.
 
-    Of processes that share a buffer, each has the rows that are fresh to itself.
+    If processes share a buffer, each counts as fresh the rows that none of its own batches has contained.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer keeps no order of time.
-        TypeError: the sampler is a wrapper: ``HindsightSampler(FreshRowsSampler(...))`` is the order; (when sampling)
-            the storage is not a :class:`PackedStorage`.
+        TypeError: the sampler is a wrapper (wrap it the other way: ``HindsightSampler(FreshRowsSampler(...))``); (when
+            sampling) the storage is not a :class:`PackedStorage`.
 
-    Cost: O(f) beside the wrapped draw; over priorities, their weights are looked up, too.
+    Cost: O(f) in addition to the wrapped draw, and with priorities a look-up of f weights.
 
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
     World Models, 2023 (the queue). TorchRL has no such sampler.
@@ -157,12 +156,10 @@ class FreshRowsSampler(SamplerWrapper):
     def __init__(self, sampler: Sampler, fresh: int = 1) -> None:
         super().__init__(sampler, DONE_KEY, None)
         self.fresh = fresh
-        # Rows are numbered from an arbitrary 0 on in the order of writing. Numbers that no batch has had yet lie in
-        # half-open intervals, the newest last.
         self.queue = FreshQueue()
 
     def watch(self, storage: Storage) -> None:
-        """Note which rows there are, after a load for example; no trajectories are needed."""
+        """Record which rows are stored, for example after a load; this sampler needs no trajectories."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 
@@ -180,11 +177,11 @@ class FreshRowsSampler(SamplerWrapper):
         return flat, info
 
     def take(self, storage: Any, size: int, out: np.ndarray) -> int:
-        """Write the fresh rows of a batch of a size to ``out``, flat; return how many. They are fresh no more."""
+        """Write the fresh rows of a batch, flat, to ``out``; return how many. They stop being fresh."""
         return self.queue.take(storage, self.fresh if self.fresh < size else size, out)
 
     def weigh_(self, storage: Storage, rows: Tensor, index: Tensor, weight: Tensor) -> None:
-        """Put importance weights of fresh rows, flat, in front of those of drawn ones, on the scale of the first."""
+        """Replace the first weights by those of the fresh ``rows``, on the scale of ``weight[0]``, of ``index[0]``."""
         both = torch.cat((rows, flat_rows(index[:1], storage, rows.device)))
         probability = self.innermost.probability(both, storage=storage)
         ratio = (probability[:-1] / probability[-1]).clamp(min=torch.finfo(torch.float32).tiny)
@@ -194,19 +191,19 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue.begin(_ALL)
         self.sampler._empty()
 
-    # -- state: undrawn rows by age, since loads and other capacities give rows other places
+    # -- state: ages of fresh rows, because a load into another capacity changes positions
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of the wrapped sampler, the setting, and the ages of the rows that are still fresh."""
+        """Return the state of the wrapped sampler, the setting, and the ages of the fresh rows."""
         return super().snapshot() | {
             "undrawn": torch.tensor(self.queue.ages(), dtype=torch.int64, device="cpu").view(-1, 2)
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from :meth:`state_dict`, over rows that are loaded before the next draw or write.
+        """Restore :meth:`state_dict`; the rows must be loaded before the next draw or write.
 
         Raises:
-            ValueError: the state is not that of such a sampler; this one stays as it was.
+            ValueError: the state is of another sampler; this sampler is unchanged.
         """
         ages = [(int(old), int(new)) for old, new in state_dict["undrawn"].tolist()]
         super().load_state_dict(state_dict)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
+from rlbuf_td.storages.notebooks import HINDSIGHT
+
 TransitionFn = Callable[[TensorDictBase], torch.Tensor]
 
 
@@ -67,8 +69,8 @@ def gymnasium_terminated_fn(
         goal_key: see ``env``.
         achieved_goal_key: see ``env``.
         info_keys: see ``env``.
-        vectorized: whether it takes a batch of goals; most environments (gymnasium-robotics' too) do not, and are
-            called once per row.
+        vectorized: whether ``compute_terminated`` takes a batch of goals. Otherwise it is called once per row; most
+            environments, such as those of gymnasium-robotics, need this.
 
     Raises:
         TypeError: the environment has no ``compute_terminated``.
@@ -120,4 +122,5 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
     kind = type(innermost).__name__
-    raise TypeError(f"{kind} has no {name}(achieved_goal, desired_goal, info): write a function of the batch")
+    method = f"{name}(achieved_goal, desired_goal, info)"
+    raise TypeError(f"{kind} has no {method}: write a function of the batch{HINDSIGHT}")

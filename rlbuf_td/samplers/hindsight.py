@@ -19,6 +19,7 @@ from rlbuf_td.kernels.rows import put_values_
 from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
 from rlbuf_td.storages.indexing import device_of
+from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
@@ -178,7 +179,7 @@ class HindsightSampler(SamplerWrapper):
             new = _fitted(new, reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:
-            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad} of the batch")
+            raise ValueError(f"reward_fn returned NaN for relabelled rows, the first of them row {bad}{HINDSIGHT}")
         if self.terminated_fn is not None:
             self._end_(batch, mask)
 
@@ -198,7 +199,7 @@ class HindsightSampler(SamplerWrapper):
             if goal.dtype is not outcomes.dtype or goal.shape != outcomes.shape:
                 one, other = (f"{x.dtype} of shape {tuple(x.shape[1:])}" for x in (goal, outcomes))
                 kinds = f"{show_key(key)} is {one}, but {show_key(outcome_key)} {other}"
-                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes")
+                raise ValueError(f"{kinds}: goals and outcomes must have equal dtypes and shapes{HINDSIGHT}")
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
@@ -221,7 +222,7 @@ class HindsightSampler(SamplerWrapper):
 def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
     column = column_of(storage, key)
     if column is None:
-        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}")
+        raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}{HINDSIGHT}")
     return column
 
 
@@ -230,7 +231,7 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
     mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
     unknown = [name for name in mixture if name not in STRATEGIES]
     if unknown:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}")
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {unknown[0]!r}{HINDSIGHT}")
     total = sum(mixture.values())
     if any(not share >= 0 for share in mixture.values()) or abs(total - 1.0) > 1e-9:
         raise ValueError(f"the shares of a mixture of strategies must be at least 0 and add up to 1, got {mixture}")
@@ -244,6 +245,6 @@ def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Te
     if values.shape != like.shape:
         if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:
             shapes = f"shape {tuple(like.shape)} or [{len(like)}], got shape {tuple(values.shape)}"
-            raise ValueError(f"{source} must return one {name} per row, of {shapes}")
+            raise ValueError(f"{source} must return one {name} per row, of {shapes}{HINDSIGHT}")
         values = values.view(like.shape)
     return values.to(like.device, like.dtype)

@@ -14,6 +14,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
+from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; the last is the alpha of the stored weights
@@ -128,7 +129,7 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` (default: all); ``counts``: whether the largest counts as seen."""
+        """Set the priorities of rows below ``rows`` (default: all); ``counts``: remember the largest for new rows."""
         if storage is not None:
             self.follow(storage)
         self.law.weigh()
@@ -227,7 +228,7 @@ class Priorities:
         is_spawning = get_spawning_popen() is not None
         if is_spawning and not self._is_shared:
             remedy = "Share the buffer first: rb.share(); in TorchRL's buffers, use sync=False"
-            raise RuntimeError(f"a prioritized sampler cannot be sent to other processes unshared. {remedy}")
+            raise RuntimeError(f"a prioritized sampler cannot be sent to other processes unshared. {remedy}{PROCESSES}")
         return self.__dict__ | {"_is_shared": is_spawning}
 
 

@@ -97,7 +97,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
             priority: the same number of raw TD errors, or one for all. The sampler applies magnitude, eps and alpha.
-            storage: required for coordinates; rows that it has not written are refused.
+            storage: the storage of the rows, required if ``index`` holds coordinates; unwritten rows are refused.
 
         Raises:
             ValueError: wrong shape, or NaN or infinite errors (on CUDA such rows are skipped and counted).

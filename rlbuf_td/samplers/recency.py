@@ -28,28 +28,28 @@ def _window(name: str, value: Any) -> int | None:
 
 
 class RecencySampler(RowSampler, GraphCapturable):
-    r"""Draw recent rows more often: by a geometric law of their age, within a window, or both.
+    r"""Draw recent rows more often: the probability falls geometrically with age, or old rows are excluded, or both.
 
     .. math::
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
     is the probability that a drawn row is :math:`k` time steps old (0: the newest), where :math:`h` is ``half_life``
-    and :math:`n` is ``window``, or the number of stored time steps if that is less. Lanes are equally likely.
+    and :math:`n` is ``window``, or the number of stored time steps if smaller. All lanes are equally likely.
 
     Args:
         half_life: the age in time steps at which a row is half as likely as the newest one, positive; infinite: all
             ages in the window are equally likely.
-        window: how many of the newest time steps may be drawn; ``None``: all.
+        window: only this number of newest time steps may be drawn; ``None``: all.
 
-    Both may be set at any time, by TorchRL's schedulers too. *Emphasizing recent experience*
-    is the setting ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before the k-th of a phase's K
-    updates, where N is the number of stored time steps; ``half_life`` stays unchanged.
+    Both may be set at any time, also by TorchRL's schedulers. For *emphasizing recent experience*, set
+    ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where N is the number of
+    stored time steps.
 
     Raises:
-        ValueError: a setting is out of range; (in a buffer) the writer keeps no order of time.
+        ValueError: a setting is out of range; (in a buffer) the writer does not write rows in time order.
         RuntimeError: (when sampling) the buffer is empty.
 
-    Cost: O(B), whatever the number of rows: the age of a row is its distance from the newest one in the ring.
+    Cost: O(B), independent of the number of rows: the age of a row is its distance from the newest one in the ring.
 
     Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019
     (the window). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
@@ -70,18 +70,18 @@ class RecencySampler(RowSampler, GraphCapturable):
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
     log_decay: float
-    """The logarithm of how much less likely a row becomes with each time step; 0 if it does not."""
+    """The logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely."""
     _in_graph: ClassVar = ("newest", "span", "steps", "log_decay")
 
     def __init__(self, half_life: float = inf, window: int | None = None) -> None:
         self.half_life, self.window = half_life, window
-        self._numbers: DeviceScalars | None = None  # by _in_graph, where recorded draws read them
+        self._numbers: DeviceScalars | None = None  # in the order of _in_graph; CUDA graphs read them
 
     def _changed(self) -> None:
         self.log_decay = -log(2.0) / self.half_life
 
     def span(self, steps: int) -> int:
-        """Return how many time steps of those stored may be drawn."""
+        """Return how many of the stored time steps may be drawn."""
         return steps if self.window is None else min(steps, self.window)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -135,7 +135,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return self._settings()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the settings; ValueError if one is out of range: this sampler stays as it was."""
+        """Restore the settings; ValueError if one is out of range (the sampler is then unchanged)."""
         with self._set({name: state_dict[name] for name in self._setting_names}):
             pass
 

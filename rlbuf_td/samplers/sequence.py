@@ -14,6 +14,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import fraction, one_of, permutation, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper, columns_of, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
+from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
@@ -153,7 +154,7 @@ class SequenceSampler(SamplerWrapper):
         if batch_size % self.window:
             window = f"burn_in + length = {self.burn_in} + {self.length} = {self.window}"
             remedy = f"for 32 sequences use {32 * self.window}"
-            raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}")
+            raise ValueError(f"batch_size must be a multiple of {window}, got {batch_size}; {remedy}{SEQUENCES}")
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
@@ -177,7 +178,7 @@ class SequenceSampler(SamplerWrapper):
             back, ahead, _ = boundaries.reach(anchors, self.window)
         if is_on_host:
             window = f"a window of {self.window} rows within its trajectory"
-            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'")
+            raise RuntimeError(f"hardly any anchor had {window}: use shorter windows, or boundary='pad'{SEQUENCES}")
         return anchors, info, back, ahead
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,11 +226,12 @@ class SequenceSampler(SamplerWrapper):
         """
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
         if any(entry is None for entry in entries):
-            raise KeyError("a batch of sequences needs its 'mask', 'burn_in_mask' and 'anchor_index' to set priorities")
+            needed = "'mask', 'burn_in_mask' and 'anchor_index'"
+            raise KeyError(f"a batch of sequences needs its {needed} to set priorities{SEQUENCES}")
         mask, burn_in, anchors = entries
         if td_error.shape[0] % self.window:
             given = f"{td_error.shape[0]} TD errors are not whole windows of {self.window} rows"
-            raise ValueError(f"{given}: update priorities with the batch as it was sampled")
+            raise ValueError(f"{given}: update priorities with the batch as it was sampled{SEQUENCES}")
         anchors = anchors.reshape(-1, *anchors.shape[batch.ndim :])[:: self.window]
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 

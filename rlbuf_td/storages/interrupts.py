@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _HeldBack(ContextDecorator):
-    """A block or function that Ctrl-C does not interrupt: it takes effect at the end of the outermost block.
+    """A ``with`` block or function that Ctrl-C does not interrupt: KeyboardInterrupt follows the outermost block.
 
     Python runs signal handlers in the main thread only, between two of its instructions. Kernels are not
     interrupted, so a write by one kernel needs no block. Cost: 2 us, nested 0.2 us.

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from rlbuf_td.storages.notebooks import TRANSITIONS
+
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _WORTH_A_LOOK = 1 << 20  # bytes from which to check: a check takes some hundred microseconds
@@ -136,7 +138,7 @@ def require_room(
     message = f"{purpose.what} {show_bytes(nbytes)}, but {room.words()}"
     limit = room.total if lazily else room.free
     if limit is not None and nbytes > limit:
-        message = f"{message}. {purpose.remedy}"
+        message = f"{message}. {purpose.remedy}{TRANSITIONS}"
         raise MemoryError(message) if scratch_dir is None else OSError(errno.ENOSPC, message)
     if room.free is not None and nbytes > room.free and not purpose.quiet:
         share = f"{room.free / nbytes:.0%}"

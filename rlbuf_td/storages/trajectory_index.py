@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage
 from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, make_boundaries
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.notebooks import TRANSITIONS
 from rlbuf_td.storages.schema import kind
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
@@ -284,7 +285,7 @@ class TrajectoryIndex:
         if name is None:
             raise KeyError(
                 f"no row marks the end of a trajectory: store {self.done_key} (or 'terminated' and 'truncated' there), "
-                f"or trajectory ids {self.traj_key}"
+                f"or trajectory ids {self.traj_key}{TRANSITIONS}"
             )
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
@@ -327,7 +328,7 @@ class TrajectoryIndex:
         """Restore :meth:`state_dict`, over a storage that holds the same rows; otherwise the rows are read again.
 
         Raises:
-            ValueError: the state is of another size; this index stays as it was.
+            ValueError: the state is of another size; this index is unchanged.
         """
         if not state_dict:
             return self.repair()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlbuf_td.functional import generalized_advantage_estimate
 from rlbuf_td.storages import SchemaError
+from rlbuf_td.storages.notebooks import ROLLOUTS
 
 
 class Estimates(NamedTuple):
@@ -125,7 +126,7 @@ class RolloutEstimator:
         if network is None:
             why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
             remedy = "Pass value_network=, a TensorDict module that writes it"
-            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}")
+            raise ValueError(f"{shape.numel()} rows need a value: {why}. {remedy}{ROLLOUTS}")
         entries = {key: entry(data, key) for key in network.in_keys}
         inputs = TensorDict(batch_size=shape)
         for key, x in entries.items():

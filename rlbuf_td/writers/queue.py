@@ -46,7 +46,7 @@ class QueueWriter(TimeWriter):
         self._cursor_value, self._write_count_value, self._taken_value = self.numbers.counters()
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; its present rows do not wait."""
+        """Write into ``storage`` from now on; rows that it already holds do not count as waiting."""
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)

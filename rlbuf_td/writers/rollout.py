@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import Storage, TensorStorage
 from rlbuf_td.functional import normalize
 from rlbuf_td.functional._layout import coefficient
 from rlbuf_td.storages.indexing import lanes_of
+from rlbuf_td.storages.notebooks import ROLLOUTS
 from rlbuf_td.writers.common import TimeWriter
 from rlbuf_td.writers.estimator import Estimates, RolloutEstimator, entry
 
@@ -146,7 +147,8 @@ class RolloutWriter(TimeWriter):
         steps = self._storage._max_size_along_dim0(batched_data=data)
         if count > steps - self._cursor:
             room = f"a rollout takes {steps} steps and {self._cursor} are written: {count} more do not fit"
-            raise ValueError(f"{room}. Write the rest of it first, or make the storage as long as a collector's batch")
+            remedy = "Write the rest of it first, or make the storage as long as a collector's batch"
+            raise ValueError(f"{room}. {remedy}{ROLLOUTS}")
         if count < steps:
             return self._write_part(super().extend, data, count, steps)
         estimates = self.estimator.estimate(data, self._storage.ndim)

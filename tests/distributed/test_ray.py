@@ -133,7 +133,7 @@ def test_a_dump_is_loaded_into_another_number_of_shards(rb, tmp_path):
         learn(other, 0.1)
         with pytest.raises(CheckpointError, match="no dump of a ShardedReplayBuffer"):
             other.loads(tmp_path / "elsewhere")
-        with pytest.raises(ValueError, match="say where the dump is"):
+        with pytest.raises(ValueError, match="there is no folder for the dump"):
             other.dumps()
         other.spec = other.spec._replace(capacity=500)
         with pytest.raises(ValueError, match="has room for 500"):
@@ -177,7 +177,7 @@ def test_a_killed_shard_comes_back_from_its_dump(two_shards):
 
 def test_flow_control_holds_for_a_racing_writer_and_a_learner():
     with ShardedReplayBuffer(1, make_buffer, samples_per_insert=4.0, min_size=100, tolerance=500) as rb:
-        with pytest.raises(RuntimeError, match="lets no batch of 64 rows pass"):
+        with pytest.raises(RuntimeError, match="does not admit a batch of 64 rows"):
             rb.sample()
         with pytest.raises(TimeoutError, match="no permission"):
             rb.sample(wait=True, timeout=0.05)

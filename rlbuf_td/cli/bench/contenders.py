@@ -84,7 +84,7 @@ class Contender(ABC):
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Update several batches in turn, so that rows are as cold in caches as in training, and errors new."""
+        """Update several batches in turn: as in training, rows are then not in the caches and TD errors are new."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 

@@ -185,7 +185,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether unbroken ends are a fault: they are most of the ends, or observations rarely repeat."""
+    """Whether ends without a break are a fault: if most ends have none, or if observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -193,7 +193,7 @@ def _is_no_chance(record: Record, flow: Flow) -> bool:
 
 
 def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
-    """Return the finding about unbroken ends, depending on the jumps of observations at and after them."""
+    """Return the finding about ends without a break; it depends on the jumps of observations at and after them."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
     if not max(here, after):

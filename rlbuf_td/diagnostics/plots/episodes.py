@@ -69,7 +69,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
         axes[-1].plot(history["step"], rate, label=name, **line)
     axes[-1].set_ylim(-0.04, 1.04)
     style.in_percent(axes[-1])
-    style.dress(axes[-1], "", "environment steps", "episodes\nthat end so")
+    style.dress(axes[-1], "", "environment steps", "share of\nepisodes")
     axes[-1].legend(loc="best", borderaxespad=0.2, **style.LEGEND)
     axes[-1].xaxis.set_major_locator(MaxNLocator(5))
     figure.suptitle(f"{stats.episodes:,} episodes (line: mean of the last {stats.window}, band: deviation)")

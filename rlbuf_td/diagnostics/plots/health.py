@@ -98,7 +98,7 @@ def _draw_mass(axes: Axes, probability: np.ndarray, top: float) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g}%"))
     style.in_percent(axes)
-    style.dress(axes, "who gets the draws\n(dashed: uniform)", "most probable rows", "share of draws")
+    style.dress(axes, "concentration of draws\n(dashed: uniform)", "most probable rows", "share of draws")
 
 
 def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:

@@ -68,7 +68,7 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows and replace the goals of some with outcomes of other rows; the last target receives which.
+    """Gather rows, and replace the goals of some with outcomes of other rows; the last target receives their mask.
 
     ``outcome`` is the position of the outcome's leaf, ``goals`` those of the one or two goal leaves.
     """

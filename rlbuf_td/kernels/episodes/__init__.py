@@ -2,8 +2,7 @@
 
 Rows lie in lanes ``[T, E]`` (time, lanes); each lane is a ring. A step ``t`` of a lane is *cut* if step ``t + 1`` does
 not follow it: its trajectory ended there, or the write head is there. It is *over* if its trajectory ended there. The
-cuts alone determine how far a trajectory extends, so nothing needs an update when the ring overwrites the beginning
-of one.
+cuts alone determine how far a trajectory extends, so overwriting the beginning of a trajectory changes no other bit.
 
 Two classes implement this interface. :class:`FlagBoundaries` is the reference, in torch operations on any device: the
 first look-up after a write scans all steps; with Triton it reads one trajectory. :class:`BitBoundaries`, on the CPU, is
@@ -108,7 +107,7 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """Parameters that captured graphs read with the flags: a law of goals, and the discount factor of returns."""
+        """Parameters that captured graphs read: the law of hindsight goals, and the discount factor of returns."""
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
@@ -129,9 +128,9 @@ class FlagBoundaries(BoundariesBase):
 
 
 class BitBoundaries(BoundariesBase):
-    """Boundaries on the CPU: one bit per row, one summary bit per 64 of these (set if any is), and so on.
+    """Boundaries on the CPU: one bit per row, one summary bit per 64 of these (set if any of them is), and so on.
 
-    ``bits`` are ``[E, words]`` int64: for each lane the levels of the cuts (see ``starts``), then the bits of over.
+    ``bits`` are ``[E, words]`` int64: per lane the levels of cuts (see ``starts``), then a bit per step: is it over?
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:

@@ -14,7 +14,7 @@ _SOON = 16  # how many rows ahead bits and rewards are prefetched
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Return how many steps ahead of a row the goal is for a share of the mass: uniform or truncated geometric."""
+    """Return the number of steps to the goal, 0 to ``ahead``: the quantile ``share`` of its distribution."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)
@@ -22,7 +22,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the goal of ``cell``, -1 for none."""
+    """Return the row that provides the goal of row ``cell``, or -1 if the row keeps its goal."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
@@ -43,7 +43,7 @@ def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
 
 @kernel
 def choose_goals(bitmap, thresholds, only_finished, log_gamma, live, cells, uniform, rows, mask):
-    """Write the rows chosen for ``cells`` to ``rows``, and whether each is relabelled to ``mask``."""
+    """Write to ``rows`` the rows that provide goals for ``cells``, and to ``mask`` whether each gets a new goal."""
     for i in range(len(cells)):
         row = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], uniform[i])
         mask[i] = row >= 0
@@ -60,7 +60,7 @@ def _reward_at(address, double):
 
 @inlined
 def walk(bitmap, cell, n):
-    """Return the steps of a trajectory from ``cell`` on, itself included, at most n, and the last row."""
+    """Return the number of rows of a trajectory from row ``cell`` on, at most n, and the last of these rows."""
     steps, lanes = bitmap[4], bitmap[5]
     t, lane = split(cell, lanes)
     k = 1

@@ -22,7 +22,7 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; the level after the last one holds the bits of over."""
+    """Return the first word of a level; the level after the last one marks the steps that end a trajectory."""
     return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 

@@ -65,7 +65,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
 
 def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor, Tensor]:
-    """Return the edges between strategies, the number of rows, and the rest of the law, as tensors for graphs."""
+    """Return the thresholds with 0 and 1, the number of rows and the other fields, as tensors that graphs read."""
     if torch.compiler.is_compiling():
         device = boundaries.cut.device
         edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=device)

@@ -12,16 +12,19 @@ _GAMMA = 6  # its index in ``FlagBoundaries.numbers``, after a law of goals
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return ``[B, n]`` rows from each row on (past the end, the last row of the trajectory), and the steps ahead."""
+    """Return each row and the ``n - 1`` rows after it, ``[B, n]``, and the number of steps to the trajectory's end.
+
+    Beyond the end, the last row of the trajectory is repeated.
+    """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
     return (rows[:, None] + offset * lanes) % cells, ahead
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of ``[B, n, ...]`` rewards, added in float64, and the number of rewards, ``[B]`` int64.
+    """Return discounted sums of rewards ``[B, n, ...]``, computed in float64, and how many are in each, ``[B]`` int64.
 
-    ``end``, ``[B, n]`` bool, marks the ends of trajectories; ``ahead``, ``[B]``, limits the rewards after the first.
+    ``end``, ``[B, n]`` bool: the trajectory ends there. ``ahead``, ``[B]``: the most rewards after the first one.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -37,9 +40,10 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up to ``n`` rewards, of ``[T * E, ...]``, from each row on, up to the end of its trajectory.
+    """Return the n-step sum of discounted rewards of each row; a sum ends with the row's trajectory.
 
-    Returns ``[B, ...]`` discounted sums; ``[B]`` int64, the rewards in each, 1 to n; ``[B]`` int64, the last rows.
+    ``reward`` is ``[T * E, ...]``. Returns sums, ``[B, ...]``; the number of rewards in each, ``[B]`` int64; and the
+    row of the last reward in each, ``[B]`` int64.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
@@ -61,7 +65,7 @@ def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor, as a tensor for captured graphs unless on the CPU."""
+    """Return the discount factor; off the CPU as a tensor, which captured graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

@@ -2,17 +2,17 @@
 
 - A **chunk** holds up to ``WIDTH`` keys in ascending order: ``keys[c, :n]``.
 - A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower
-    bound of its keys (above all keys before it), ``before[g, s]`` the number of keys in the slots before it;
-    ``before[g, size[g]]`` is the group's total.
-  - The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
-    ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
+  bound of its keys (above all keys before it), ``before[g, s]`` the number of keys in the slots before it;
+  ``before[g, size[g]]`` is the group's total.
+- The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
+  ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
 
-  A full chunk or group is split; none is merged. When no chunk is left, all keys are rearranged in chunks that are
-  three quarters full, which takes O(N) at most once per N / 3 changes.
+A full chunk or group is split; none is merged. When no chunk is left, all keys are rearranged in chunks that are three
+quarters full, which takes O(N) at most once per N / 3 changes.
 
-  Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, and 0 for the very first;
-  entries past the end hold ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
-  order without groups has no rows, and the rest of its memory is undefined.
+Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, and 0 for the very first;
+entries past the end hold ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
+order without groups has no rows, and the rest of its memory is undefined.
 """
 
 from __future__ import annotations

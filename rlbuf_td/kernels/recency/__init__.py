@@ -1,4 +1,4 @@
-"""Rows by recency: ages by a truncated geometric law, or uniform, found from a row's place in the ring."""
+"""Draws of recent rows: the age follows a truncated geometric distribution, and determines the row in the ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 
 __all__ = ["recent_rows"]
 Number: TypeAlias = float | Tensor
-_DIGITS = 2.0**53  # binary digits of a uniform number; the last ones, which no age depends on, choose the lane
+_DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 
 def recent_rows(
@@ -22,17 +22,17 @@ def recent_rows(
     lanes: int,
     log_decay: float | Tensor,
 ) -> Tensor:
-    """Draw rows whose age is ``k`` time steps with probability proportional to ``exp(k log_decay)``. O(B).
+    """Draw rows: an age of ``k`` time steps has a probability proportional to ``exp(k * log_decay)``. O(B).
 
     Args:
         uniform: ``[B]`` float64 in ``[0, 1)``.
-        newest: the time step written last.
+        newest: the position of the time step that was written last.
         span: ages are ``0 .. span - 1``; at least 1.
-        steps: how many are stored; the ring of them.
-        lanes: E; all of them are equally likely.
-        log_decay: not positive; 0 is uniform.
+        steps: the number of stored time steps.
+        lanes: E; all lanes are equally likely.
+        log_decay: not positive; with 0 all ages are equally likely.
 
-    Numbers may be 0-dim float64 tensors, for graphs that see them change.
+    Numbers may be 0-dim float64 tensors, so that captured graphs see changes.
 
     Returns:
         ``[B]`` int64 flat rows.

@@ -49,7 +49,7 @@ def skip_ring(
 ) -> tuple[Tensor, int | Tensor]:
     """Skip the rows that a ring has rewritten since they were sampled.
 
-    The time step written ``a`` steps before the newest one is rewritten if more than ``a`` steps followed the stamp.
+    A row is rewritten if the ring has since written more time steps than lie between the row and the newest one.
     ``index``, ``[B]`` int64, holds flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both are contiguous. ``clock``
     counts the time steps written; ``last`` is the last written one of the ring's ``steps``. Returns ``index`` with -1
     for rewritten rows, and their number (on CUDA as a 0-dim tensor).
@@ -68,7 +68,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """As :func:`skip_ring`, for rows in any order; ``written``, ``[N]`` int64: the clock after each last write."""
+    """As :func:`skip_ring`, for rows in any order; ``written``, ``[N]`` int64, is the clock after each row's write."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

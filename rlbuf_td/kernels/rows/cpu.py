@@ -31,7 +31,7 @@ def put_values(target, target_stride, values, values_stride, width, count, mask)
 
 @kernel
 def _difference(a: int, b: int) -> int:
-    """Subtract with int64 wrap-around: for signed numbers the compiler assumes that no overflow occurs."""
+    """Subtract with wrap-around: in signed arithmetic, the compiler would assume that no overflow occurs."""
     return np.int64(np.uint64(a) - np.uint64(b))
 
 

@@ -56,17 +56,17 @@ class Group:
 
     @property
     def reach(self) -> int:
-        """Largest distance, in time steps, between rows that name the same entry.
+        """The largest distance, in time steps, between rows that name the same entry.
 
-        Piece p of a row's own stack belongs to step t + p, of its next stack to step t + p + 1, and an entry belongs to
-        one step. But a new stack may name one entry for several pieces.
+        Frame p of a row's stack was taken at step t + p, and frame p of its next stack at step t + p + 1. Rows that
+        share a frame are therefore less than a stack apart; or up to twice as far if a new stack repeats a frame.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and the entries that they name."""
+    """Stored rows, and the entries to which their names refer."""
 
     groups: tuple[Group, ...]  # the deduplicated keys
     runs: np.ndarray  # ``[R, 3]`` int64, all other keys: offset in a stored row, leaf of a batch, bytes
@@ -112,7 +112,7 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], orde
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """Deduplicate written observations: store each as an entry and let the rows name it; on the CPU.
+    """Deduplicate written observations, on the CPU: store each as an entry, and its name in the rows.
 
     ``sources`` are ``[P, 2, 3]`` int64: for each part of each group, of own and of next observations, the address and
     the strides in bytes of time steps and lanes; each row is dense. ``cells`` is either ``[T * E]`` int64, contiguous,

@@ -219,7 +219,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Name the entries of a row's own observation: those of the row before it where they are equal."""
+    """Store the names of a row's own observation: names in the row before it if the bytes agree, else new ones."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -236,7 +236,7 @@ def _fill_root(group, parts, sources, row, before, t, lane):
 
 @inlined
 def _fill_next(group, parts, sources, row, after, t, lane):
-    """Name the entries of a row's next observation: its own stack, shifted, and the newest of the row after it."""
+    """Store the names of a row's next observation: its own stack, shifted by one frame, and the newest frame."""
     pieces, newest, side = group[PIECES], group[PIECES] - 1, np.int64(1)
     for piece in range(newest - 1, -1, -1):
         if not _is_entry(group, parts, sources, load(row + 4 * (piece + 1), np.int32), piece, side, t, lane):
@@ -257,7 +257,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch the names in rows that are written soon: their entries become free, and are reused."""
+    """Prefetch the names in rows that will soon be overwritten, because their entries are freed and reused."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:

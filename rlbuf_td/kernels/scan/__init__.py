@@ -4,8 +4,9 @@ Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence, backwards
 
     x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
 
-with ``b[t] = 0`` wherever a trajectory ends. A zero is never multiplied with the step after it, so NaN and infinity do
-not cross it. All tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``).
+with ``b[t] = 0`` wherever a trajectory ends. There, ``x[t + 1]`` is ignored instead of multiplied by zero, so NaN and
+infinity do not spread to the trajectory before. All tensors are ``[L, T, F]``: lanes, time, features (a time-major
+``[T, E]`` rollout is ``[1, T, E]``).
 
 :func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference, :func:`reverse_scan_doubling`.
 """

@@ -64,7 +64,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return sums of eight, four, two and one of eight columns, added in the same order as the other backends."""
+    """Return ``[N, 8]`` weights as sums of 8, 4, 2 and 1 neighbours, added in the same order as in other backends."""
     levels = [weight]
     for _ in range(3):
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Any, Protocol
 
+from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 try:
@@ -32,7 +33,8 @@ class ProcessLock:
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
         if fcntl is None:
-            raise RuntimeError("several processes cannot share a buffer on this system: it has no POSIX record locks")
+            reason = "it has no POSIX record locks"
+            raise RuntimeError(f"several processes cannot share a buffer on this system: {reason}{PROCESSES}")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
         self._inside = SharedNumbers("q", [0]).share_memory_()  # the process that holds it or died with it; 0: none
         self._guarded = guarded

@@ -1,4 +1,4 @@
-"""Rows that several processes use: the first writer allocates them, the others map them; and the journal of a write."""
+"""Rows that several processes use (the first writer allocates them, the others map them), and a journal of writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlbuf_td.storages.allocate import find_rows
 from rlbuf_td.storages.dedup import saved_dedup
 from rlbuf_td.storages.indexing import coordinates
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
@@ -201,7 +202,7 @@ def share(storage: Any) -> Any:
         where = f"page-locked in this process for {storage.device}" if storage.offload else f"on {storage.device}"
         raise ValueError(
             f"rows {where} cannot be shared by several processes: keep them on the CPU, and move batches "
-            "(a transform does), or let one process write"
+            f"(a transform does), or let one process write{PROCESSES}"
         )
     with storage.lock:
         storage.device = torch.device("cpu")
