@@ -156,6 +156,17 @@ def test_a_transform_on_the_way_in_changes_what_is_stored():
     assert torch.equal(rb.sample()["observation"].sort(0).values % 1, torch.zeros(8, 3))
 
 
+def test_writes_through_transforms_take_the_short_path(monkeypatch):
+    norm = ObservationNorm(loc=0.0, scale=2.0, in_keys=["observation"], in_keys_inv=["observation"])
+    rb = filled(4, transform=Compose(norm))
+    monkeypatch.setattr(RingWriter, "extend", None)
+    monkeypatch.setattr(RingWriter, "add", None)
+    data = transitions(6)
+    assert rb.extend(data[4:]).tolist() == [4, 5]
+    assert rb.add(data[0]) == 6
+    assert torch.equal(rb.storage["observation"], torch.cat([data["observation"] / 2, torch.zeros(1, 3)]))
+
+
 def test_sample_options_and_iteration_do_as_in_torchrl():
     rb = filled(20, "proportional")
     assert set(rb.sample(return_info=True)[1]) == {"index", "priority_weight", "sampled_at"}

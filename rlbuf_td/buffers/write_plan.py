@@ -118,9 +118,9 @@ class WritePlan:
             and (self.boundaries is None or self.boundaries[0].bitmap is self.bitmap)
         )
 
-    def write(self, data: TensorDict, single: bool) -> int | Tensor | None:
+    def write(self, data: TensorDict, single: bool, transformed: bool = False) -> int | Tensor | None:
         """Write one time step, or several; return their index, or None to use the general path."""
-        if type(data) is not TensorDict or len(self.transforms):
+        if type(data) is not TensorDict or (len(self.transforms) and not transformed):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
         lead = lanes if single else data.batch_size[: 1 + len(lanes)]

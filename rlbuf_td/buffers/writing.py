@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules
 from torchrl.data.replay_buffers import Sampler, TensorDictReplayBuffer
 
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.write_plan import make_write_plan
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import refuse_errors
@@ -157,6 +158,14 @@ def _write(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> An
             data = rb.transform.inv(data)
         if data is None:  # a transform may hold back data
             return torch.zeros((0, parts.storage.ndim), dtype=torch.long, device="cpu")
+        plan = rb._write_plan
+        index = None if plan is None else plan.write(data, how == "add", transformed=True)
+        if index is not None:
+            return index
+    return _write_rows(rb, parts, data, how, update_priority)
+
+
+def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_priority: bool) -> Any:
     rows, td_error = data, None
     if how == "extend" and (dim := rb.dim_extend) > 0:
         if data.ndim <= dim:
