@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torchrl.data import LazyTensorStorage
+from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, UniformSampler
 from rlbuf_td.kernels import sum_tree
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import Law, choose_goals
@@ -135,6 +138,24 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
         batch = extend_and_sample(TensorDict({"a": torch.full((20, 1), k)}, [20]))
         age = (k - batch["index"] // 20) % 5  # in writes
         assert torch.equal(batch["a"][:, 0], k - age)
+
+
+@pytest.mark.parametrize("sampler", [UniformSampler, partial(UniformSampler, unique=True)])
+def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills(sampler):
+    rb = TorchRLReplayBuffer(
+        storage=LazyTensorStorage(100, compilable=True), sampler=sampler(), batch_size=8, compilable=True
+    )
+
+    @torch.compile(backend="eager")
+    def extend_and_sample(data: Tensor) -> Any:
+        rb.extend(data)
+        return rb.sample()
+
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for _ in range(3):
+            extend_and_sample(torch.zeros(10, 1))
+    for _ in range(5):
+        assert extend_and_sample(torch.zeros(10, 1)).shape == (8, 1)
 
 
 def learn(device: torch.device, backend: str) -> tuple[ReplayBuffer, set[int]]:

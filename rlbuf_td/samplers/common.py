@@ -137,6 +137,7 @@ class RowSampler(StatefulSampler):
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
         """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
 
+    @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         """Draw ``batch_size`` rows; the class documents the errors.
 
