@@ -56,7 +56,7 @@ class MixturePlan:
             self.targets[:] = self.bases[place] + begin * self.widths
             plan.gather.record["count"] = count
             with plan.storage.lock:
-                written = plan.length.value
+                written = plan.storage.numbers.values[0]
                 if not written or not plan.holds() or member._sampler is not plan.sampler or not is_usual(member):
                     return None
                 plan.draw(written, self.where)

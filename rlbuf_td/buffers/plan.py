@@ -89,7 +89,7 @@ class Plan(Planned):
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
-        self.rows, self.generator, self.length = storage.all_rows(), sampler._rng, storage._len_value
+        self.rows, self.generator = storage.all_rows(), sampler._rng
         self.lanes = self.rows.cells // self.rows.steps if storage.ndim > 1 else 0
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
@@ -119,7 +119,7 @@ class Plan(Planned):
         return blanks
 
     def sample(self) -> Blank | None:
-        written = self.length.value
+        written = self.storage.numbers.values[0]
         if not written or not self.holds():
             return None
         blank = self._blanks.pop() if self._blanks else self.blank()
@@ -170,10 +170,15 @@ class RecencyPlan(Plan):
 class MinibatchPlan(Plan):
     """Draws the next rows of an epoch; the last batch of an epoch may be shorter, and uses the general path."""
 
+    def __init__(self, storage: PackedStorage, sampler: MinibatchSampler, size: int, gathers: bool = True) -> None:
+        super().__init__(storage, sampler, size, gathers)
+        self.drawn = self.gather.record["flat"]  # the kernel reads the rows from the epoch's order, without a copy
+
     def draw(self, written: int, slot: int) -> bool:
-        if len(self.sampler.order(self.storage)) - self.sampler.position < self.size:
+        if written - self.sampler._position < self.size:
             return False
-        self.flat.copy_(self.sampler.draw(self.storage, self.size)[0])
+        order, start, _ = self.sampler.advance(self.storage, written, self.size)
+        self.drawn[0] = order.data_ptr() + start * order.itemsize
         self.kernels.sample_uniform(self.gather.address, slot)
         return True
 
@@ -220,7 +225,7 @@ class PrioritizedPlan(Plan, ABC):
             error = self.law.floored(error)
         where = index.data_ptr(), error.data_ptr(), 0 if stamp is None else stamp.data_ptr()
         with self.lock:
-            now = self.length.value, self.clock[NOW], self.clock[LAST]
+            now = self.storage.numbers.values[0], self.clock[NOW], self.clock[LAST]
             largest, stale = self.assigns(self.gather.address, *where, *now, *self.scale())
         if largest == REFUSED:  # a row is out of range or an error is not finite; nothing has changed
             return None

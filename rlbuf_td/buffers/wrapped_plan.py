@@ -68,7 +68,7 @@ class WrappedPlan(Planned):
         """Return the entries of a batch beside the leaves; ``drawn``: the report on the drawn rows."""
 
     def sample(self) -> Blank | None:
-        inner, written = self.inner, self.inner.length.value
+        inner, written = self.inner, self.storage.numbers.values[0]
         if not written or not inner.holds():
             return None
         boundaries: Any = self.trajectories.boundaries()

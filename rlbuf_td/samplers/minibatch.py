@@ -77,19 +77,27 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
             raise RuntimeError(EMPTY)
         if self.drop_last and rows < batch_size:
             raise ValueError(f"drop_last leaves no batch: {rows} rows are fewer than the batch size {batch_size}")
-        order, start = self.order(storage), self._position
-        per_epoch = rows // batch_size if self.drop_last else -(-rows // batch_size)
+        self._serves.claim(storage)
+        order, start, stop = self.advance(storage, rows, batch_size)
+        return order[start:stop].clone(), {}
+
+    def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
+        """Move on by one batch of ``rows`` rows; return the order of its epoch, and where it starts and stops there."""
+        order = self._order
+        if order is None or rows != self.len_storage or not order.is_cpu:
+            order = self.order(storage)
+        start, per_epoch = self._position, rows // batch_size if self.drop_last else -(-rows // batch_size)
         self._position = stop = min(start + batch_size, rows)
         ends = stop == rows or (self.drop_last and rows - stop < batch_size)
         if ends:
             # The next order is drawn when TorchRL draws it, so that later numbers of the generator agree, too.
             self._order, self._position = self._new_order(storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
-        self.ran_out = ends and self._epoch == 0
+        self._ran_out = ends and self._epoch == 0
         drawn = self._epoch * per_epoch - (-self._position // batch_size)
         # TorchRL's prefetching threads do not draw beyond this number of batches.
-        self._remaining_batches = 0 if self.ran_out else self.epochs * per_epoch - drawn
-        return order[start:stop].clone(), {}
+        self._remaining_batches = 0 if self._ran_out else self.epochs * per_epoch - drawn
+        return order, start, stop
 
     def order(self, storage: Storage) -> Tensor:
         """Return all rows in the order of the next draw's epoch; the same object throughout the epoch."""
