@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,27 @@ ON_POLICY = [
     "collector.total_frames=2048",
     "collector.frames_per_batch=512",
 ]
+AGENTS = [  # multi-agent environments of VMAS
+    "logger.backend=",
+    "collector.frames_per_batch=1000",
+    "collector.n_iters=3",
+    "train.minibatch_size=100",
+    "train.num_epochs=3",
+    "eval.evaluation_episodes=2",
+]
+REDQ = [
+    "logger.backend=",
+    "env.name=HalfCheetah-v5",
+    "env.library=gym",
+    "env.init_env_steps=50",
+    "num_workers=1",
+    "collector.frames_per_batch=64",
+    "collector.total_frames=512",
+    "collector.init_random_frames=64",
+    "optim.steps_per_batch=16",
+    "collector.async_collection=0",
+    "buffer.size=5000",
+]
 RECIPES: dict[str, tuple[str, list[str]]] = {
     "dqn": (
         "dqn/dqn_cartpole.py",
@@ -55,19 +77,22 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "td3": ("td3/td3.py", CHEETAH),
     "discrete sac": ("discrete_sac/discrete_sac.py", SHORT),
     "crossq": ("crossq/crossq.py", [*CHEETAH, "network.critic_hidden_sizes=[256,256]"]),
-    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu", "loss.ppo_epochs=2"]),
+    "ppo": ("ppo/ppo_mujoco.py", [*ON_POLICY, "optim.device=cpu", "loss.ppo_epochs=5"]),
     "a2c": ("a2c/a2c_mujoco.py", [*ON_POLICY, "loss.device=cpu"]),
+    "redq": ("redq/redq.py", REDQ),
+    **{name: (f"multiagent/{name}.py", AGENTS) for name in ("iql", "qmix_vdn", "maddpg_iddpg", "mappo_ippo")},
+    "multi-agent sac": ("multiagent/sac.py", AGENTS),
 }
 
 
-WARM_UP = 20  # calls that are not counted: code is loaded and compiled, memory is taken
+WARM_UP = 20  # calls that are not counted, and two of each method: code is loaded and compiled, memory is taken
 
 
 class Meter:
     """CPU time within a buffer's methods, in all threads, and the parameters of all optimizers."""
 
     def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
+        self.seconds, self.calls = 0.0, Counter[str]()
         self.parameters: list[Any] = []
         self.inside = threading.local()
 
@@ -80,8 +105,8 @@ class Meter:
                 return method(*args, **kwargs)
             finally:
                 self.inside.yes = False
-                self.calls += 1
-                if self.calls > WARM_UP:
+                self.calls[method.__name__] += 1
+                if self.calls.total() > WARM_UP and self.calls[method.__name__] > 2:
                     self.seconds += time.thread_time() - start
 
         return call
@@ -126,7 +151,7 @@ def run_here(script: str, output: str) -> None:
     start = time.process_time()
     runpy.run_path(script, run_name="__main__")
     total = time.process_time() - start
-    measured = {"seconds": total, "in_buffer": meter.seconds, "calls": meter.calls, "digest": meter.digest()}
+    measured = {"seconds": total, "in_buffer": meter.seconds, "digest": meter.digest()}
     Path(output).write_text(json.dumps(measured))
 
 
@@ -148,7 +173,7 @@ def run(checkout: Path, recipe: str, side: str, prefetch: int) -> dict[str, Any]
         given = [*overrides, f"hydra.run.dir={temporary}/run"]
         done = subprocess.run([*command, *given], env=variables, capture_output=True, text=True, check=False)
         if not output.exists():
-            return {"error": done.stderr[-1500:]}
+            return {"error": done.stderr[-3500:]}
         return json.loads(output.read_text())
 
 
