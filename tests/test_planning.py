@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_told_with_every_way_out(monkeypatch: pytest.Monkey
     needed = planned(monkeypatch, memory=GIB, disk=20 * GIB, sampler="proportional")
     assert not needed.fits
     smaller, elsewhere, images = needed.remedy.splitlines()
-    assert smaller == f"take a capacity of at most {needed.most_rows:,}"
+    assert smaller == f"use a capacity of at most {needed.most_rows:,}"
     assert elsewhere == "put the rows elsewhere: scratch_dir=... keeps them in a file"
     assert images.startswith("make the rows smaller: 'pixels' is 99% of them; images stored as uint8 take 25%")
     assert all(way in str(needed) for way in needed.remedy.splitlines())

@@ -89,7 +89,7 @@ class MemoryPlan:
             return ""
         on_gpu, largest = self.memory.place.startswith("cuda"), self.leaves[0]
         elsewhere = [_argument(room, on_gpu) for room in self.places[1:] if self._fits_in(room)]
-        ways = [f"take a capacity of at most {self.most_rows:,}", *(f"put the rows elsewhere: {a}" for a in elsewhere)]
+        ways = [f"use a capacity of at most {self.most_rows:,}", *(f"put the rows elsewhere: {a}" for a in elsewhere)]
         ways.append(f"make the rows smaller: {largest.name} is {largest.nbytes / self.row_bytes:.0%} of them")
         if largest.dtype.is_floating_point and len(largest.shape) > 2:
             ways[-1] += f"; images stored as uint8 take {1 / largest.dtype.itemsize:.0%} of their memory as floats"

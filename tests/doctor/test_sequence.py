@@ -109,11 +109,11 @@ def test_rows_of_a_ring_are_named_as_the_storage_indexes_them() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("interleaved", "found 3 rows later: the rows of 3 environments"),
-        ("pieces", "pieces of several trajectories lie one after the other"),
+        ("interleaved", "observation 3 rows later: the rows of 3 environments alternate"),
+        ("pieces", "parts of several trajectories follow each other"),
         ("transposed", r"time and lanes are exchanged"),
-        ("lanes shuffled", "step later in another lane: lanes change their places|begins another row"),
-        ("rows shuffled", "not in the order of time"),
+        ("lanes shuffled", "later in another lane: the order of lanes changes|the observation of another row"),
+        ("rows shuffled", "not in time order"),
     ],
 )
 def test_kinds_of_mixed_lanes_are_distinguished(name: str, words: str) -> None:

@@ -43,7 +43,7 @@ def test_rows_that_are_hardly_ever_drawn_are_found_where_others_are_often() -> N
     rb.update_priority(torch.arange(50), torch.rand(50))
     (finding,) = check(rb)
     assert (finding.code, finding.count, finding.of) == ("never-sampled", 150, 200)
-    assert "rows are drawn 5.0 times on the average" in finding.explanation
+    assert "a row is drawn 5.0 times on average" in finding.explanation
     counts[50:150] = 1
     attached_or_new(rb.storage, ReplayCount).restore(counts)
     rb.update_priority(torch.arange(150), torch.rand(150))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 from rlbuf_td.storages.schema import show_key
@@ -68,7 +69,7 @@ class Report:
         return self.findings[index]
 
     def __str__(self) -> str:
-        lanes = f" ({self.shape[0]:,} steps of {self.shape[1:]} lanes)" if len(self.shape) > 1 else ""
+        lanes = f" ({self.shape[0]:,} steps of {prod(self.shape[1:])} lanes)" if len(self.shape) > 1 else ""
         found = "nothing found" if self.healthy else f"{len(self)} finding{'s' * (len(self) > 1)}"
         parts = [f"{self.rows:,} rows{lanes} read: {found}", *map(str, self.findings)]
         if self.skipped:
@@ -84,75 +85,75 @@ class Fault(NamedTuple):
     remedy: str
 
 
-_JUMPS = "The next observation is not the following row's observation, though the trajectory goes on there."
-_ENDS = "The trajectory ends here, and yet the next observation is that of the following row"
+_JUMPS = "The next observation differs from the observation of the following row, although no trajectory ends here."
+_ENDS = "The trajectory ends here, but the next observation equals the observation of the following row"
 _DONE = "store done = terminated | truncated"
-_FLAG_WITHOUT_DONE = "{name} is set but done is not (counted among rows with {name}): samplers continue past the end."
+_FLAG_WITHOUT_DONE = "{name} is set, but done is not (share of the rows with {name}): samplers read on past the end."
 
 #: The faults by code, the most serious first.
 FAULTS = {
-    "lanes-mixed": Fault("next observations lead to other rows than the following ones", _JUMPS + " {place}", "{way}"),
+    "lanes-mixed": Fault("next observations belong to other rows", _JUMPS + " {place}", "{way}"),
     "next-observation-differs": Fault(
-        "next observations lead nowhere",
-        _JUMPS + " It is found nowhere else in the buffer either.",
-        "store rows in the order of time, one lane after the other in its own column; store both observations as "
-        "the environment gave them (not one of them normalised, or n steps ahead).",
+        "next observations are not stored anywhere",
+        _JUMPS + " No other row has this observation either.",
+        "store rows in time order, with each environment in a lane of its own; store both observations as the "
+        "environment returned them (not one of them normalised, or n steps ahead).",
     ),
     "reset-without-done": Fault(
         "the environment was reset, and done is not set",
-        _JUMPS + " It is no other row's observation: the environment seems to have been reset here (or the loop to "
-        "have stopped), and done is not set. Trajectories run across the reset.",
-        _DONE + ": a time limit ends a trajectory too. If you reset by hand, set ('next', 'truncated') in the last "
-        "row, or store ('collector', 'traj_ids').",
+        _JUMPS + " No other row has this observation: probably the environment was reset here (or the loop was "
+        "stopped), and done is not set. The trajectory then continues across the reset.",
+        _DONE + ": a time limit also ends a trajectory. If you call reset yourself, set ('next', 'truncated') in the "
+        "last row, or store ('collector', 'traj_ids').",
     ),
     "done-shifted": Fault(
         "done is set one step late or early",
-        "done is set one step too {late}: the observations break off one step {before} these rows, and go on at them. "
-        "A learner then bootstraps from the first observation of another trajectory.",
+        "done is set one step too {late}: the sequence of observations breaks one step {before} these rows, not at "
+        "them. A learner then bootstraps from the first observation of another trajectory.",
         "store with each transition the done flag that this step returned: ('next', 'done') belongs to "
         "('next', 'observation'), not to 'observation'.",
     ),
     "final-observation-lost": Fault(
-        "at an end, the next observation is what the reset returned",
-        _ENDS + ", {jump:.1f} times as far from its own as within trajectories: it is what the reset returned. The "
-        "true final observation is lost, and a truncated step bootstraps from the wrong one.",
+        "the next observation at an end comes from the reset",
+        _ENDS + ". It is {jump:.1f} times as far from this row's observation as usual: the reset returned it. The true "
+        "final observation is lost, and a truncated step bootstraps from the wrong one.",
         "store infos['final_obs'] of Gymnasium's same-step autoreset as the next observation, or let "
         "GymnasiumRecorder or TorchRL's collectors write the rows.",
     ),
     "reset-row-stored": Fault(
         "the reset of an autoreset is stored as a transition",
-        "The trajectory ended with the row before, and yet these rows begin with its final observation, from which "
-        "they go {jump:.1f} times as far as rows do within trajectories: they are no transitions, but resets of "
-        "Gymnasium's next-step autoreset, whose action had no effect.",
-        "do not store the step that follows a done; GymnasiumRecorder leaves it out.",
+        "The trajectory ended one row before, but these rows begin with its final observation, and their next "
+        "observation is {jump:.1f} times as far away as usual: they are resets of Gymnasium's next-step autoreset, "
+        "whose action has no effect, and not transitions.",
+        "do not store the step that follows an end; GymnasiumRecorder omits it.",
     ),
     "done-without-reset": Fault(
-        "done is set, and the trajectory goes on",
-        _ENDS + ", and no further from it than within trajectories: the environment went on, and there was no end.",
+        "done is set, but the trajectory continues",
+        _ENDS + ", and is as near to this row's as usual: the environment was not reset, so there was no end.",
         "store done as the environment's step returned it; a trajectory id must not change within a trajectory.",
     ),
     "terminated-without-done": Fault("terminated is set, and done is not", _FLAG_WITHOUT_DONE, _DONE + "."),
     "truncated-without-done": Fault("truncated is set, and done is not", _FLAG_WITHOUT_DONE, _DONE + "."),
     "done-never": Fault(
         "no trajectory ever ends",
-        "{seen} Values are then bootstrapped across every end. That is right for tasks without end only.",
+        "{seen} Values are then bootstrapped across every end. This is right only for tasks that never end.",
         _DONE + " as the environment's step returns them.",
     ),
     "done-always": Fault(
         "every row ends a trajectory",
-        "done is set in every row, so that no value is ever bootstrapped. That is right for bandits only.",
+        "done is set in every row, so no value is ever bootstrapped. This is right only for bandits.",
         "store the flag of each step; check that it is not the mask of another library (1 - done, or 'discount').",
     ),
     "one-step-trajectories": Fault(
         "trajectories of a single step",
-        "These trajectories have a single step, of as many trajectories that end. That is right for bandits; elsewhere "
-        "done is set twice, an id changes with each row, or the environment is reset after each step.",
+        "These trajectories have a single step (share of all finished trajectories). This is right for bandits; "
+        "elsewhere done is set twice, an id changes with each row, or the environment is reset after each step.",
         "set done in the last row of a trajectory only, and keep its id from the first row to the last.",
     ),
     "not-finite": Fault(
         "an observation, a reward or an action is NaN or infinite",
-        "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then the network.",
-        "look for a diverging simulation or a division by zero; leave such rows out, or end the trajectory there.",
+        "{key} is NaN or infinite there. One such row in a batch makes the loss NaN, and then all weights.",
+        "look for a diverging simulation or a division by zero; omit such rows, or end the trajectory there.",
     ),
     "out-of-bounds": Fault(
         "an observation lies outside its space",
@@ -162,24 +163,24 @@ FAULTS = {
     "constant": Fault(
         "a column of an observation or action never changes",
         "{key} has the same value ({value:g}) in every row: {columns}.",
-        "if a sensor or a wrapper should have filled it, look there; else leave it out, which saves memory.",
+        "check the sensor or wrapper that should fill it; if it is meant to be constant, omit it to save memory.",
     ),
     "float-image": Fault(
         "images are stored as floats",
-        "{key} holds images as {dtype}: {size} times the memory that they need, and the bytes of each batch.",
+        "{key} holds images as {dtype}: the buffer and each batch take {size} times the memory of uint8.",
         "store them as uint8, as the environment gives them, and convert the batch: "
         "rb.append_transform(ToTensorImage(...)), or batch[key].float() / 255.",
     ),
     "never-sampled": Fault(
         "most rows are never drawn",
-        "These rows have never been drawn, though rows are drawn {mean:.1f} times on the average.",
-        "lower alpha, look for outliers among the TD errors (RankSampler does not mind them), and check that "
+        "These rows have never been drawn, although a row is drawn {mean:.1f} times on average.",
+        "lower alpha, look for outliers among the TD errors (they do not affect RankSampler), and check that "
         "priorities are updated after every batch.",
     ),
     "stale-priorities": Fault(
         "priorities are not updated",
-        "These rows have been drawn, and still have the priority with which they entered: replay is uniform.",
-        "after each batch put the TD errors into it (TorchRL's losses do, under priority_key) and call "
+        "These rows have been drawn, but still have the priority of new rows: replay is uniform.",
+        "write the TD errors into each batch (TorchRL's losses do this, under priority_key), then call "
         "rb.update_tensordict_priority(batch).",
     ),
 }

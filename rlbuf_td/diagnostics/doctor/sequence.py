@@ -137,25 +137,26 @@ def _found_elsewhere(record: Record, sample: torch.Tensor, mostly: bool) -> tupl
     if agreed >= max(2, 0.9 * len(sample)):
         if not across and mostly:
             return (
-                f"It is found {ahead} rows later: the rows of {ahead} environments lie one after the other, or next "
+                f"It is the observation {ahead} rows later: the rows of {ahead} environments alternate, or next "
                 f"observations are {ahead} steps ahead.",
-                f"{_STACK}; n-step returns are the sampler's work.",
+                f"{_STACK}; let NStepSampler compute n-step returns.",
             )
         if not ahead and across:
             return (
-                f"It is found in the same time step, {abs(across)} lane(s) on: time and lanes are exchanged.",
-                "the storage keeps [T, E], and extend takes [E, T], as collectors give it: transpose the batch, or "
+                f"It is the observation in the same time step, {abs(across)} lane(s) on: time and lanes are exchanged.",
+                "the storage keeps [T, E], but extend takes [E, T], as collectors return it: transpose the batch, or "
                 "pass dim_extend=0 to the buffer.",
             )
         if across:
-            return f"It is found {ahead} step(s) later in another lane: lanes change their places.", f"{_STACK}."
+            place = f"It is the observation {ahead} step(s) later in another lane: the order of lanes changes."
+            return place, f"{_STACK}."
     found = matches[matches > 0]
     if len(found) >= max(1, len(sample) // 2) and int(found.median()) <= 3:
-        unordered = "rows are not in the order of time"
-        pieces = unordered if mostly else "pieces of several trajectories lie one after the other"
+        unordered = "rows are not in time order"
+        pieces = unordered if mostly else "parts of several trajectories follow each other"
         return (
-            f"It begins another row, elsewhere: {pieces}.",
-            f"{_STACK}; or store ('collector', 'traj_ids'), which tell the pieces apart.",
+            f"It is the observation of another row: {pieces}.",
+            f"{_STACK}; or store ('collector', 'traj_ids'), which separates the parts.",
         )
     return None
 

@@ -136,7 +136,7 @@ def plot_advantages(rollout: ReplayBuffer) -> Figure:
     style.guide(right, [low, high], [low, high])
     some = np.linspace(0, value.size - 1, min(value.size, 1_000)).astype(int)
     right.plot(value.flat[some], target.flat[some], ".", color=style.INK, markersize=2, alpha=0.35, markeredgewidth=0)
-    style.dress(right, f"explained variance {explained:.2f}", "value", "value target")
+    style.dress(right, f"explained variance {round(explained, 2) + 0.0:.2f}", "value", "value target")
     return figure
 
 
