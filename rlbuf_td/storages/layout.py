@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from rlbuf_td.kernels.batch import example_of
+from rlbuf_td.kernels.batch import LeafMemory
 from rlbuf_td.storages.schema import Leaf, SchemaError, refuse, refuse_ragged, refuse_unpackable, walk
 from rlbuf_td.storages.tensordict_fast import entries_of, new_tensordict
 
@@ -75,7 +75,7 @@ class RowLayout:
         self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # whole lines if cheap
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
-        self._blank: tuple[Any, list[torch.Tensor]] = (None, [])  # examples with the shapes of the last blank leaves
+        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # of the last blank leaves: lead dims and device
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
         self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the rows' common dtype saves a view
@@ -106,11 +106,10 @@ class RowLayout:
 
     def blank(self, lead: torch.Size, device: torch.device) -> list[torch.Tensor]:
         """Return an uninitialised tensor ``[*lead, ...]`` for each leaf."""
-        key, examples = self._blank
-        if key != (lead, device):  # ``empty_like`` takes two thirds of the time of ``empty``
-            examples = [example_of(lead + leaf.shape, leaf.dtype, device) for leaf in self.leaves]
-            self._blank = (lead, device), examples
-        return list(map(torch.empty_like, examples))
+        if self._blank[0] != (lead, device):
+            memory = LeafMemory([(leaf.dtype, lead + leaf.shape) for leaf in self.leaves], device)
+            self._blank = (lead, device), memory
+        return self._blank[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
         """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it."""

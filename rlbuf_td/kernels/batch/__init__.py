@@ -8,21 +8,21 @@ their reference: the results are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from struct import Struct
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlbuf_td.kernels.batch.memory import Entry, LeafMemory
 from rlbuf_td.kernels.batch.ring import BATCH, RING
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
-__all__ = ["RING", "Gather", "gather_leaves"]
+__all__ = ["RING", "Gather", "LeafMemory", "gather_leaves"]
 _AHEAD, _MOST = 8, 1 << 19  # batches that one allocation serves, and its largest size in bytes
-_Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
 class Gather:
@@ -42,10 +42,10 @@ class Gather:
         record: fields of ``BATCH`` that only some kernels need.
     """
 
-    __slots__ = ("_examples", "_kept", "_set_targets", "_targets", "address", "addresses", "record", "slots")
+    __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")
 
     def __init__(
-        self, matrix: Tensor, extents: np.ndarray, entries: Sequence[_Entry], count: int, **record: int
+        self, matrix: Tensor, extents: np.ndarray, entries: Sequence[Entry], count: int, **record: int
     ) -> None:
         advise_huge_pages(matrix)  # future rows, and over time the existing ones: reads take 10 to 20% less
         record |= {
@@ -57,11 +57,8 @@ class Gather:
         }
         fields = np.array([tuple(record.get(name, 0) for name in BATCH.names or ())], BATCH)
         self.address = fields.ctypes.data
-        # ``empty_like`` takes two thirds of the time of ``empty``; each example occupies one element of memory.
-        self._examples = [
-            example_of(torch.Size([count, *shape]), dtype, torch.device("cpu")) for dtype, shape in entries
-        ]
-        nbytes = sum(example.nbytes for example in self._examples)
+        self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
+        nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in entries) * count
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
         #: For each batch of one allocation: the memory that holds the addresses of its tensors.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
@@ -71,15 +68,9 @@ class Gather:
 
     def allocate(self, slot: int) -> list[Tensor]:
         """Return uninitialised tensors for a batch. A kernel that is given the address ``slot`` fills them."""
-        tensors = list(map(torch.empty_like, self._examples))
+        tensors = self._memory.allocate()
         self._set_targets(self._targets, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
         return tensors
-
-
-def example_of(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of at most one element of memory, from which ``empty_like`` makes contiguous ones."""
-    few = shape.numel() < 2  # ``empty_like`` would keep the strides of an expanded tensor
-    return torch.empty(shape if few else (), dtype=dtype, device=device).expand(shape)
 
 
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:

@@ -1,0 +1,92 @@
+"""Memory of batches: a contiguous tensor per leaf, with the same dtypes and shapes each time."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Entry: TypeAlias = tuple[torch.dtype, torch.Size]
+
+_LARGE, _MOST = 1 << 20, 32 << 20  # bytes of tensors whose memory is used again
+_KEPT = 2  # memories per leaf: one of the batch that the caller still holds while the next one is drawn, and one free
+
+_CPU = torch.device("cpu")
+
+
+class LeafMemory:
+    """Allocates uninitialised tensors on a device.
+
+    The system zeroes fresh memory page by page, which takes longer than copying images to it. A large tensor on the CPU
+    therefore gets the memory of an earlier one to which nothing refers any more: no tensor or view, no array, no
+    autograd graph, no other process. At most ``_KEPT`` batches are kept, and none larger than ``_MOST`` per leaf.
+    """
+
+    __slots__ = ("_kept", "_large", "_small")
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device = _CPU) -> None:
+        # ``empty_like`` takes two thirds of the time of ``empty``; each example occupies one element of memory.
+        self._small = [_example(shape, dtype, device) for dtype, shape in entries]
+        self._large: list[tuple[int, Tensor]] = []
+        self._kept: dict[int, deque[Tensor]] = {}
+        for place, example in enumerate(self._small):
+            if device.type == "cpu" and _LARGE <= example.nbytes <= _MOST:
+                self._large.append((place, example))
+                self._kept[place] = deque(maxlen=_KEPT)
+                self._small[place] = example.new_empty(0)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        kept = {place: deque(maxlen=_KEPT) for place, _ in self._large}
+        return None, {"_small": self._small, "_large": self._large, "_kept": kept}
+
+    def allocate(self) -> list[Tensor]:
+        tensors = list(map(torch.empty_like, self._small))
+        for place, example in self._large:
+            tensors[place] = _recycled(self._kept[place], example)
+        return tensors
+
+
+def _recycled(kept: deque[Tensor], example: Tensor) -> Tensor:
+    memory = None if torch.is_inference_mode_enabled() else _unused(kept)
+    if memory is None:
+        memory = torch.empty_like(example)
+    tensor = memory.data  # with a version counter of its own
+    if not memory.is_inference():
+        kept.append(memory)
+    return tensor
+
+
+def _unused(kept: deque[Tensor]) -> Tensor | None:
+    """Remove and return memory to which nothing else refers."""
+    for _ in range(len(kept)):
+        with suppress(IndexError):  # another thread has taken the last one
+            memory = kept.popleft()  # no other thread can take it now
+            if is_unused(memory):
+                return memory
+            kept.append(memory)
+    return None
+
+
+def is_unused(memory: Tensor) -> bool:
+    """Whether nothing but this tensor refers to its memory."""
+    return _holders(memory) == _ALONE and not memory.is_shared()
+
+
+def _holders(memory: Tensor) -> tuple[int, int]:
+    """Return how many tensors and Python objects refer to the memory of a tensor, with those of this function."""
+    storage = memory.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def _example(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of at most one element of memory, from which ``empty_like`` makes contiguous ones."""
+    few = shape.numel() < 2  # ``empty_like`` would keep the strides of an expanded tensor
+    return torch.empty(shape if few else (), dtype=dtype, device=device).expand(shape)
+
+
+_ALONE = _holders(torch.empty(1, dtype=torch.uint8, device="cpu"))

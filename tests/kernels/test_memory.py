@@ -1,0 +1,137 @@
+"""Memory of large leaves is used again, and only after nothing refers to it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+
+from rlbuf_td.kernels.batch import LeafMemory
+
+IMAGES = [(torch.uint8, torch.Size([64, 4, 84, 84])), (torch.float32, torch.Size([64, 1]))]
+
+
+def images() -> torch.Tensor:
+    return MEMORY.allocate()[0]
+
+
+MEMORY = LeafMemory(IMAGES)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    monkeypatch.setitem(globals(), "MEMORY", LeafMemory(IMAGES))
+
+
+HOLDERS = {
+    "tensor": lambda x: x,
+    "view": lambda x: x[3:5],
+    "reshaped": lambda x: x.flatten(),
+    "array": lambda x: x.numpy(),
+    "alias": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "storage": lambda x: x.untyped_storage(),
+    "capsule": torch.utils.dlpack.to_dlpack,
+    "graph": lambda x: torch.ones(1, requires_grad=True) * x,
+    "attribute": lambda x: torch.nn.Parameter(x, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_memory_in_use_is_not_given_out(hold):
+    first = images()
+    address = first.data_ptr()
+    held = hold(first)
+    del first
+    others = [images() for _ in range(5)]
+    assert address not in [other.data_ptr() for other in others]
+    assert held is not None
+
+
+def test_free_memory_is_given_out_again():
+    addresses = set()
+    batch = images()
+    for _ in range(10):
+        following = images()  # while the caller still holds the batch before
+        assert following.data_ptr() != batch.data_ptr()
+        addresses |= {batch.data_ptr(), following.data_ptr()}
+        batch = following
+        del following
+        gc.collect()
+    assert len(addresses) == 2
+
+
+def test_a_graph_keeps_its_values():
+    weight = torch.ones(1, requires_grad=True)
+    batch = images().fill_(3)
+    loss = (weight * batch).sum()
+    del batch
+    images().fill_(7)
+    loss.backward()
+    assert weight.grad.item() == 3 * 64 * 4 * 84 * 84
+
+
+def test_each_tensor_has_its_own_version_counter():
+    first = images()
+    before = first._version
+    first.fill_(1)
+    del first
+    second = images()
+    assert second._version <= before + 1
+    third = images()
+    count = third._version
+    second.fill_(2)
+    assert third._version == count
+
+
+def test_shared_memory_is_not_given_out_again():
+    first = images().share_memory_()
+    address = first.data_ptr()
+    del first
+    assert all(images().data_ptr() != address for _ in range(3))
+    assert not images().is_shared()
+
+
+def test_small_leaves_and_other_devices_are_always_fresh():
+    small = MEMORY.allocate()[1]
+    assert small.shape == (64, 1)
+    assert small.is_contiguous()
+    meta = LeafMemory(IMAGES, torch.device("meta")).allocate()
+    assert [leaf.device.type for leaf in meta] == ["meta", "meta"]
+
+
+def test_a_copy_takes_no_kept_memory_along():
+    images()
+    assert len(pickle.dumps(MEMORY)) < 10_000
+    assert [leaf.shape for leaf in pickle.loads(pickle.dumps(MEMORY)).allocate()] == [shape for _, shape in IMAGES]
+
+
+def test_inference_mode_leaves_no_memory_behind():
+    with torch.inference_mode():
+        assert images().is_inference()
+    batch = images()
+    assert not batch.is_inference()
+    with torch.inference_mode():
+        inside = images()
+    assert inside.data_ptr() != batch.data_ptr()
+
+
+def test_threads_never_get_the_same_memory():
+    faults = []
+
+    def work(mark: int) -> None:
+        for _ in range(50):
+            batch = images()
+            batch[:, 0, 0, 0] = mark
+            faults.append(bool((batch[:, 0, 0, 0] != mark).any()))
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(faults) == 200
+    assert not any(faults)
