@@ -41,7 +41,7 @@ class LeafMemory:
                 self._small[place] = example.new_empty(0)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        kept = {place: deque(maxlen=_KEPT) for place, _ in self._large}
+        kept: dict[int, deque[Tensor]] = {place: deque(maxlen=_KEPT) for place, _ in self._large}
         return None, {"_small": self._small, "_large": self._large, "_kept": kept}
 
     def allocate(self) -> list[Tensor]:
