@@ -93,12 +93,15 @@ def update(tree, index, td_error, rows, alpha, eps):
     if not acceptable(index, td_error, rows):
         return REFUSED
     starts, magnitude, weight, sums, before, minima = _arrays(tree)
+    second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])  # where the second level begins, in bytes
     for j in range(index.shape[0]):
         if index[j] >= 0:  # a separate loop: the cache misses of all rows overlap
-            prefetch(tree[4] + 8 * index[j])
-            prefetch(tree[5] + 8 * index[j])
+            for rows_at in range(4, 6):
+                prefetch(tree[rows_at] + 8 * index[j])
             for nodes in range(6, 9):
                 prefetch(tree[nodes] + (index[j] & -8))
+            for nodes in range(6, 8):
+                prefetch(tree[nodes] + second + ((index[j] >> 3) & -8))
     node = np.empty(index.shape[0], np.uint64)
     largest = -1.0
     count = 0
