@@ -354,9 +354,15 @@ class PackedStorage(LazyTensorStorage):
         state.load(self, state_dict)
         state.end_trajectories(self)
 
+    def dumps(self, path: str | Path) -> None:
+        """Save the content to a folder, by TorchRL's checkpointer."""
+        super().dumps(path)
+        state.save_cursor(self, path)
+
     def loads(self, path: str | Path) -> None:
-        """Replace the content by a file that :meth:`dumps` saved. Open trajectories with ids end."""
+        """Replace the content by a folder that :meth:`dumps` saved. Open trajectories with ids end."""
         super().loads(path)
+        state.load_cursor(self, path)
         state.end_trajectories(self)
 
     snapshot = state.snapshot

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from math import prod
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -13,13 +15,16 @@ import torch
 
 from rlbuf_td.storages.allocate import allocate_bytes, make_rows, steps_for
 from rlbuf_td.storages.dedup import DedupLayout, Sections, saved_dedup
+from rlbuf_td.storages.indexing import stored_rows
 from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.rows import PlainRows, Rows
 from rlbuf_td.storages.rows.dedup import DedupRows
 from rlbuf_td.storages.schema import SchemaError
+from rlbuf_td.storages.trajectory_index import TRAJ_KEY, TrajectoryIndex
 from rlbuf_td.storages.write_clock import WriteClock
 from rlbuf_td.storages.writes import begin
 
+_CURSOR_FILE = "last_cursor.json"
 _COUNTERS = ("numbers", "_len_value", "_mutation_revision_value", "_last_cursor_index_value", "clock")
 _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_value", "shared_rows", "lock"))
 
@@ -99,8 +104,24 @@ def load(storage: Any, state: dict[str, Any]) -> None:
     storage.restore_counters(state)
 
 
+def save_cursor(storage: Any, path: str | Path) -> None:
+    """Save the newest time step beside the rows: TorchRL's checkpointer does not."""
+    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage._last_cursor_index}))
+
+
+def load_cursor(storage: Any, path: str | Path) -> None:
+    """Restore a result of :func:`save_cursor`; -1 if there is none: then only the writer knows the newest time step."""
+    file = Path(path, _CURSOR_FILE)
+    last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
+    storage._last_cursor_index_value.value = last
+    storage.clock.forget(storage.all_rows().steps, last)
+
+
 def end_trajectories(storage: Any) -> None:
     """End the open trajectories that have ids: after a load, new collectors and recorders reuse the ids."""
+    rows = stored_rows(storage)
+    if rows is not None and rows.get(TRAJ_KEY, None) is not None:
+        TrajectoryIndex.of(storage)  # so that one which is created later knows where they end, too
     for each in storage._attached_entities:
         if hasattr(each, "mark_load"):
             each.mark_load()

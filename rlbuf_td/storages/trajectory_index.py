@@ -189,12 +189,18 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the last written step of a full ring, from its writer; TorchRL's checkpoints do not store it."""
+        """Return the last written step of a full ring.
+
+        TorchRL's checkpoints of its own storages do not store it: it is the writer's. A PackedStorage knows it, also
+        while TorchRL's buffer is loaded, whose writer comes last.
+        """
+        cursor = self.storage._last_cursor_index
+        if hasattr(self.storage, "clock") and cursor >= 0:
+            return cursor
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
             if isinstance(writer, RoundRobinWriter) and writer._write_count:
                 return (writer._cursor - 1) % steps
-        cursor = self.storage._last_cursor_index
         return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
@@ -321,7 +327,8 @@ class TrajectoryIndex:
         """End the open trajectories that have ids: a new collector starts its ids at 0 again."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
-            if self._name is not None:  # without ids nothing has to end, and the writer may be loaded after the storage
+            knows_newest = not hasattr(self.storage, "clock") or self.storage._last_cursor_index >= 0
+            if self._name is not None and knows_newest:
                 self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
