@@ -18,9 +18,11 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
+from rlbuf_td.envs.trajectory_numbers import TrajectoryNumbers
 from rlbuf_td.samplers.prioritized import Prioritized
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
+from rlbuf_td.storages.indexing import attached_or_new
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers.common import next_step
 
@@ -118,6 +120,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
         ValueError: rows on a CUDA device.
     """
     storage.share_memory_()
+    attached_or_new(storage, TrajectoryNumbers)  # which the recorders of all processes find
     counters = vars(writer)
     if storage.shared_rows is not None:
         names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"

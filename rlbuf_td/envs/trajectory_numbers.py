@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.storages.indexing import lanes_of, stored_rows
+from rlbuf_td.storages.shared.memory import SharedNumbers
+
+_NEXT, _HAS_READ, _LOADS = range(3)
 
 
 class TrajectoryNumbers:
-    """Assigns the trajectory numbers of a storage to all recorders that write to it; attached to the storage."""
+    """Assigns the trajectory numbers of a storage to all recorders that write to it; attached to the storage.
+
+    Once the storage is shared, the recorders of all its processes get different numbers.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.loads = 0  # number of loads that replaced the rows: earlier trajectories do not continue
-        self._next, self._has_read = 0, False
+        self._numbers = SharedNumbers("q", [0, 0, 0])
+
+    @property
+    def loads(self) -> int:
+        """Number of loads that replaced the rows: earlier trajectories do not continue."""
+        return self._numbers.values[_LOADS]
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
         """Return new numbers, ``[count]``, greater than those stored under ``key``; O(rows) after a load, else O(1)."""
-        rows = None if self._has_read else stored_rows(self.storage)
-        stored = None if rows is None or key is None else rows.get(key, None)
-        if stored is not None and len(self.storage):
-            steps = len(self.storage) // lanes_of(self.storage).numel()
-            self._next = max(self._next, int(stored[:steps].max()) + 1)
-        self._has_read = True
-        self._next += count
-        return np.arange(self._next - count, self._next)
+        with getattr(self.storage, "lock", nullcontext()):
+            first, numbers = self._numbers[_NEXT], self._numbers
+            rows = None if numbers[_HAS_READ] else stored_rows(self.storage)
+            stored = None if rows is None or key is None else rows.get(key, None)
+            if stored is not None and len(self.storage):
+                steps = len(self.storage) // lanes_of(self.storage).numel()
+                first = max(first, int(stored[:steps].max()) + 1)
+            numbers[_NEXT], numbers[_HAS_READ] = first + count, 1
+        return np.arange(first, first + count)
 
     def mark_update(self, index: Any) -> None:
         """Do nothing: the rows of a recorder need no check."""
 
     def mark_load(self) -> None:
-        self.loads, self._has_read = self.loads + 1, False
+        """Record that a checkpoint has replaced the rows."""
+        self._numbers[_LOADS], self._numbers[_HAS_READ] = self.loads + 1, 0
+
+    def share_memory_(self) -> None:
+        """Share the numbers with processes that use the storage."""
+        self._numbers.share_memory_()

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 
 from rlbuf_td import (
+    GymnasiumRecorder,
     PackedStorage,
     ProportionalSampler,
     RankSampler,
@@ -134,6 +136,29 @@ def test_a_wrapped_sampler_and_its_trajectories_are_shared(monkeypatch):
 
 
 @pytest.mark.slow
+def record(rb: ReplayBuffer, steps: int = 5) -> None:
+    env = gymnasium.make("CartPole-v1")
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for _ in range(steps):
+        recorder.step(env.action_space.sample())
+    recorder.flush()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_recorders_of_several_processes_number_their_trajectories_differently(method):
+    rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
+    record(rb)
+    rb.share()
+    for _ in range(2):
+        elsewhere(record, rb, method=method)
+    numbers = rb.storage["collector", "traj_ids"].view(3, 5)
+    assert (numbers == numbers[:, :1]).all()
+    assert numbers[:, 0].unique().numel() == 3
+    record(rb)
+    assert rb.storage["collector", "traj_ids"].unique().numel() == 4
+
+
 def test_spawned_workers_that_begin_before_anything_is_written_by_others():
     report, rb = soak.run(1.0, 2, method="spawn", capacity=2000)
     assert report.is_clean
