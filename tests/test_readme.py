@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rlbuf_td
+from rlbuf_td import storages
 from rlbuf_td.__main__ import _parser
 from rlbuf_td.storages.layout import RowLayout
 from tests.catalogue import SCHEMAS, transitions
@@ -68,11 +69,12 @@ def test_every_file_that_it_names_is_there():
         assert (ROOT / name).exists() or (ROOT / "rlbuf_td" / name).exists(), name
 
 
-def test_the_row_that_it_draws_is_the_row_that_is_stored():
+def test_the_row_that_the_storages_draw_is_the_row_that_is_stored():
     layout = RowLayout(transitions(SCHEMAS["halfcheetah"], 2), lead_dims=1)
-    (numbers, names) = re.findall(r"byte +0 ([ \d]*)\n.*\n *\|(.*)\| *\|\n", CONTRIBUTING)[0]
+    drawing = storages.__doc__ or ""
+    (numbers, names) = re.findall(r"byte +0 ([ \d]*)\n.*\n *\|(.*)\| *\|\n", drawing)[0]
     assert [int(start) for start in numbers.split()] == list(accumulate(leaf.nbytes for leaf in layout.leaves))
-    assert f"a row of {layout.row_bytes} bytes" in CONTRIBUTING
+    assert f"a row of {layout.row_bytes} bytes" in drawing
     drawn = [name.strip().removesuffix(".") for name in names.split("|")]
     for name, leaf in zip(drawn, layout.leaves, strict=True):
         assert ".".join(leaf.key).removeprefix("next." if "." not in name else "").startswith(name)

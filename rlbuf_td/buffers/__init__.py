@@ -5,15 +5,15 @@ repeats (``add``, ``extend``, ``sample``, ``update_tensordict_priority``) can ta
 
 - The **general path** calls sampler, storage, writer and transforms one after the other, as TorchRL does. It accepts
   all combinations of parts and raises all errors.
-- A **plan** is the short path: it holds the memory addresses and the compiled kernel of one call. Between two calls a
-  learner's step evicts Python's code from the processor's caches, so that each Python function costs several times as
-  much as in a tight loop; a plan enters few of them. Wrapped samplers need a second compiled call.
+- A **plan** is the short path: it holds the memory addresses and the compiled kernel of one call. Between two calls, a
+  learner's step evicts Python's code from the processor's caches: each Python function then costs several times as much
+  as in a tight loop. A plan enters few of them. Wrapped samplers need a second compiled call.
 
 The general path makes the plan after its first success, if the rows are plain ones on the CPU. Each planned call first
 compares the parts, memory and settings with those at the time of its making. If something has changed, or an argument
 is unusual, the plan does nothing, and the general path takes over and makes a new one. Both use the same random
 numbers. Read ``plan.py`` and ``write_plan.py``, then ``replay.py``.
 
-``prefetch.py`` draws batches ahead, ``graph.py`` records a learner's step as a CUDA graph, ``flow.py`` keeps the number
-of samples per written row, ``mixture.py`` draws from several buffers, and ``rollout.py`` iterates over rollouts.
+``prefetch.py`` draws batches ahead, and ``graph.py`` records a learner's step as a CUDA graph. ``flow.py`` controls the
+number of samples per written row. ``mixture.py`` draws from several buffers, ``rollout.py`` iterates over rollouts.
 """

@@ -198,8 +198,8 @@ def capture(
         warmup: number of steps that run, with effect, before the capture.
 
     Raises:
-        ValueError: an argument is out of range, or there is no batch size; (when called) the buffer's generator is
-            not on the device of its rows, or the sampler cannot draw this batch: nothing has changed.
+        ValueError: an argument is out of range, or there is no batch size. When called: the buffer's generator is
+            not on the device of its rows, or the sampler cannot draw this batch; nothing has changed.
         TypeError: ``step`` is not callable; (when called) the storage is not a :class:`PackedStorage`, or the
             sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
         RuntimeError: (when called) the buffer is empty.

@@ -45,9 +45,9 @@ class Prefetcher:
     by an asynchronous copy from page-locked memory, on a separate stream. Transforms run on the device when a batch is
     taken, and TD errors return in the same way. If that device is the CPU, there are neither copies nor streams.
 
-    Batches drawn ahead are replaced after a change of sampler, storage, generator or transform, after a load, after the
-    buffer has been emptied, when epochs restart (as with a new rollout), and when the whole ring has been
-    rewritten. The buffer's locks are held during a draw, but not during a wait for a thread or a copy.
+    Batches drawn ahead are drawn again after a change of sampler, storage, generator or transform, and after a load.
+    The same happens when the buffer is emptied, when epochs restart (as with a new rollout), and when the whole ring
+    has been rewritten. The buffer's locks are held during a draw, but not during a wait for a thread or a copy.
     """
 
     def __init__(self, buffer: BufferOfParts, device: torch.device | None, ahead: int) -> None:

@@ -41,9 +41,9 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
 def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     """Set the priorities of the rows of a batch from its TD errors; does nothing for a sampler without priorities.
 
-    Rows that have been replaced since the batch was sampled keep their priority and are counted in :meth:`health`, even
-    after prefetching, slicing, a move to a device, or writes by other threads and processes. If the batch has no entry
-    ``"sampled_at"``, all rows are updated, as by :meth:`update_priority`.
+    Rows that have been replaced since the batch was sampled keep their priority, and are counted in :meth:`health`.
+    This also works after prefetching, slicing, a move to a device, and writes by other processes. If the batch has no
+    entry ``"sampled_at"``, all rows are updated, as by :meth:`update_priority`.
 
     Args:
         data: a batch of this buffer with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors of a row are

@@ -64,7 +64,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
-    drop it; several TD errors of a row are reduced after taking their magnitude; a prioritized buffer refuses a batch
+    drop it. Several TD errors of a row are reduced after taking their magnitude. A prioritized buffer refuses a batch
     without TD errors instead of giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.

@@ -166,7 +166,7 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Run all epochs over the rollout; after a load of a state that was saved within a run, run the remaining ones.
+        """Yield the minibatches of all epochs; after a load of a state saved in between, those that remain.
 
         Raises RuntimeError if the rollout is not complete, or there is no batch size.
         """

@@ -1,9 +1,9 @@
 """The short path of writes: ``add`` and ``extend`` in one compiled call each.
 
 A plan is made after a write on the general path, when storage, writer and sampler are fixed. It leaves the same rows,
-priorities, counters and trajectories as the general path. If something has changed since, or the data is not a
-TensorDict of plain tensors that fit the rows, it returns None and changes nothing: the buffer takes the general path,
-which raises the error if the data is wrong.
+priorities, counters and trajectories as the general path. It does nothing and returns None if something has changed
+since, or if the data is not a TensorDict of plain tensors that fit the rows. The buffer then takes the general path,
+which raises an error if the data is wrong.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 They read buffers and change nothing. ``health.py`` summarizes the last batch and the priorities, ``episode_stats.py``
 counts episodes at each write, and ``memory_plan.py`` computes the bytes of a buffer before it is allocated. The
-doctor tests stored rows for faults that training would not reveal: ``values.py`` looks at each column,
-``sequence.py`` compares each next observation with the following row to find wrong ends and shifted flags.
+doctor tests stored rows for faults that training would not reveal. ``values.py`` checks each column; ``sequence.py``
+compares each next observation with the following row, and so finds wrong ends and shifted flags.
 """

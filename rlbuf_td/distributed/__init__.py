@@ -28,7 +28,8 @@ How many shards
 - **Writes.** Each takes Ray about a millisecond, too: let collectors write some hundred rows at a time.
 - **Network.** A batch takes its packed rows and 16 bytes per row (windows: 24), however many keys there are; a TD error
   takes 20 bytes on the way back. 256 rows of 168 bytes, 1,000 times a second, are 47 MB/s; rows of Atari would be
-  14 GB/s, more than most networks carry. Observations that a shard stores once are sent as often as rows contain them.
+  14 GB/s, more than most networks carry. An observation is sent with every row that contains it, even if its shard
+  stores it only once.
 
 One or two shards per machine are enough: a shard uses one core. ``placement_strategy="SPREAD"`` puts them on different
 machines; ``num_cpus=1`` keeps a core free for each.

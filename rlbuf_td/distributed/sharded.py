@@ -48,10 +48,10 @@ class ShardedReplayBuffer(Client):
     ``trajs_per_batch``, TorchRL's collectors write whole trajectories. Goals of hindsight's ``"random"`` strategy come
     from the same shard.
 
-    Works as the ``replay_buffer`` of TorchRL's ``Collector`` (this object or a client), of the workers of
-    ``MultiSyncCollector`` and ``MultiAsyncCollector`` when they are spawned (pass ``client()``; forked workers cannot
-    use Ray), and of ``RayCollector``, which calls :meth:`clients`. TorchRL's ``DistributedCollector``, ``RPCCollector``
-    and ``DistributedSyncCollector`` do not pass a replay buffer to their workers.
+    TorchRL's ``Collector`` takes this object or a client as its ``replay_buffer``, and ``RayCollector`` takes this
+    object. ``MultiSyncCollector`` and ``MultiAsyncCollector`` take a :meth:`client`, and must spawn their workers,
+    because forked ones cannot use Ray. TorchRL's ``DistributedCollector``, ``RPCCollector`` and
+    ``DistributedSyncCollector`` do not pass a replay buffer to their workers.
 
     Args:
         num_shards: number of actors to start.

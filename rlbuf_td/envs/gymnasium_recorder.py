@@ -50,8 +50,8 @@ class GymnasiumRecorder:
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.
         env: a Gymnasium environment, or a vector environment.
-        infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one), which every step must
-            have; or a dict from names to default values for missing infos; the default also fixes the dtype.
+        infos: names of infos to store under ``"next"`` (``("episode", "r")`` for a nested one); every step must have
+            them. Or a dict of names with default values, which replace missing infos and fix their dtypes.
         trajectory_key: the key of the episode numbers; ``None``: not stored, and ``reset`` cannot interrupt episodes.
         stretch: the number of waiting transitions of a lane at which a flat buffer stores them.
         autoreset_mode: of a vector environment; default: from its metadata, else next-step. A single environment is

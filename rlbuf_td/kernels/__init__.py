@@ -1,12 +1,13 @@
 """The hot loops, on plain tensors: no storage, no sampler, no TensorDict.
 
-Each operation has a folder and two implementations: a reference in torch operations for any device, which defines the
-results and which ``torch.compile`` traces, and loops that numba compiles for the CPU; tests compare them. The sum tree
-and the reach of trajectories also have Triton kernels. :mod:`~rlbuf_td.kernels.dispatch` alone selects the backend. The
-first call that needs numba or Triton imports it; :mod:`~rlbuf_td.kernels.code_cache` documents where compiled code is
-stored.
+Each operation has a folder and two implementations, which tests compare. The reference, in torch operations for any
+device, defines the results; ``torch.compile`` traces it. On the CPU, loops that numba compiles take its place. The sum
+tree and the reach of trajectories also have Triton kernels. :mod:`~rlbuf_td.kernels.dispatch` alone selects the
+backend. The first call that needs numba or Triton imports it; :mod:`~rlbuf_td.kernels.code_cache` documents where
+compiled code is stored.
 
-Begin with ``sum_tree/`` (draws in proportion to priorities), ``rank_order/`` (draws by rank), ``episodes/`` (the bitmap
-of trajectory ends), ``rows/`` (copies of rows, and observations stored once), ``batch/`` (a whole batch in one call)
-and ``scan/`` (advantages and returns). ``notebooks/10_how_it_works.ipynb`` draws the tree and the bitmap.
+The sampling operations are ``sum_tree/`` (by priority), ``rank_order/`` (by rank) and ``recency/`` (by age).
+``episodes/`` is the bitmap of trajectory ends, ``rows/`` copies rows and stores observations once, ``batch/`` does a
+whole batch in one call, and ``scan/`` computes advantages and returns. ``notebooks/10_how_it_works.ipynb`` draws the
+tree and the bitmap.
 """

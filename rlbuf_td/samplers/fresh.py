@@ -116,8 +116,8 @@ class FreshRowsSampler(SamplerWrapper):
     """Begin each batch with *fresh* rows, which no batch has contained yet; the wrapped sampler draws the others.
 
     Each row is fresh in exactly one batch, unless it is replaced before. If ``fresh`` rows are written between two
-    batches, the next batch contains them all: with ``fresh=1`` and one update per step this is combined experience
-    replay; inside a :class:`SequenceSampler` with ``boundary="shift"`` it is the online queue of DreamerV3.
+    batches, the next batch contains them all. With ``fresh=1`` and one update per step, this is combined experience
+    replay. Inside a :class:`SequenceSampler` with ``boundary="shift"``, it is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
     the number of fresh rows. The wrapped sampler draws the other B - f rows, which may include fresh ones. All rows

@@ -102,7 +102,7 @@ class ProportionalSampler(Prioritized):
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or ``device`` is not
-            that of the rows; (with priorities) an error is NaN or infinite: nothing has changed.
+            that of the rows; (on an update) a TD error is NaN or infinite, and nothing has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
         MemoryError: the priorities can never fit into memory.
 
@@ -110,9 +110,9 @@ class ProportionalSampler(Prioritized):
 
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
-    Experience Replay, NeurIPS 2020. Unlike TorchRL's ``PrioritizedSampler``, negative TD errors count by magnitude,
-    sums are float64 and recomputed (they do not drift), ``torch.manual_seed`` has an effect, draws are stratified by
-    default, and no row of weight 0 is returned.
+    Experience Replay, NeurIPS 2020. Differs from TorchRL's ``PrioritizedSampler``: negative TD errors count by
+    magnitude, sums are float64 and do not drift, and no row of weight 0 is returned. Draws are stratified by default,
+    and ``torch.manual_seed`` determines them.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer

@@ -37,21 +37,21 @@ class SequenceSampler(SamplerWrapper):
     - ``"burn_in_mask"``: the row lies before the anchor: run the network over it, but exclude it from the loss.
     - ``"anchor_index"``: the index of the window's anchor.
 
-    If the rows have these flags, they are set so that TorchRL's modules treat windows separately: ``"is_init"`` at the
-    first row and the first unpadded row (a recurrent module starts there from the stored state of that row);
-    ``truncated`` and ``done`` at the last unpadded row (as ``SliceSampler`` does). Entries of the wrapped sampler's
-    report (``"priority_weight"``) are repeated for all rows of a window.
+    If the rows have the following flags, they are set so that TorchRL's modules treat windows separately. ``"is_init"``
+    is set at the first row and the first unpadded row: a recurrent module starts there from the row's stored state.
+    ``truncated`` and ``done`` are set at the last unpadded row, as by ``SliceSampler``. Entries of the wrapped
+    sampler's report (``"priority_weight"``) are repeated for all rows of a window.
 
     Args:
         sampler: draws the anchors: any sampler, or a :class:`HindsightSampler` or :class:`NStepSampler`. A hindsight
             goal applies to the whole window.
         length: rows from the anchor on, at least 1.
         burn_in: rows before the anchor.
-        boundary: what to do if the trajectory ends within ``length``: ``"pad"``, pad with copies of its last row;
-            ``"shift"``, begin earlier, as far as the trajectory extends, and pad the remaining rows; ``"strict"``,
+        boundary: what to do if the trajectory ends within ``length``. ``"pad"``: pad with copies of its last row.
+            ``"shift"``: begin earlier, as far as the trajectory extends, and pad the remaining rows. ``"strict"``:
             draw other anchors until all windows (burn-in included) fit.
-        priority: how TD errors of a window's unpadded rows after burn-in become the anchor's priority: ``"max"``, or
-            ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
+        priority: how the anchor's priority is computed from the TD errors of a window, without padding and burn-in:
+            ``"max"``; or ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
         eta: the share of the largest magnitude, 0 to 1.
         init_key: the flag of rows that begin a trajectory.
         done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.

@@ -90,8 +90,8 @@ def choose_groups(
     """Choose the keys that are stored once.
 
     ``data`` is the first write, ``[T, *lanes, ...]``, in which ``"auto"`` looks for repeated observations. It is None
-    if the first write is one time step, which cannot repeat: ``"auto"`` then chooses all keys of 16 bytes or more, each
-    in a separate group, so that a key that does not repeat takes no memory in the groups of others.
+    if the first write is one time step, which shows no repetition. ``"auto"`` then chooses all keys of 16 bytes or
+    more, in separate groups: a key that does not repeat takes no memory in the groups of others.
     """
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}

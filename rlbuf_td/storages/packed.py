@@ -219,8 +219,8 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at ``index``, or one column of all of them.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time, which give views; or, for fresh memory, a tensor, list,
-                ``range`` or array of integers of any shape, a boolean mask, or a tuple of one index per dim.
+            index: a key, an ``int`` or a ``slice`` along time: the result is a view. Or a tensor, list, ``range`` or
+                array of integers of any shape, a boolean mask, or a tuple of one index per dim: fresh memory.
 
         Raises:
             RuntimeError: nothing has been written yet.

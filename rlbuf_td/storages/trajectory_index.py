@@ -27,8 +27,8 @@ class TrajectoryIndex:
     """For any row: how far its trajectory extends back and ahead, and whether it has ended.
 
     Time is dim 0 of the storage, the other dims are lanes. Row ``t + 1`` of a lane follows row ``t`` unless the
-    trajectory ends there: by a done flag, by another trajectory id, at the write head, or where the writer wrote out of
-    order. The ring wraps; rows of different lanes are never neighbours.
+    trajectory ends there. Ends are done flags, changes of the trajectory id, the write head, and rows that were written
+    out of order. The ring wraps; rows of different lanes are never neighbours.
 
     Writers report every write to the index. Data from another source (``storage.set``, a loaded checkpoint) is detected
     at the next look-up, and read once.

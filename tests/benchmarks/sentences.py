@@ -18,8 +18,9 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def sentences_of(docstring: str) -> list[str]:
-    """Return the prose sentences of a docstring: no examples, no section titles, no names of arguments."""
+    """Return the prose sentences of a docstring: no examples, tables or section titles."""
     prose = re.sub(r"^ *>>> .*(\n.*\S.*)*", "", docstring, flags=re.MULTILINE)  # an example ends at an empty line
+    prose = re.sub(r"::\n(\n+    .*)+", "", prose)  # a table or a picture
     prose = re.sub(r"^ *(\*{0,2}\w+(, )?)+:(?= |$)", "\n\n", prose, flags=re.MULTILINE)  # "Args:", "alpha: the ..."
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", prose))
     found = [sentence for each in paragraphs for sentence in re.split(r"(?<=[^.][.!?])\s+(?=[^a-z])", each)]

@@ -1,4 +1,4 @@
-"""The compared buffers, each filled with the same transitions and with the same methods.
+"""The compared buffers: classes with the same methods, filled with the same transitions.
 
 A contender implements some of ``uniform``, ``proportional``, ``update``, ``cycle`` (prioritized sample, then update),
 ``rank``, ``rank_update``, ``extend``, ``add``, ``extend_proportional`` and ``add_proportional``, as methods without

@@ -137,7 +137,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find the free entries (those that no row names); ``used`` replaces the largest names. O(rows)."""
+    """Find the free entries, to which no row refers; ``used``: the number of entries per group, if known. O(rows)."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]
