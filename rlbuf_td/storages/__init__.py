@@ -2,7 +2,7 @@
 
 A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one is padding)::
 
-    byte  0        24            92            96                 164    165    166
+    byte  0        24            92            96                 164    165    166    167
           +--------+-------------+-------------+------------------+------+------+------+-+
           | action | observation | next.reward | next.observation | done |term. |trunc.| |
           +--------+-------------+-------------+------------------+------+------+------+-+
