@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
-from rlbuf_td.kernels.rows import put_values_
+from rlbuf_td.kernels.rows import put_rows_, put_values_
 from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
 from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
 from rlbuf_td.storages.indexing import device_of
@@ -166,9 +166,7 @@ class HindsightSampler(SamplerWrapper):
             outcomes = bound.rows.column_at(("next", *self.achieved_goal_key), rows)
             rows = torch.arange(len(rows), device=rows.device)
         for key in bound.goal_keys:
-            goal = leaf_of(batch, key)
-            where = mask.view(-1, *[1] * (goal.ndim - 1))
-            goal.copy_(torch.where(where, outcomes.index_select(0, rows), goal))
+            put_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
 

@@ -32,6 +32,20 @@ def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
     return -1
 
 
+def put_rows_(target: Tensor, column: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Set ``target[i] = column[rows[i]]`` for every ``i`` with ``mask[i]``; ``target`` and ``column`` are ``[B, ...]``.
+
+    ``rows``, ``[B]`` int64, and ``mask``, ``[B]`` bool, are contiguous.
+    """
+    if backend_of(target) == "numba" and target.is_contiguous() and column[:1].is_contiguous():
+        width, step = target.nbytes // max(1, len(target)), column.stride(0) * column.itemsize
+        given = target.data_ptr(), column.data_ptr(), step, width, rows.data_ptr(), mask.data_ptr(), len(rows)
+        return loops("rows.cpu").put_rows(*given)
+    where = mask.view(-1, *[1] * (target.ndim - 1))
+    target.copy_(torch.where(where, column.index_select(0, rows), target))
+    return None
+
+
 def refuse_rows(rows: Tensor, live: int) -> NoReturn:
     """Raise an IndexError that names a drawn row outside ``[0, live)``."""
     low, high = int(rows.min()), int(rows.max())

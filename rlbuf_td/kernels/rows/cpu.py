@@ -26,6 +26,13 @@ def put_values(target, target_stride, values, values_stride, width, count, mask)
     return -1
 
 
+@kernel
+def put_rows(target, column, step, width, rows, mask, count):
+    for i in range(count):
+        if load(mask + i, np.bool_):
+            copy_few(target + i * width, column + load(rows + 8 * i, np.int64) * step, width)
+
+
 # -- stale rows
 
 
