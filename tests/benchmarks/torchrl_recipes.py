@@ -56,7 +56,7 @@ AGENTS = [  # multi-agent environments of VMAS
 ]
 REDQ = [
     "logger.backend=",
-    "env.name=HalfCheetah-v5",
+    "env.name=Pendulum-v1",
     "env.library=gym",
     "env.init_env_steps=50",
     "num_workers=1",
