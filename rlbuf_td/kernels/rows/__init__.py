@@ -63,7 +63,8 @@ def skip_ring(
 ) -> tuple[Tensor, int | Tensor]:
     """Skip the rows that a ring has rewritten since they were sampled.
 
-    A row is rewritten if the ring has since written more time steps than lie between the row and the newest one.
+    A row that lies ``a`` time steps before the newest one has been rewritten if more than ``a`` time steps have been
+    written since the batch was sampled.
     ``index``, ``[B]`` int64, holds flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both are contiguous. ``clock``
     counts the time steps written; ``last`` is the last written one of the ring's ``steps``. Returns ``index`` with -1
     for rewritten rows, and their number (on CUDA as a 0-dim tensor).

@@ -1,12 +1,13 @@
 """Deduplicated rows: observations are stored once, in a pool of entries that rows share.
 
-An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row refers to its entries by int32
-*names*, from 1 on; 0 is none. If the bytes agree, a row's observation is the entry that the row before it in its lane
-names as its next observation. All rows that name an entry are therefore close together, and no reference counts are
-needed: when a row is overwritten, each of its entries that no row within ``reach`` steps names becomes free.
+An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row refers to its entries by their
+*names*: int32 numbers from 1 on; 0 means none. If the next observation of a row has the same bytes as the observation
+of the following row in its lane, both rows store the same name. All rows that refer to an entry are therefore close
+together, and no reference counts are needed: when a row is overwritten, its entries become free unless a row within
+``reach`` time steps still refers to them.
 
 On the CPU, numba processes row by row, O(1) per row. Elsewhere, torch operations process all lanes of a time step at
-once, some fifty kernels per time step, without host synchronisation.
+once, with about fifty kernels per time step and without host synchronisation.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Group:
 
     @property
     def reach(self) -> int:
-        """The largest distance, in time steps, between rows that name the same entry.
+        """The largest distance, in time steps, between rows that refer to the same entry.
 
         Frame p of a row's stack was taken at step t + p, and frame p of its next stack at step t + p + 1. Rows that
         share a frame are therefore less than a stack apart; or up to twice as far if a new stack repeats a frame.
@@ -114,11 +115,11 @@ def write_(
 ) -> None:
     """Deduplicate written observations, on the CPU: store each as an entry, and its name in the rows.
 
-    ``sources`` are ``[P, 2, 3]`` int64: for each part of each group, of own and of next observations, the address and
-    the strides in bytes of time steps and lanes; each row is dense. ``cells`` is either ``[T * E]`` int64, contiguous,
-    all different: ``count`` rows in time order; or the first of ``count`` consecutive rows, which may wrap. ``lanes``
-    is E, or 1 if the rows are not whole time steps. A ``deferred`` write does not reuse the entries that it frees, so
-    that restoring the rows undoes it.
+    ``sources``, ``[P, 2, 3]`` int64, describes the written tensors, of which each row is dense: for each of the P parts
+    of all groups, for own and next observations, the address and the strides in bytes along time and lanes. ``cells``
+    holds the ``count`` rows in time order, ``[T * E]`` int64, contiguous, all different; or it is the first of
+    ``count`` consecutive rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A
+    ``deferred`` write does not reuse the entries that it frees, so that restoring the rows undoes it.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred

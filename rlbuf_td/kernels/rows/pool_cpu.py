@@ -132,7 +132,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Free a name now or, with ``kept``, after the whole write; return how many names wait to be freed."""
+    """Free a name: now, or after the whole write if ``kept`` is given; return how many names are still to be freed."""
     if not len(freed):
         _give(group, name)
         return kept
@@ -142,7 +142,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Return whether a row near ``cell``, in its lane, names an entry."""
+    """Return whether a row near ``cell``, in its lane, refers to an entry."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -157,7 +157,7 @@ def _is_held(group, rows, cell, name):
 
 @inlined
 def _release(group, rows, cell, freed, kept):
-    """Clear the names of a row; free the entries that no other row names."""
+    """Clear the names of a row; free the entries to which no other row refers."""
     row = _row(group, rows, cell)
     for j in range(group[NAMES]):
         name = load(row + 4 * j, np.int32)
@@ -209,7 +209,7 @@ def _new_entry(group, parts, sources, piece, side, t, lane):
 
 @inlined
 def _fresh(group, parts, sources, side, t, lane, row):
-    """Name new entries for a stack; equal neighbouring pieces share one."""
+    """Store a stack in new entries, and their names in the row; equal neighbouring frames share one entry."""
     name = np.int32(0)
     for piece in range(group[PIECES]):
         if piece == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
@@ -271,7 +271,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Release and fill a row of one-piece entries, shared with its neighbour rows only: twice as fast."""
+    """Release and fill a row whose groups have no stacks: only its two neighbours share entries; twice as fast."""
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
         if name != 0 and name != other:

@@ -13,9 +13,9 @@ from rlbuf_td.kernels.rows.pool import Group, Table, pieces_of
 def write_by_steps_(
     table: Table, given: Sequence[tuple[Tensor, ...]], cells: Tensor, *, deferred: bool = False
 ) -> None:
-    """:func:`rlbuf_td.kernels.rows.pool.write_` on any device.
+    """As :func:`rlbuf_td.kernels.rows.pool.write_`, on any device.
 
-    ``given`` holds, per part of each group, the own observations and the next ones if any, ``[T, E, ...]``.
+    ``given`` holds, per part of each group, the own observations and the next ones if there are any, ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -53,7 +53,7 @@ class _Step:
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the names of the rows; return the old names, and which of them no row uses now."""
+        """Clear the names of the rows; return the old names, and which of them no row refers to any more."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -93,7 +93,7 @@ class _Step:
         return torch.stack(names, 1)
 
     def fill(self, root: Tensor, following: Tensor | None = None) -> None:
-        """Name entries for own observations and, if given, next ones, ``[B, pieces, bytes]``."""
+        """Store own observations and, if given, next ones, ``[B, pieces, bytes]``, and their names in the rows."""
         pieces = self.group.pieces
         everywhere = torch.ones_like(self.rows, dtype=torch.bool)
         others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]

@@ -27,7 +27,7 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k a step has absorbed its next ``2**k``.
+    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k, each step includes the ``2**k`` steps after it.
 
     The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986).
     O(T log T) work without host synchronisation.

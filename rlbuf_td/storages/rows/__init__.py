@@ -110,7 +110,7 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield the number of time steps and their leaves, in order, in parts that fit into memory."""
+        """Yield parts of the rows that fit into memory, in order: the number of time steps, and their leaves."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     # -- writing
