@@ -38,7 +38,7 @@ class ExperienceQueue(ReplayBuffer):
 
     Raises:
         TimeoutError: (on writing or sampling) there was no free space, or too few rows, in time; nothing has changed.
-        ValueError: ``prefetch`` is given, as rows drawn ahead would be lost with a process; (on writing) there are
+        ValueError: ``prefetch`` is given (rows drawn ahead would be lost if a process died); (on writing) there are
             more rows than the capacity.
         RuntimeError: (while waiting) the queue was shut down in this process.
 

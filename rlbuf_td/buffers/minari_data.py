@@ -111,9 +111,10 @@ def to_minari(
 ) -> Any:
     """Write all rows, oldest first, as a new Minari data set on this machine, and return it (extra ``minari``).
 
-    An episode is a trajectory of one lane: rows with one number ``("collector", "traj_ids")``, else rows up to one that
-    is ``done``. Lanes are written one after the other. Data loaded by :meth:`from_minari` is written byte for byte.
-    Entries outside the two spaces and infos (a policy's outputs, for example) are omitted; transforms are not applied.
+    An episode is a trajectory of one lane: the rows with equal ``("collector", "traj_ids")``, or, without these ids,
+    the rows up to the next one that is ``done``. Lanes are written one after the other. Data loaded by
+    :meth:`from_minari` is written byte for byte. Entries outside the two spaces and infos (a policy's outputs, for
+    example) are omitted; transforms are not applied.
 
     Args:
         dataset_id: a new name, ``"namespace/name-v0"``.

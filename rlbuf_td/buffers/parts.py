@@ -114,7 +114,7 @@ def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
-    """Move rows, their attached objects, and priorities to shared memory; undoing a write resets the writer.
+    """Move rows, their attached objects and priorities to shared memory. Undoing a write also restores the writer.
 
     Raises:
         ValueError: rows on a CUDA device.

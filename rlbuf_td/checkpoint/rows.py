@@ -125,7 +125,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Put the saved rows into the storage: those of :meth:`allocated`, or by overwriting the storage's own."""
+        """Let the storage use the rows of :meth:`allocated`; without them, overwrite the storage's own rows."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)

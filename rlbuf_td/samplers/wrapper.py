@@ -126,7 +126,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return coordinates(flat, storage), info
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows, and their priorities, that a batch's TD errors (one per row) determine."""
+        """Return the rows whose priorities a batch updates, and their new priorities; ``td_error``: one per row."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:

@@ -130,7 +130,7 @@ def require_room(
 ) -> None:
     """Check before an allocation whether the memory is available. On CUDA, the allocation itself raises.
 
-    Memory that is committed ``lazily``, as it is written, may exceed the free memory, with a MemoryWarning.
+    ``lazily``: the memory is committed as it is written. It may then exceed the free memory, with a MemoryWarning.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return

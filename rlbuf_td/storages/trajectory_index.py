@@ -191,8 +191,8 @@ class TrajectoryIndex:
     def _newest(self, steps: int) -> int:
         """Return the last written step of a full ring.
 
-        TorchRL's checkpoints of its own storages do not store it: it is the writer's. A PackedStorage knows it, also
-        while TorchRL's buffer is loaded, whose writer comes last.
+        A PackedStorage stores it. For TorchRL's storages, it is derived from the writer's cursor, because their
+        checkpoints do not hold it.
         """
         cursor = self.storage._last_cursor_index
         if hasattr(self.storage, "clock") and cursor >= 0:

@@ -99,7 +99,7 @@ class WriteClock:
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Store the times of rows, if they are needed, in this memory, which processes share: ``[N]`` int64."""
+        """Use this shared memory, ``[N]`` int64, for the times of rows as soon as they are needed."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
