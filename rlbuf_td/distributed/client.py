@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from rlbuf_td.distributed.batches import INCARNATION, ROW, SHARD, WRITTEN_AT, Batches
 from rlbuf_td.distributed.law import Split, split
 from rlbuf_td.distributed.links import RECOVERY, Links, OnLoss
-from rlbuf_td.distributed.packing import layout_named, named, pack
+from rlbuf_td.distributed.packing import layout_named, named, pack, pieces_of
 from rlbuf_td.distributed.shard import Answer, Report, Request
 from rlbuf_td.distributed.spec import Spec
 from rlbuf_td.kernels.strata import masses as positions_in
@@ -184,21 +184,25 @@ class Client:
             self.stale += int(mine.sum() - current.sum())
             columns = handles[current, ROW], handles[current, WRITTEN_AT], errors[current]
             known_as = report.version, report.incarnation, largest, layout
-            request = Request(fractions.get(place, _NO_ERRORS), *known_as, columns if len(columns[0]) else None)
-            requests[place] = (request,)
-        return self.links.start("draw", requests)
+            drawn = fractions.get(place, _NO_ERRORS)
+            request = Request(drawn, *known_as, columns if len(columns[0]) else None)
+            requests[place] = request, self._pieces(len(drawn))
+        return self.links.request(requests)
+
+    def _pieces(self, draws: int) -> int:
+        """Return in how many pieces the answer to a request travels."""
+        if draws and self._rows is None:
+            return 0
+        row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
+        return pieces_of(1_000 + draws * (16 + self.spec.window_rows * (row_bytes + 8)))
 
     def _exchange(self, places: Iterable[int]) -> None:
         """Send the queued TD errors to shards, let each shard write its waiting rows, and update the known masses."""
-        calls = self._request(dict.fromkeys(places, _NO_ERRORS))
-        for place, answer in self.links.finish(calls).items():
-            self.links.hear(place, answer.after)
+        self.links.receive(self._request(dict.fromkeys(places, _NO_ERRORS)))
 
     def _receive(self, draw: Draw) -> Batches | None:
         """Return batches from the answers; ``None`` (draw again) if a shard was lost or emptied meanwhile."""
-        answers = self.links.finish(draw.calls)
-        for place, answer in answers.items():
-            self.links.hear(place, answer.after)
+        answers = self.links.receive(draw.calls)
         touched = [place for place, count in enumerate(draw.split.counts.tolist()) if count]
         drawn = {place: answers[place] for place in touched if place in answers and answers[place].drawn is not None}
         if len(drawn) < len(touched):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from rlbuf_td.distributed.shard import Report
+from rlbuf_td.distributed.packing import join
+from rlbuf_td.distributed.shard import Answer, Report, Request
 from rlbuf_td.storages.notebooks import PROCESSES
 
 OnLoss = Literal["continue", "raise"]
 
-PATIENCE = 10.0  # seconds after which a shard that does not answer counts as lost, until it answers
+PATIENCE = 3.0  # seconds after which a shard that does not answer counts as lost; doubled if it answers later
 RECOVERY = 60.0  # seconds to wait for a shard if all are lost
 _PROBE_EVERY = 0.2  # seconds between requests to a lost shard
+_PROBES = 15  # the most unanswered requests to a lost shard
 _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
 _SLOW = 1.0  # seconds without a confirmed write after which a writer changes to another shard
 
@@ -41,12 +46,13 @@ class Links:
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
         self.handles, self.engine, self.on_loss = handles, engine, on_loss
+        self.patience = PATIENCE
         self.known: list[Report | None] = [None] * len(handles)  # None: lost, or no report yet
         self.heard = [0.0] * len(handles)  # the time of each shard's last report
         self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
         self._last: list[Report | None] = [None] * len(handles)  # last reports, also of lost shards
-        self._probes: dict[int, tuple[float, Any]] = {}  # for lost shards: the time of the last call, and the call
+        self._probes: dict[int, tuple[float, list[Any]]] = {}  # for lost shards: the time of the last call, and calls
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
 
     @property
@@ -65,7 +71,7 @@ class Links:
         """Mark a shard as lost, and start to ask whether it is back."""
         if place not in self._probes:
             self.losses += 1
-            self._probes[place] = time.monotonic(), self.handles[place].report.remote()
+            self._probes[place] = -inf, []
         self.known[place] = None
         if self.on_loss == "raise":
             raise ShardLost(f"shard {place} of {len(self.handles)} is lost")
@@ -74,12 +80,8 @@ class Links:
         """Use lost shards again if they answer; if all are lost, wait up to ``timeout`` seconds for one."""
         deadline = time.monotonic() + timeout
         while self._probes:
-            for place, (asked, probe) in list(self._probes.items()):
-                if probe is None:
-                    if time.monotonic() - asked > _PROBE_EVERY:
-                        self._probes[place] = time.monotonic(), self.handles[place].report.remote()
-                elif self.engine.wait([probe], timeout=0)[0]:
-                    self._answered(place, probe)
+            for place in list(self._probes):
+                self._probe(place)
             if self.live or time.monotonic() >= deadline:
                 return
             time.sleep(0.01)
@@ -98,20 +100,30 @@ class Links:
         if not self.live:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
-    def _answered(self, place: int, probe: Any) -> None:
-        try:
-            self.hear(place, self.engine.get(probe))
-            del self._probes[place]
-        except RayActorError:
-            self._probes[place] = time.monotonic(), None
+    def _probe(self, place: int) -> None:
+        """Ask a lost shard for a report, again and again: Ray takes 2 s to refuse a call to a shard that restarts."""
+        asked, probes = self._probes[place]
+        if time.monotonic() - asked > _PROBE_EVERY:
+            asked = time.monotonic()
+            probes = [*probes[-_PROBES:], self.handles[place].report.remote()]
+        answered, probes = self.engine.wait(probes, num_returns=len(probes), timeout=0)
+        self._probes[place] = asked, probes
+        for probe in answered:
+            with suppress(RayActorError):
+                report, last = self.engine.get(probe), self._last[place]
+                if last is not None and last.incarnation == report.incarnation:  # it has only been slow
+                    self.patience = min(2 * self.patience, RECOVERY)
+                self.hear(place, report)
+                del self._probes[place]
+                return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of some shards, and return what :meth:`finish` takes."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
-    def finish(self, calls: Mapping[int, Any], patience: float = PATIENCE) -> dict[int, Any]:
+    def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
         """Return the answers; a shard without one counts as lost."""
-        answers, deadline = {}, time.monotonic() + patience
+        answers, deadline = {}, time.monotonic() + (self.patience if patience is None else patience)
         for place, call in calls.items():
             try:
                 answers[place] = self.engine.get(call, timeout=max(0.0, deadline - time.monotonic()))
@@ -119,11 +131,25 @@ class Links:
                 self.lose(place)
         return answers
 
-    def ask(self, method: str, *given: Any, places: Iterable[int] | None = None, patience: float = PATIENCE) -> dict:
+    def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
+        """Send requests for draws, each with the number of pieces of its answer; :meth:`receive` takes the calls."""
+        return {
+            place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
+            for place, (request, pieces) in requests.items()
+        }
+
+    def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
+        """Return the answers to requests for draws, and remember the reports in them."""
+        answers = {place: join(answer) for place, answer in self.finish(calls).items()}
+        for place, answer in answers.items():
+            self.hear(place, answer.after)
+        return answers
+
+    def ask(self, method: str, *given: Any, places: Iterable[int] | None = None) -> dict:
         """Call a method of some shards (default: those that are not lost) with equal arguments; return the answers."""
         self.revive()
         places = self.live if places is None else places
-        return self.finish(self.start(method, dict.fromkeys(places, given)), patience)
+        return self.finish(self.start(method, dict.fromkeys(places, given)))
 
     def refresh(self) -> None:
         for place, report in self.ask("report").items():

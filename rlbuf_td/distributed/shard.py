@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +18,7 @@ from tensordict import TensorDictBase
 
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.distributed.packing import layout_named, named, pack, unpack
+from rlbuf_td.distributed.packing import cut, layout_named, named, pack, unpack
 from rlbuf_td.distributed.segments import Segment, load_segments
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import merge_
@@ -125,6 +126,10 @@ class Shard:
 
     def process(self) -> int:
         return os.getpid()
+
+    def answer(self, request: bytes, pieces: int) -> Any:
+        """Call :meth:`draw` with bytes, which Ray sends faster than arrays; return the answer in pieces, see `cut`."""
+        return cut(self.draw(pickle.loads(request)), pieces)
 
     def draw(self, request: Request) -> Answer:
         """Draw; then apply TD errors, write the waiting rows, and report the new mass."""

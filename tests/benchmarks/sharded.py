@@ -124,14 +124,9 @@ def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
     figure.savefig(picture, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit")
-    parser.add_argument("--fit", type=Path, help="fit the cost of a batch, and draw it here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def start_ray() -> None:
+    """Start Ray on this machine, with this repository for its processes."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets any other process of the machine go first
     paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
     ray.init(
         address="local",
@@ -142,6 +137,17 @@ def main() -> None:
         logging_level="error",
         runtime_env={"env_vars": paths},
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000, help="stored in all shards together")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of --fit")
+    parser.add_argument("--fit", type=Path, help="fit the cost of a batch, and draw it here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start_ray()
     if options.fit is None:
         compare(options.rows, options.rounds)
     else:

@@ -17,12 +17,15 @@ from rlbuf_td.distributed.client import Client
 from rlbuf_td.distributed.shard import Shard
 from rlbuf_td.distributed.spec import Spec
 
-_METHODS = "report", "draw", "write", "empty", "dump", "load"
+_METHODS = "report", "answer", "write", "empty", "dump", "load"
 
 
 class Method:
     def __init__(self, handle: LocalHandle, name: str) -> None:
         self.handle, self.name = handle, name
+
+    def options(self, num_returns: int) -> Method:
+        return self
 
     def remote(self, *given: Any) -> Any:
         """Call the method at once; return what came out of it, as bytes."""
@@ -60,7 +63,9 @@ class LocalEngine:
             raise answer
         return pickle.loads(pickle.dumps(answer))
 
-    def wait(self, answers: list[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+    def wait(
+        self, answers: list[Any], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
         return answers, []
 
 

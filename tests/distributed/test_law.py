@@ -188,5 +188,5 @@ def test_td_errors_travel_with_the_next_request_one_to_each_shard():
         learner.update_tensordict_priority(batch)
         learner.links.heard = [np.inf] * 4  # however slow this machine is
     touched = [handle.calls for handle in world.handles]
-    assert all(set(calls) == {"draw"} and len(calls) <= 10 for calls in touched)
-    assert touched[3] == ["draw"] * 10
+    assert all(set(calls) == {"answer"} and len(calls) <= 10 for calls in touched)
+    assert touched[3] == ["answer"] * 10

@@ -24,10 +24,12 @@ from rlbuf_td import (
     UniformSampler,
 )
 from rlbuf_td.distributed import ShardLost
-from rlbuf_td.distributed.packing import named
+from rlbuf_td.distributed.links import PATIENCE
+from rlbuf_td.distributed.packing import join, named, pack, pieces_of
 from rlbuf_td.distributed.segments import deal
 from rlbuf_td.distributed.shard import Request
 from rlbuf_td.distributed.spec import Spec
+from rlbuf_td.storages.layout import RowLayout
 from tests.distributed.local import World
 from tests.distributed.test_law import fill, magnitudes, proportional, rows, uniform
 
@@ -103,12 +105,23 @@ def test_a_lost_shard_costs_its_rows_and_one_retry():
     writer.extend(rows(500, 5))
     assert writer._home == 0
     world.handles[2].restart()
-    learner.links._probes[2] = 0.0, None
+    learner.links._probes[2] = 0.0, []
     for _ in range(3):
         learner.sample()
         learner.links._probes = {place: (0.0, probe) for place, (_, probe) in learner.links._probes.items()}
     assert learner.links.live == [0, 1, 2]
     assert learner.links.lost_rows[2] > 0
+    assert learner.links.patience == PATIENCE
+
+
+def test_a_shard_that_has_only_been_slow_is_given_more_time():
+    world = World(2, proportional)
+    fill(world, 60)
+    learner = world.client()
+    learner.links.lose(1)
+    learner.sample()
+    assert (learner.links.live, learner.links.patience) == ([0, 1], 2 * PATIENCE)
+    assert learner.links.lost_rows == [0, 0]
 
 
 def test_a_loss_is_raised_where_that_is_wanted():
@@ -146,10 +159,21 @@ def test_wire_bytes_are_those_of_the_rows_and_64_each():
     layout = crc32(named(shard.storage.layout))
     for size in (16, 256, 4_096):
         request = Request(torch.rand(size).double().numpy(), 0, 0, 1.0, layout)
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(shard.draw(request), protocol=5, buffer_callback=buffers.append)
-        nbytes = len(head) + sum(memoryview(buffer).nbytes for buffer in buffers)
-        assert nbytes <= 1.1 * size * shard.storage.row_bytes + 64 * size
+        answer = shard.answer(pickle.dumps(request, protocol=5), 1)
+        assert len(answer) <= 1.1 * size * shard.storage.row_bytes + 64 * size
+
+
+def test_answers_are_the_same_in_one_piece_in_several_and_as_one_object():
+    shard = World(1, proportional).shards[0]
+    data = rows(0, 100)
+    layout = RowLayout(data, 1)
+    shard.write(0, named(layout), pack(layout, data, data.batch_size), data.batch_size)
+    request = pickle.dumps(Request(torch.rand(64).double().numpy(), 0, 0, 1.0), protocol=5)
+    whole, one, several = (join(shard.answer(request, pieces)) for pieces in (0, 1, 3))
+    for answer in (one, several):
+        assert all((answer.drawn[column] == whole.drawn[column]).all() for column in range(3))
+    assert len(shard.answer(request, 3)) == 3
+    assert [pieces_of(nbytes) for nbytes in (0, 89_999, 90_000, 10**6, 10**9)] == [1, 1, 2, 12, 0]
 
 
 def test_an_unfit_write_is_refused_at_once():
