@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from rlbuf_td.storages.layout import RowLayout
 
 _PIECE = 90_000  # bytes: Ray returns up to 100 kB with the reply, and takes 2 ms for an object in its store
-_MOST = 16  # pieces: larger answers come from the object store, without a copy
+_MOST = 6  # pieces: larger answers come from the object store, without a copy
 
 
 def pack(layout: RowLayout, data: TensorDictBase, lead: torch.Size) -> np.ndarray:
