@@ -241,6 +241,19 @@ def test_a_saved_mixture_goes_on_as_the_original(how, tmp_path: Path):
         other.load_state_dict(mixed.state_dict() | {"shares": {"a": 1.0}})
 
 
+def test_reserved_rows_are_compared_after_their_first_write():
+    step = TensorDict({"x": torch.zeros(())})
+    full, reserved = (ReplayBuffer.from_schema(step, 10) for _ in range(2))
+    full.extend(TensorDict({"x": torch.arange(3.0), "y": torch.arange(3)}, [3]))
+    mixture = ReplayBufferMixture({"full": full, "reserved": reserved}, {"full": 1, "reserved": 1}, batch_size=4)
+    reserved.extend(TensorDict({"x": torch.arange(3.0), "y": torch.arange(3)}, [3]))
+    assert mixture.sample()["source"].tolist() == [0, 0, 1, 1]
+    reserved.set_storage(PackedStorage(10))
+    reserved.extend(TensorDict({"x": torch.arange(3.0)}, [3]))
+    with pytest.raises(SchemaError, match=r"'y' is int64 .* missing in 'reserved'"):
+        mixture.sample()
+
+
 def test_trainers_use_it_as_a_buffer():
     mixed = mixture("proportional", "proportional", writes_to="online")
     trainer = ReplayBufferTrainer(mixed, batch_size=16, flatten_tensordicts=True)

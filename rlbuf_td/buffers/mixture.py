@@ -124,13 +124,13 @@ class ReplayBufferMixture:
 
     def _refuse_other_schemas(self) -> None:
         """Raise a SchemaError if members hold different rows; compare only after rows were allocated or replaced."""
-        rows = [getattr(member.storage, "rows", None) for member in self.members.values()]
+        rows = [_settled_rows(member.storage) for member in self.members.values()]
         if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
             return
         layouts = {
             name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in member.storage.layout.leaves}
-            for name, member in self.members.items()
-            if getattr(member.storage, "layout", None) is not None
+            for (name, member), settled in zip(self.members.items(), rows, strict=True)
+            if settled is not None
         }
         refuse_difference(layouts)
         self._checked, self._plan = rows, None
@@ -328,6 +328,11 @@ class ReplayBufferMixture:
             for name, member in self.members.items()
         ]
         return "\n".join([f"{type(self).__name__}(", *lines, f"    batch_size={self.batch_size}, exact={self.exact})"])
+
+
+def _settled_rows(storage: Any) -> Any:
+    """Return the rows of a storage; None before the first write, which may still add keys to reserved rows."""
+    return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
 
 
 def _kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:

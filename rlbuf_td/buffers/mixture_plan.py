@@ -53,6 +53,8 @@ class MixturePlan:
         for member, plan, count in zip(self.members, self.plans, counts, strict=True):
             if not count:
                 continue
+            if member._storage is not plan.storage:
+                return None
             self.targets[:] = self.bases[place] + begin * self.widths
             plan.gather.record["count"] = count
             with plan.storage.lock:
