@@ -56,6 +56,21 @@ def test_a_copy_has_the_rows_in_order_of_age(written, lanes, storage):
     assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
 
 
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("used", [5, 14])
+def test_a_loaded_buffer_is_read_from_its_oldest_row(used, lanes, copied, tmp_path):
+    """TorchRL's loads restore in the writer alone where the ring goes on."""
+    theirs(17, lanes).dumps(tmp_path)
+    loaded = theirs(used, lanes)
+    loaded.loads(tmp_path)
+    rb = ReplayBuffer.from_torchrl(loaded, copy=copied)
+    expected = rows(CAPACITY, lanes, 17 - CAPACITY)
+    assert (rb.chronological()["x"] == (expected.transpose(0, 1) if lanes else expected)["x"]).all()
+    rb.extend(rows(3, lanes, 500))
+    assert rb.last(3)["x"].reshape(3, -1)[:, 0].tolist() == [500, 501, 502]
+
+
 def test_episodes_of_a_data_set_do_not_run_into_each_other(tmp_path):
     data = rows(9).exclude(("next", "done"), ("next", "terminated"))
     data["episode"] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])

@@ -262,6 +262,7 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
     """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
 
     A process killed at any time leaves the old or the new dump intact. Unchanged content is not written again.
+    TorchRL's buffers cannot load it: ``theirs.extend(rb.chronological())`` copies the rows to one.
 
     Args:
         path: created if missing. A folder with a foreign manifest is never overwritten.

@@ -11,6 +11,7 @@ from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
+from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.indexing import lanes_of
 from rlbuf_td.writers.common import steps_by_age
 
@@ -65,6 +66,7 @@ def from_torchrl(
     """
     storage: Any = rb.storage
     kwargs.setdefault("batch_size", rb.batch_size)
+    _restore_cursor(rb.writer, storage)
     if not copy:
         if capacity is not None or exclude:
             raise ValueError("copy=False uses a storage as it is: omit capacity and exclude, or copy")
@@ -80,6 +82,13 @@ def from_torchrl(
             new.writer.extend(_chosen(storage.get(part), exclude, trajectory_key))
             report(len(part) * lanes * row_bytes)
     return new
+
+
+def _restore_cursor(writer: Writer, storage: Any) -> None:
+    """Tell a full storage of TorchRL its newest time step, which TorchRL's ``loads`` restores in the writer only."""
+    is_ring = isinstance(writer, RoundRobinWriter) and writer._write_count and storage._is_full
+    if is_ring and not isinstance(storage, PackedStorage):
+        storage._set_last_cursor((writer._cursor - 1) % (len(storage) // lanes_of(storage).numel()))
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:

@@ -184,8 +184,7 @@ def _instead(path: Path) -> str:
     if not path.is_dir():
         return "it is a file; a dump is a folder"
     if (path / "buffer_metadata.json").exists():
-        convert = "load it into such a buffer, `theirs`, and rb.extend(theirs[:]), with lanes theirs[:].transpose(0, 1)"
-        return f"a TorchRL buffer wrote it: {convert}. If it was full, its oldest row is at theirs.writer._cursor"
+        return "a TorchRL buffer wrote it: load it into such a buffer, and use ReplayBuffer.from_torchrl(buffer)"
     return f"it has no {MANIFEST}"
 
 

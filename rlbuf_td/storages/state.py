@@ -106,7 +106,7 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 def save_cursor(storage: Any, path: str | Path) -> None:
     """Save the newest time step beside the rows: TorchRL's checkpointer does not."""
-    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage._last_cursor_index}))
+    Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage._last_cursor_index_value.value}))
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
@@ -133,7 +133,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
         if state.keys() != {"_len"}:  # the state before the first write
             raise ValueError(
                 f"this is not the state of a PackedStorage (it holds {', '.join(map(repr, state))}): load it into "
-                "a storage of its own kind, and extend this storage's buffer with that content"
+                "a buffer with a storage of its own kind, and use ReplayBuffer.from_torchrl(buffer)"
             )
         return None
     if state.get("reserved", False) and storage.rows is not None:

@@ -195,7 +195,7 @@ class TrajectoryIndex:
         checkpoints do not hold it.
         """
         cursor = self.storage._last_cursor_index
-        if hasattr(self.storage, "clock") and cursor >= 0:
+        if hasattr(self.storage, "clock") and cursor is not None:
             return cursor
         for listener in self.storage._attached_entities:
             writer = getattr(listener, "_writer", None)
@@ -327,7 +327,7 @@ class TrajectoryIndex:
         """End the open trajectories that have ids: a new collector starts its ids at 0 again."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
-            knows_newest = not hasattr(self.storage, "clock") or self.storage._last_cursor_index >= 0
+            knows_newest = not hasattr(self.storage, "clock") or self.storage._last_cursor_index is not None
             if self._name is not None and knows_newest:
                 self.boundaries().head.fill_(-1)
 

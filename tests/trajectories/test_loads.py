@@ -101,6 +101,18 @@ def test_a_full_ring_with_ids_is_parted_at_its_newest_row(used, early, how, cls,
     assert back.tolist() == [1, 2, 3, 0, 0]
 
 
+def test_a_dump_of_torchrls_storage_is_read_as_the_ring_that_its_writer_knows(tmp_path):
+    saved = TensorDictReplayBuffer(storage=LazyTensorStorage(5), batch_size=1)
+    rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=1)
+    for k in range(8):
+        saved.add(rows(0, done=False)[k])
+    TrajectoryIndex.of(rb.storage)
+    rb.add(rows(0, done=False)[0])
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    assert TrajectoryIndex.of(rb.storage).steps_back(torch.arange(5)).tolist() == [2, 3, 4, 0, 1]
+
+
 def test_a_copy_goes_on_with_open_trajectories():
     rb = TensorDictReplayBuffer(storage=PackedStorage(6), batch_size=1)
     rb.extend(rows(0, done=False)[:2])
