@@ -40,7 +40,7 @@ class ExperienceQueue(ReplayBuffer):
         TimeoutError: (on writing or sampling) there was no free space, or too few rows, in time; nothing has changed.
         ValueError: ``prefetch`` is given (rows drawn ahead would be lost if a process died); (on writing) there are
             more rows than the capacity.
-        RuntimeError: (while waiting) the queue was shut down in this process.
+        RuntimeError: (while waiting) the queue was shut down, in any process.
 
     Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
 
@@ -110,6 +110,15 @@ class ExperienceQueue(ReplayBuffer):
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
         return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the buffer's threads, and wake all calls that wait, in any process, with a RuntimeError.
+
+        Args:
+            timeout: seconds to wait for threads.
+        """
+        self._initialize().writer.close()
+        super().shutdown(timeout)
+
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
         """Repeat ``call`` until the queue is not full, or not empty; return its result. Waits outside of all locks."""
         deadline = inf if timeout is None else time.monotonic() + timeout
@@ -117,7 +126,7 @@ class ExperienceQueue(ReplayBuffer):
             try:
                 return call()
             except (Full, Empty) as error:
-                if self._service_shutdown:
+                if self.writer.is_closed:
                     raise RuntimeError("the queue has been shut down") from None
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{error}, for {timeout} seconds") from None

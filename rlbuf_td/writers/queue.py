@@ -42,14 +42,23 @@ class QueueWriter(TimeWriter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = SharedNumbers("q", [0, 0, 0])  # cursor, rows written, rows taken
-        self._cursor_value, self._write_count_value, self._taken_value = self.numbers.counters()
+        self.numbers = SharedNumbers("q", [0, 0, 0, 0])  # cursor, rows written, rows taken, 1 after a shutdown
+        self._cursor_value, self._write_count_value, self._taken_value, self._closed_value = self.numbers.counters()
 
     def register_storage(self, storage: Storage) -> None:
         """Write into ``storage`` from now on; rows that it already holds do not count as waiting."""
         if storage.ndim > 1:
             raise ValueError(f"a queue holds rows [T], the storage has ndim={storage.ndim}: write a row per trajectory")
         super().register_storage(storage)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the queue has been shut down, in any process."""
+        return bool(self.numbers[3])
+
+    def close(self) -> None:
+        """Shut the queue down, for all processes."""
+        self._closed_value.value = 1
 
     @property
     def waiting(self) -> int:

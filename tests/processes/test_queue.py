@@ -202,6 +202,26 @@ def test_other_processes_write_and_take(method):
     assert queue.sample(2)["x"].tolist() == [8, 9]
 
 
+def wait_in_vain(queue: ExperienceQueue) -> None:
+    with pytest.raises(RuntimeError, match="the queue has been shut down"):
+        queue.sample()
+
+
+@needs_fork
+def test_a_shutdown_wakes_calls_that_wait_in_other_processes():
+    queue = make(timeout=600.0)
+    queue.extend(rows(0, 3))
+    queue.share()
+    process = mp.get_context("fork").Process(target=wait_in_vain, args=(queue,))
+    process.start()
+    time.sleep(0.3)
+    assert process.is_alive()
+    elsewhere(queue.shutdown)
+    process.join(60)
+    assert process.exitcode == 0
+    wait_in_vain(queue)
+
+
 def report(queue: ExperienceQueue, pipe: int) -> None:
     """Take batches for ever, and tell of each by one write to a pipe, which is whole or not made."""
     torch.set_num_threads(1)
