@@ -8,12 +8,13 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictRoundRobinWriter
 
-from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, RingWriter
+from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer, ReservoirWriter, RingWriter
 from rlbuf_td.storages.rows import PlainRows
 from rlbuf_td.storages.shared.rows import Journal
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -270,3 +271,46 @@ def test_an_error_in_the_middle_of_a_write_undoes_it(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             rb.extend(rows(900, 6))
     check(rb, rows(6, CAPACITY), 30)
+
+
+def half_replaced_then_die(rows_: PlainRows, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
+    columns = rows_.layout.columns(rows_.flat)
+    columns[0][torch.from_numpy(cells)] = leaves[0]
+    die()
+
+
+RESERVOIR: dict[str, tuple[Any, ...]] = {
+    "rows are half replaced": (PlainRows, "replace_cells_", half_replaced_then_die),
+    "all rows are replaced": (PackedStorage, "count_written", die),
+    "nothing is counted": (ReservoirWriter, "note", die),
+    "the others have not been told": (ReservoirWriter, "_announce", die),
+}
+
+
+@pytest.mark.parametrize("lanes", [0, 3])
+@pytest.mark.parametrize("written", [CAPACITY // 4, 30])
+@pytest.mark.parametrize("point", RESERVOIR)
+def test_a_write_to_a_reservoir_that_was_not_finished_was_not_made(point, written, lanes):
+    rb = make(lanes=lanes, written=5, writer=ReservoirWriter)
+    rb.extend(rows(5, written - 5, lanes))
+    before, state = rb.storage[:].clone(), rb.writer.state_dict()
+    killed(lambda: rb.extend(rows(900, 400, lanes)), *RESERVOIR[point])  # fills what is free, and replaces rows
+    rb.sample()
+    assert (rb.storage[:] == before).all()
+    assert rb.writer.state_dict() == state
+    rb.extend(rows(5_000, 400, lanes))
+    stored = rb.storage[:]
+    assert torch.equal(stored["y"], -stored["x"])
+    assert not (stored["x"] % 1_000 >= 900).any()
+    assert (len(rb), rb.write_count) == (CAPACITY, written + 400)
+    check_priorities(rb)
+
+
+def test_a_complete_write_to_a_reservoir_is_finished_by_others():
+    rb = make(writer=ReservoirWriter)
+    killed(lambda: rb.extend(rows(900, 400)), ReplayBuffer, "mark_update")
+    rb.sample()
+    assert rb.write_count == 430
+    assert (rb.storage[:]["x"] >= 900).any()
+    assert torch.equal(rb.storage[:]["y"], -rb.storage[:]["x"])
+    check_priorities(rb)
