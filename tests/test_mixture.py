@@ -6,14 +6,18 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
+    GymnasiumRecorder,
     NStepSampler,
     PackedStorage,
     ProportionalSampler,
@@ -25,6 +29,7 @@ from rlbuf_td import (
     SequenceSampler,
     UniformSampler,
 )
+from tests.catalogue import assert_same
 from tests.statistics import assert_follows, power
 
 CAPACITY = 30
@@ -87,6 +92,50 @@ def test_batches_hold_the_rows_that_their_index_names(one, other, lanes):
     assert (mixed._plan is not None) == (other == "uniform" and not lanes)
     mixed.sampler.demos = 0.25
     assert torch.bincount(mixed.sample()["source"]).tolist() == [16, 48]
+
+
+class GeneralMixture(ReplayBufferMixture):
+    """Never takes the short path."""
+
+    _plan = property(lambda mixture: None, lambda mixture, plan: None)
+
+
+CHANGES: dict[str, Any] = {
+    "extend": lambda mixed, value: mixed.extend(rows(value, 1 + value % 9, 2 * (mixed["a"].storage.ndim - 1)), "a"),
+    "share": lambda mixed, value: setattr(mixed.sampler, "a", value % 5 / 4),
+    "empty": lambda mixed, value: (
+        mixed["b"].empty(),
+        mixed.extend(rows(0, 2, 2 * (mixed["a"].storage.ndim - 1)), "b"),
+    ),
+    "sampler": lambda mixed, value: mixed["b"].set_sampler(SAMPLERS[("uniform", "recency")[value % 2]]()),
+    "reload": lambda mixed, value: mixed.load_state_dict(mixed.state_dict()),
+    "drawn": lambda mixed, value: setattr(mixed, "exact", value % 2 == 0),
+}
+
+
+@given(
+    st.sampled_from(["uniform", "recency", "proportional"]),
+    st.sampled_from([0, 2]),
+    st.lists(st.tuples(st.sampled_from(["sample", "sample", *CHANGES]), st.integers(0, 999)), max_size=15),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_short_path_gives_what_the_general_path_gives(first, lanes, history):
+    pair = []
+    for cls in (ReplayBufferMixture, GeneralMixture):
+        torch.manual_seed(0)
+        generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+        members = {
+            name: member(kind, 0, 8, lanes, generator=generator)
+            for name, kind, generator in zip("ab", (first, "uniform"), generators, strict=False)
+        }
+        pair.append(cls(members, {"a": 0.3, "b": 0.7}, batch_size=13, generator=generators[2]))
+    for step, value in [("sample", 0), ("sample", 0), *history, ("sample", 0), ("sample", 0)]:
+        if step == "sample":
+            assert_same(*(mixed.sample() for mixed in pair))
+        else:
+            for mixed in pair:
+                torch.manual_seed(value)
+                CHANGES[step](mixed, value)
 
 
 def test_batches_of_the_short_path_are_fresh_memory():
@@ -285,6 +334,53 @@ def other_schema() -> ReplayBuffer:
     return rb
 
 
+def test_a_recorder_may_add_to_the_schema_of_a_member_after_the_mixture_is_made():
+    env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    demos, online = (ReplayBuffer.from_env(env, 40) for _ in range(2))
+    record(demos, env, 9)
+    mixed = ReplayBufferMixture({"demos": demos, "online": online}, {"demos": 0.5, "online": 0.5}, batch_size=8)
+    record(online, env, 9)
+    for _ in range(2):
+        assert ("collector", "traj_ids") in mixed.sample().keys(include_nested=True)
+    with pytest.raises(SchemaError, match=r"'observation'\) is float32 of shape \(4,\) in 'a'"):
+        ReplayBufferMixture(
+            {"a": demos, "b": ReplayBuffer.from_env(gymnasium.make("Acrobot-v1"), 40)}, {"a": 1, "b": 1}
+        )
+
+
+def record(rb: ReplayBuffer, env: Any, count: int) -> None:
+    recorder = GymnasiumRecorder(rb, env)
+    recorder.reset(seed=0)
+    for _ in range(count):
+        recorder.step(env.action_space.sample())
+
+
+@pytest.mark.parametrize("when", ["before the last member", "before the commit"])
+def test_a_dump_that_is_not_finished_leaves_the_old_one_whole(when, tmp_path: Path, monkeypatch):
+    mixed, other = mixture("proportional", "rank"), mixture("proportional", "rank")
+    mixed.dumps(tmp_path)
+    wanted = [rb.chronological() for rb in mixed.members.values()]
+    for name in mixed.names:
+        mixed.extend(rows(7_000, 5), name)
+    with monkeypatch.context() as patched:
+        where = (
+            (mixed["online"], "dumps")
+            if when == "before the last member"
+            else ("rlbuf_td.buffers.mixture.write_state",)
+        )
+        patched.setattr(*where, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            mixed.dumps(tmp_path)
+    other.loads(tmp_path)
+    for rb, before in zip(other.members.values(), wanted, strict=True):
+        assert_same(rb.chronological(), before)
+    mixed.dumps(tmp_path)
+    other.loads(tmp_path)
+    for rb, original in zip(other.members.values(), mixed.members.values(), strict=True):
+        assert_same(rb.chronological(), original.chronological())
+    assert len(list(tmp_path.glob("members-*"))) == 1
+
+
 REFUSALS: list[Any] = [
     (
         {"members": {"a": TensorDictReplayBuffer(storage=LazyTensorStorage(3))}},
@@ -295,7 +391,6 @@ REFUSALS: list[Any] = [
     ({"shares": {"a": 0.0}}, ValueError, "shares must be at least 0 and finite, one of them positive"),
     ({"writes_to": "b"}, ValueError, "writes_to='b'"),
     ({"members": {"_rng": ReplayBuffer()}, "shares": {"_rng": 1}}, ValueError, "'_rng' cannot be the name of a member"),
-    ({"members": {"mixture": ReplayBuffer()}, "shares": {"mixture": 1}}, ValueError, "'mixture' cannot be the name"),
     (
         {"members": {"a": member("uniform", 0, 3), "b": other_schema()}, "shares": {"a": 1, "b": 1}},
         SchemaError,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from tensordict import TensorDictBase
 from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
-from rlbuf_td.checkpoint import load_state, save_state
+from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
+from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
@@ -24,7 +28,7 @@ from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-_FOLDER = "mixture"  # of a dump: the state that belongs to no member
+_FOLDER, _MEMBERS = "mixture", "members-"  # of a dump: the state that belongs to no member, and all members
 
 
 class ReplayBufferMixture:
@@ -93,14 +97,13 @@ class ReplayBufferMixture:
             if not isinstance(member, ReplayBuffer):
                 remedy = "put its storage into a rlbuf_td.ReplayBuffer"
                 raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
-        if _FOLDER in members:
-            raise ValueError(f"{_FOLDER!r} cannot be the name of a member: dumps use it")
         if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
             given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
             raise ValueError(f"members and shares must have the same names: {given}")
         self.members, self.sampler = dict(members), Shares({name: shares[name] for name in members})
         self.batch_size, self.exact, self.writes_to, self._rng = batch_size, bool(exact), writes_to, generator
         self._plan: MixturePlan | None = None
+        self._split: tuple[int, list[float], list[float]] = (0, [], [])  # a batch size, shares, bounds of the parts
         self._checked: list[Any] = []
         self._refuse_other_schemas()
 
@@ -129,10 +132,11 @@ class ReplayBufferMixture:
             return
         layouts = {
             name: {leaf.key: (leaf.dtype, leaf.shape) for leaf in member.storage.layout.leaves}
-            for (name, member), settled in zip(self.members.items(), rows, strict=True)
-            if settled is not None
+            for name, member in self.members.items()
+            if getattr(member.storage, "layout", None) is not None
         }
-        refuse_difference(layouts)
+        reserved = {name for name in layouts if self.members[name].storage.is_reserved}
+        refuse_difference(layouts, reserved)
         self._checked, self._plan = rows, None
 
     # -- writes
@@ -168,14 +172,17 @@ class ReplayBufferMixture:
             law = torch.tensor(shares, dtype=torch.float64, device="cpu")
             drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
             return torch.bincount(drawn, minlength=len(shares)).tolist()
-        total, bounds = 0.0, [0]
+        if self._split[:2] != (batch_size, shares):
+            totals = accumulate(share * batch_size for share in shares[:-1])
+            self._split = batch_size, shares, [round(total, 9) for total in totals]
+        bounds = self._split[2]
         # With one random offset for all bounds, each count is rounded up or down with the right mean; they sum to B.
-        offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
-        for share in shares[:-1]:
-            total += share * batch_size
-            bounds.append(int(round(total, 9) + offset))
-        bounds.append(batch_size)
-        return [after - before for before, after in pairwise(bounds)]
+        offset = 0.0
+        if not all(map(float.is_integer, bounds)):
+            offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
+        return [
+            after - before for before, after in pairwise([0, *(int(bound + offset) for bound in bounds), batch_size])
+        ]
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Return a batch in fresh memory, ``[B]``.
@@ -284,12 +291,26 @@ class ReplayBufferMixture:
             member.load_state_dict(state_dict["members"][name])
 
     def dumps(self, path: str | Path) -> None:
-        """Save each member in a subfolder of its name, see :meth:`ReplayBuffer.dumps`, and the shares."""
-        for name, member in self.members.items():
-            member.dumps(Path(path) / name)
-        rng = None if self._rng is None else self._rng.get_state()
-        state = {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng}
-        save_state(Path(path) / _FOLDER, type(self).__name__, state)
+        """Save the members, each as :meth:`ReplayBuffer.dumps` does, and the shares, as one crash-safe dump.
+
+        Chunks of a member that the previous dump holds are linked, where the file system can.
+        """
+        with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
+            folders = [*Path(path).glob(f"{_MEMBERS}*")]
+            folder = Path(path) / f"{_MEMBERS}{writer.generation}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a dump that was not finished
+            before = Path(path) / f"{_MEMBERS}{writer.generation - 1}"
+            if before.exists():
+                with suppress(OSError):
+                    shutil.copytree(before, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+            for name, member in self.members.items():
+                member.dumps(folder / name)
+            rng = None if self._rng is None else self._rng.get_state()
+            state = {"shares": self.sampler.state_dict(), "exact": self.exact, "generator": rng, "members": folder.name}
+            write_state(writer, state, [], None)
+            for other in folders:
+                if other != folder:
+                    shutil.rmtree(other)
 
     def loads(self, path: str | Path) -> None:
         """Restore what :meth:`dumps` saved.
@@ -298,13 +319,14 @@ class ReplayBufferMixture:
             CheckpointError: a folder is missing, damaged or foreign; the members before it have been loaded.
             ValueError: the dump belongs to other members; nothing has changed.
         """
-        state = load_state(Path(path) / _FOLDER, type(self).__name__)
-        self.sampler.load_state_dict(state["shares"])
-        self.exact = bool(state["exact"])
-        if self._rng is not None and state["generator"] is not None:
-            self._rng.set_state(state["generator"])
-        for name, member in self.members.items():
-            member.loads(Path(path) / name)
+        with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
+            state = decode(reader.manifest.state, reader.read)
+            self.sampler.load_state_dict(state["shares"])
+            self.exact = bool(state["exact"])
+            if self._rng is not None and state["generator"] is not None:
+                self._rng.set_state(state["generator"])
+            for name, member in self.members.items():
+                member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
         """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process has its own shares."""
@@ -340,14 +362,18 @@ def _kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
     return {as_tuple(key): (value.dtype, value.shape[data.ndim :]) for key, value in items}
 
 
-def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]]) -> None:
-    """Raise a SchemaError that names the first entry in which a member differs from the first one."""
+def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
+    """Raise a SchemaError that names the first entry in which a member differs from the first one.
+
+    The first write may add entries to the schema of a ``reserved`` member.
+    """
     if not members:
         return
     (first, known), *others = members.items()
     for name, found in others:
         for key in sorted(known.keys() | found.keys()):
-            if known.get(key) == found.get(key):
+            comes_later = any(who in reserved and key not in each for who, each in ((first, known), (name, found)))
+            if comes_later or known.get(key) == found.get(key):
                 continue
             words = [
                 f"{kind(*each[key])} in {who!r}" if key in each else f"missing in {who!r}"

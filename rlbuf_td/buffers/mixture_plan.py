@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from rlbuf_td.buffers.plan import RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
+from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.samplers import RecencySampler, UniformSampler
 
 _CPU = torch.device("cpu")
@@ -26,56 +27,53 @@ class MixturePlan:
     """
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
-        self.members, self.size = members, size
+        self.members, self.size, self.kernel = members, size, loops("batch.cpu").sample_part
         self.plans = [_PLANS[type(each.sampler)](each.storage, each.sampler, size) for each in members]
         self.batch_size = torch.Size([size])
         first = self.plans[0]
-        self.layout, lanes = first.rows.layout, first.lanes
+        self.layout = first.rows.layout
         entries = [(leaf.dtype, leaf.shape) for leaf in self.layout.leaves]
-        index = (torch.int64, torch.Size([2] if lanes else []))
-        more = [index, (torch.int64, torch.Size([]))]
-        self.gather = Gather(first.rows.flat, self.layout.extents, [*entries, *more], size)
-        #: Bytes per row of each tensor: a member's part begins after the rows of the members before it.
-        self.widths = np.array([*self.layout.extents[:, 1], 16 if lanes else 8, 8], np.int64)
-        self.targets = np.empty(len(self.widths), np.int64)
-        self.where, self.bases = self.targets.ctypes.data, self.gather.addresses
-        self.counts: list[int] = []  # the counts of the last batch, for which `source` is valid
-        self.source = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.blanks: list[Any] = []
+        index = (torch.int64, torch.Size([2] if first.lanes else []))
+        self.gather = Gather(
+            first.rows.flat, self.layout.extents, [*entries, index, (torch.int64, torch.Size([]))], size
+        )
+        #: By member: the first numbers of its scratch memory, by how many.
+        self.parts: list[dict[int, Tensor]] = [{} for _ in members]
+        self.blanks: list[tuple[int, TensorDict]] = []
 
-    def sample(self, counts: list[int]) -> TensorDict | None:
+    def sample(self, counts: Sequence[int]) -> TensorDict | None:
         """Return a batch with the given number of rows from each member, or None to use the general path."""
+        for member, plan, count in zip(self.members, self.plans, counts, strict=True):
+            is_same = member._storage is plan.storage and member._sampler is plan.sampler
+            if count and not (is_same and is_usual(member) and plan.holds()):
+                return None
         if not self.blanks:
             with torch.inference_mode(False):  # a batch may be used after inference mode
                 self.blanks = self.make_blanks()
-        place, source, batch = self.blanks.pop()
+        slot, batch = self.blanks.pop()
         begin = 0
-        for member, plan, count in zip(self.members, self.plans, counts, strict=True):
+        for number, plan in enumerate(self.plans):
+            count, parts = counts[number], self.parts[number]
             if not count:
                 continue
-            if member._storage is not plan.storage:
-                return None
-            self.targets[:] = self.bases[place] + begin * self.widths
-            plan.gather.record["count"] = count
+            if count not in parts:
+                parts[count] = plan.flat[:count]
             with plan.storage.lock:
                 written = plan.storage.numbers.values[0]
-                if not written or not plan.holds() or member._sampler is not plan.sampler or not is_usual(member):
+                if not written or not plan.holds():
                     return None
-                plan.draw(written, self.where)
+                plan.draw_part(written, parts[count])
+                self.kernel(plan.gather.address, slot, begin, count, number)
             begin += count
-        if counts != self.counts:
-            self.counts, number = counts, torch.tensor(counts, device="cpu")
-            self.source = torch.arange(len(counts), device="cpu").repeat_interleave(number)
-        source.copy_(self.source)
         return batch
 
-    def make_blanks(self) -> list[Any]:
-        """Return batches of uninitialised memory, each with its slot in ``gather`` and its ``"source"`` tensor."""
+    def make_blanks(self) -> list[tuple[int, TensorDict]]:
+        """Return batches of uninitialised memory, each with the slot that holds its addresses."""
         blanks = []
-        for place, slot in enumerate(self.gather.slots):
+        for slot in self.gather.slots:
             tensors = self.gather.allocate(slot)
             report = {"index": tensors[-2], "source": tensors[-1]}
-            blanks.append((place, tensors[-1], self.layout.wrap(tensors, self.batch_size, _CPU, report)))
+            blanks.append((slot, self.layout.wrap(tensors, self.batch_size, _CPU, report)))
         return blanks
 
 

@@ -21,14 +21,7 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 from rlbuf_td.kernels.rank_order import ChunkedOrder
 from rlbuf_td.kernels.strata import NORMS, step_of
 from rlbuf_td.kernels.sum_tree import REFUSED
-from rlbuf_td.samplers import (
-    FreshRowsSampler,
-    MinibatchSampler,
-    ProportionalSampler,
-    RankSampler,
-    RecencySampler,
-    UniformSampler,
-)
+from rlbuf_td.samplers import MinibatchSampler, ProportionalSampler, RankSampler, RecencySampler, UniformSampler
 from rlbuf_td.samplers.priorities import ALPHA, BETA, LARGEST, WEIGHED
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.rows import PlainRows
@@ -85,7 +78,7 @@ class Plan(Planned):
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's entries of a batch, beside the index
     table = 0  # address of the priorities' address array
-    front: FreshRowsSampler | None = None  # puts fresh rows in front of the drawn rows
+    kept: tuple[Any, ...] = ()  # what else the kernel reads by address
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
@@ -102,7 +95,7 @@ class Plan(Planned):
         self.gather = Gather(self.rows.flat, extents, leaves + more, size, **scratch, **shape)
         self.names = ("index", *(name for name, _ in self.reports))
         self.batch_size, self.index_shape = torch.Size([size]), torch.Size([size, *index[1]])
-        self.gathers, self._blanks, self.numbers = gathers, [], self.flat.numpy()
+        self.gathers, self._blanks = gathers, []
 
     def holds(self) -> bool:
         """Whether the parts are unchanged since the plan was made."""
@@ -139,32 +132,27 @@ class UniformPlan(Plan):
 
     def draw(self, written: int, slot: int) -> bool:
         self.flat.random_(0, written, generator=self.generator)
-        if self.front is not None:
-            self.front.take(self.storage, self.size, self.numbers)
         self.kernels.sample_uniform(self.gather.address, slot)
         return True
+
+    def draw_part(self, written: int, flat: Tensor) -> None:
+        """Draw some rows to the first places of the scratch memory, ``flat``."""
+        flat.random_(0, written, generator=self.generator)
 
 
 class RecencyPlan(Plan):
     """Draws rows by age."""
 
-    def __init__(self, storage: PackedStorage, sampler: RecencySampler, size: int, gathers: bool = True) -> None:
-        super().__init__(storage, sampler, size, gathers)
-        self.recent_rows, self.places = (
-            loops("recency.cpu").recent_rows,
-            (self.uniform.data_ptr(), self.flat.data_ptr()),
-        )
-
     def draw(self, written: int, slot: int) -> bool:
-        sampler, lanes = self.sampler, self.lanes or 1
-        steps = written // lanes
+        sampler, steps = self.sampler, written // (self.lanes or 1)
         self.uniform.uniform_(generator=self.generator)
-        law = self.storage.numbers.values[2], sampler.span(steps), steps, lanes, sampler.log_decay
-        self.recent_rows(*self.places, self.size, *law)
-        if self.front is not None:
-            self.front.take(self.storage, self.size, self.numbers)
-        self.kernels.sample_uniform(self.gather.address, slot)
+        newest, span = self.storage.numbers.values[2], sampler.span(steps)
+        self.kernels.sample_recent(self.gather.address, slot, newest, span, steps, sampler.log_decay)
         return True
+
+    def draw_part(self, written: int, flat: Tensor) -> None:
+        """As :meth:`UniformPlan.draw_part`."""
+        flat.copy_(self.sampler.draw(self.storage, flat.shape[0])[0])
 
 
 class MinibatchPlan(Plan):
@@ -310,4 +298,5 @@ def can_plan(storage: Any, sampler: Any) -> bool:
         and is_plain(storage)
         and (sampler._rng is None or sampler._rng.device.type == "cpu")
         and not getattr(sampler, "unique", False)
+        and getattr(sampler, "age_key", None) is None
     )

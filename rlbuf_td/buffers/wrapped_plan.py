@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from ctypes import addressof
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,19 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from rlbuf_td.buffers.plan import PLANS, Blank, Planned, RecencyPlan, UniformPlan, can_plan
+from rlbuf_td.buffers.plan import PLANS, Blank, Planned, can_plan
 from rlbuf_td.kernels.batch import Gather
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries
-from rlbuf_td.samplers import FreshRowsSampler, HindsightSampler, NStepSampler, SequenceSampler
+from rlbuf_td.samplers import (
+    FreshRowsSampler,
+    HindsightSampler,
+    NStepSampler,
+    ProportionalSampler,
+    RecencySampler,
+    SequenceSampler,
+    UniformSampler,
+)
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex
@@ -86,41 +95,14 @@ class WrappedPlan(Planned):
         return self.inner.update(batch, priority_key)
 
 
-class FreshPlan(Planned):
-    """Puts fresh rows in front of a batch that the plan of the wrapped sampler has drawn and gathered."""
-
-    def __init__(self, storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> None:
-        self.storage, self.wrapper, self.size = storage, wrapper, size
-        self.kernel = loops("batch.cpu").put_in_front
-        self.inner = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
-        self.address = self.inner.gather.address
-        self.flat = np.empty(size, np.int64)
-        self.where = self.flat.ctypes.data
-
-    def make_blanks(self) -> list[Any]:
-        return self.inner.make_blanks()
-
-    def sample(self) -> Blank | None:
-        blank, wrapper = self.inner.sample(), self.wrapper
-        if blank is None:
-            return None
-        count = wrapper.take(self.storage, self.size, self.flat)
-        if count:
-            weight = blank.report.get("priority_weight")
-            if weight is not None:
-                wrapper.weigh_(self.storage, torch.from_numpy(self.flat[:count]), blank.report["index"], weight)
-            self.kernel(self.address, blank.slot, self.where, count)
-        return blank
-
-    def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        return self.inner.update(batch, priority_key)
-
-
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
+    """Return the plan of the wrapped sampler, whose kernel puts fresh rows in front of those that it draws."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
-    if not isinstance(plan, UniformPlan | RecencyPlan):  # which draw and gather in two steps
-        return FreshPlan(storage, wrapper, size)
-    plan.front = wrapper
+    wrapper.queue.follow(storage)
+    plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values
+    record = plan.gather.record
+    record["queue"] = wrapper.queue.address
+    record["numbers"], record["clock"] = map(addressof, plan.kept[1:])
     return plan
 
 
@@ -205,7 +187,7 @@ def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
 def _fits(storage: Any, wrapper: Any) -> bool:
     """Whether the rows have the keys that the kernels revise."""
     if type(wrapper) is FreshRowsSampler:
-        return True
+        return type(wrapper.sampler) in _TAKES_FRESH
     boundaries = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key).boundaries()
     dtypes = {leaf.key: leaf.dtype for leaf in storage.rows.layout.leaves}
     if type(wrapper) is NStepSampler and dtypes.get(wrapper.reward_key) not in (torch.float32, torch.float64):
@@ -216,6 +198,9 @@ def _fits(storage: Any, wrapper: Any) -> bool:
     return isinstance(boundaries, BitBoundaries)
 
 
+#: The kernels of the others cannot put fresh rows in front: weights by rank need torch operations, and a minibatch is
+#: read from the order of its epoch.
+_TAKES_FRESH = {ProportionalSampler, RecencySampler, UniformSampler}
 _PLANS: dict[type, Any] = {
     FreshRowsSampler: fresh_plan,
     HindsightSampler: HindsightPlan,

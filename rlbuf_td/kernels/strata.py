@@ -17,6 +17,8 @@ from torch import Tensor
 FIRST = 2.0**48
 #: The divisor of importance weights, as compiled loops take it: the buffer's largest, the batch's, or none.
 NORMS = {"buffer": 0, "batch": 1, None: 2}
+#: Rows that are less probable than this, relative to another row, count as if they were not.
+LEAST_RATIO = 2.0**-126
 _GOLDEN = 0.6180339887498949
 
 

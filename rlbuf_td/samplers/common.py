@@ -71,7 +71,7 @@ class StatefulSampler(Sampler):
     _setting_names: ClassVar[tuple[str, ...]] = ()
     """The saved attributes that a user may change between draws."""
 
-    needs_order: ClassVar[bool] = False
+    needs_order: bool = False
     """Whether rows must be in time order."""
 
     def _changed(self) -> None:

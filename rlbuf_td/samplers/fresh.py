@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
+from rlbuf_td.kernels.dispatch import loops
+from rlbuf_td.kernels.recency import QUEUE
 from rlbuf_td.samplers.common import setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
-from rlbuf_td.storages.indexing import flat_rows
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
@@ -23,89 +24,73 @@ _ALL = [(1 << 62, 0)]  # the ages of all rows, however many there are, as a half
 
 
 class FreshQueue:
-    """The *fresh* rows of a storage: those that no batch has contained yet.
-
-    Rows are numbered in the order of writing, beginning with an arbitrary row. Half-open intervals hold the numbers of
-    the fresh rows, the newest last. The position of a row follows from its number and the position of the newest row.
-    """
-
-    __slots__ = ("cells", "clock", "count", "intervals", "lanes", "newest", "rows", "storage")
+    """The *fresh* rows of a storage, as :mod:`rlbuf_td.kernels.recency.fresh_cpu` defines them."""
 
     def __init__(self) -> None:
+        record = np.zeros(1, QUEUE)
+        self.state, self.address = record[0], record.ctypes.data  # a view, and its address for kernels
         self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage last looked at
         self.rows: Any = None  # its rows
-        self.lanes = self.cells = 0
         self.begin(_ALL)
 
-    def begin(self, ages: list[Interval]) -> None:
+    def begin(self, ages: Sequence[Interval]) -> None:
         """Restart at the next look with the rows of these ages as fresh: half-open intervals, oldest first."""
-        self.intervals = [*ages]
-        self.clock: int | None = None  # the storage's clock at the last look; None: `intervals` holds ages
-        self.newest, self.count = -1, 0  # the time step written last, and the number of the next row
+        self.state["began"] = 0
+        self._keep(ages)
+
+    def _keep(self, intervals: Sequence[Interval]) -> None:
+        """Store the intervals in memory for the largest possible number: any two are at least one row apart."""
+        state = self.state
+        capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
+        self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
+        self._intervals[: len(intervals)] = np.reshape(intervals, (-1, 2))
+        state["intervals"], state["capacity"] = self._intervals.ctypes.data, capacity
+        state["head"], state["length"] = 0, len(intervals)
+
+    def intervals(self) -> list[Interval]:
+        """Return the intervals, oldest first."""
+        head, length, capacity = (int(self.state[name]) for name in ("head", "length", "capacity"))
+        return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
+
+    def follow(self, storage: Any) -> tuple[int, int, int]:
+        """Use this storage from now on; return its number of rows, newest time step and clock."""
+        rows = storage.rows
+        if rows is not self.rows or self.storage() is not storage:
+            self.storage, self.rows = ref(storage), rows
+            if rows is not None:
+                self.state["steps"], self.state["lanes"] = rows.steps, rows.cells // rows.steps
+                self._keep(self.intervals())
+        live, _, newest = storage.numbers.values[:3]
+        return live, newest, storage.clock.numbers.values[NOW]
 
     def look(self, storage: Any) -> None:
         """Give numbers to the rows that have been written since the last look."""
-        if storage.rows is not self.rows or self.storage() is not storage:
-            self.storage, self.rows = ref(storage), storage.rows
-            if storage.rows is not None:
-                self.cells, self.lanes = storage.rows.cells, storage.rows.cells // storage.rows.steps
-        live, _, newest = storage.numbers.values[:3]
-        now = storage.clock.numbers.values[NOW]
-        if storage.rows is None or now == self.clock:
-            return
-        if self.clock is None:
-            self.count, self.intervals = live, [(live - old, live - new) for old, new in self.intervals]
-        else:
-            steps = self.cells // self.lanes
-            # Edits of rows advance the clock, too: only the newest time step tells how far the ring has moved.
-            ticks = now - self.clock
-            written = min((newest - self.newest) % steps, ticks) if ticks < steps else steps
-            begin = self.count + max(written * self.lanes - live, 0)
-            self.count += written * self.lanes
-            if self.intervals and self.intervals[-1][1] == begin:
-                begin = self.intervals.pop()[0]
-            if begin < self.count:
-                self.intervals.append((begin, self.count))
-            if len(self.intervals) % 4_096 == 0:  # drop intervals of replaced rows
-                self.intervals = [each for each in self.intervals if each[1] > self.count - live]
-        self.clock, self.newest = now, newest if live else -1
+        numbers = self.follow(storage)
+        if self.rows is not None:
+            loops("recency.fresh_cpu").look(self.address, *numbers)
 
-    def take(self, storage: Any, most: int, out: np.ndarray) -> int:
-        """Write up to ``most`` fresh rows, flat, newest first, to ``out``; return how many. They stop being fresh."""
-        if storage.clock.numbers.values[NOW] != self.clock or storage.rows is not self.rows:
-            self.look(storage)
-        intervals, taken = self.intervals, 0
-        live = storage.numbers.values[0]
-        oldest = self.count - live
-        # The newest row has the number `count - 1`, and lies in the last lane of the newest time step.
-        shift = (self.newest + 1) * self.lanes - self.count
-        while intervals and taken < most:
-            begin, end = intervals.pop()
-            begin = max(begin, oldest)
-            first = max(begin, end - most + taken)
-            for number in range(end - 1, first - 1, -1):
-                out[taken] = (number + shift) % live
-                taken += 1
-            if first > begin:
-                intervals.append((begin, first))
-        return taken
+    def take(self, storage: Any, most: int) -> np.ndarray:
+        """Return up to ``most`` fresh rows, flat, newest first. They stop being fresh."""
+        found = np.empty(most, np.int64)
+        count = loops("recency.fresh_cpu").take(self.address, *self.follow(storage), most, found.ctypes.data)
+        return found[:count]
 
     def ages(self) -> list[Interval]:
         """Return the ages of the fresh rows, for :meth:`begin`: unlike positions, ages do not change with a load."""
-        storage = self.storage()
-        if storage is not None and storage.rows is not None:
+        storage, count = self.storage(), int(self.state["count"])
+        if storage is not None:
             self.look(storage)
-        if self.clock is None:
-            return self.intervals
-        return [(self.count - begin, self.count - end) for begin, end in self.intervals]
+            count = int(self.state["count"])
+        found = self.intervals()
+        return [(count - begin, count - end) for begin, end in found] if self.state["began"] else found
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in self.__slots__}
-        return kept | {"storage": _nothing, "rows": None}
+        return {"state": self.state.tolist(), "intervals": self.intervals()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.state[()] = saved["state"]
+        self._keep(saved["intervals"])
 
 
 def _nothing() -> None:
@@ -134,7 +119,7 @@ class FreshRowsSampler(SamplerWrapper):
         TypeError: the sampler is a wrapper (wrap it the other way: ``HindsightSampler(FreshRowsSampler(...))``); (when
             sampling) the storage is not a :class:`PackedStorage`.
 
-    Cost: O(f) in addition to the wrapped draw, and with priorities a look-up of f weights.
+    Cost: O(f) in addition to the wrapped draw.
 
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
     World Models, 2023 (the queue). TorchRL has no such sampler.
@@ -155,8 +140,11 @@ class FreshRowsSampler(SamplerWrapper):
 
     def __init__(self, sampler: Sampler, fresh: int = 1) -> None:
         super().__init__(sampler, DONE_KEY, None)
-        self.fresh = fresh
         self.queue = FreshQueue()
+        self.fresh = fresh
+
+    def _changed(self) -> None:
+        self.queue.state["fresh"] = self.fresh
 
     def watch(self, storage: Storage) -> None:
         """Record which rows are stored, for example after a load; this sampler needs no trajectories."""
@@ -167,25 +155,13 @@ class FreshRowsSampler(SamplerWrapper):
         if not isinstance(storage, PackedStorage):
             raise TypeError(f"FreshRowsSampler needs the clock of a PackedStorage, got a {type(storage).__name__}")
         flat, info = super()._draw(storage, batch_size)
-        found = np.empty(len(flat), np.int64)
-        count = self.take(storage, len(found), found)
-        if count:
-            rows = torch.from_numpy(found[:count]).to(flat.device)
-            if "priority_weight" in info:
-                self.weigh_(storage, rows, flat, info["priority_weight"])
-            flat = torch.cat((rows, flat[count:]))
+        found = self.queue.take(storage, len(flat))
+        if len(found):
+            rows, weight = torch.from_numpy(found).to(flat.device), info.get("priority_weight")
+            if weight is not None:
+                self.innermost.law.weigh_beside_(rows, flat[:1], weight)
+            flat = torch.cat((rows, flat[len(rows) :]))
         return flat, info
-
-    def take(self, storage: Any, size: int, out: np.ndarray) -> int:
-        """Write the fresh rows of a batch, flat, to ``out``; return how many. They stop being fresh."""
-        return self.queue.take(storage, self.fresh if self.fresh < size else size, out)
-
-    def weigh_(self, storage: Storage, rows: Tensor, index: Tensor, weight: Tensor) -> None:
-        """Replace the first weights by those of the fresh ``rows``, on the scale of ``weight[0]``, of ``index[0]``."""
-        both = torch.cat((rows, flat_rows(index[:1], storage, rows.device)))
-        probability = self.innermost.probability(both, storage=storage)
-        ratio = (probability[:-1] / probability[-1]).clamp(min=torch.finfo(torch.float32).tiny)
-        weight[: len(rows)] = weight[0] * ratio.pow(-self.beta).to(weight.dtype)
 
     def _empty(self) -> None:
         self.queue.begin(_ALL)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.kernels.sum_tree import REFUSED
 from rlbuf_td.samplers.common import OneStorage, as_errors, refuse_priorities
 from rlbuf_td.storages.indexing import device_of, flat_rows
@@ -45,6 +46,12 @@ class Law(ABC):
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
         """Return the probability of each row, ``[B]`` float64."""
+
+    def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
+        """Set the first importance weights, to those of rows beside a drawn one, ``[1]``, whose weight is the first."""
+        probability = self.probability(torch.cat((flat, drawn)))
+        ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
+        weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).to(weight.dtype)
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:

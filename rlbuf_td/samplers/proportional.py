@@ -38,6 +38,10 @@ class ProportionalLaw(Law):
     def probability(self, flat: Tensor) -> Tensor:
         return self.table.weight[flat] / self.table.total
 
+    def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
+        if not sum_tree.weigh_beside_(self.table, flat, drawn, self.settings.values[BETA], weight):
+            super().weigh_beside_(flat, drawn, weight)
+
     def floored(self, td_error: Tensor) -> Tensor:
         """Return the magnitudes of TD errors, at least ``min_priority``; if that is 0, the errors themselves."""
         return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import memory
+from tests.benchmarks import memory, mixtures
 
 
 def test_rows_that_share_observations_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +26,10 @@ def test_loading_a_minari_set_is_measured(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("MINARI_DATASETS_PATH", "")  # which the script replaces
     assert minari_speed.main(["--rows", "20000", "--rounds", "2"]) > 0
     assert capsys.readouterr().out.startswith("20,000 rows in episodes of 1,000, 3 MiB")
+
+
+def test_mixtures_fresh_rows_and_recency_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    ratios = mixtures.main(["--rows", "4000", "--batch", "32", "--rounds", "2"])
+    printed = capsys.readouterr().out
+    assert ratios.keys() == mixtures.LIMITS.keys()
+    assert "fresh over proportional against proportional: " in printed

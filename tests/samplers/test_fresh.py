@@ -100,7 +100,7 @@ def test_the_rest_of_a_batch_follows_the_wrapped_law(inner):
     counts, draws, batch = torch.zeros(STEPS), 1_000, 203
     made.check_sample()
     for _ in range(draws):
-        sampler.queue.intervals = [(STEPS - 3, STEPS)]
+        sampler.queue.begin([(3, 0)])
         flat, _ = sampler._draw(made.rb.storage, batch)
         assert flat[:3].tolist() == [14, 13, 12]
         counts += torch.bincount(flat[3:], minlength=STEPS)

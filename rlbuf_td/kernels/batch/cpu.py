@@ -19,8 +19,10 @@ from rlbuf_td.kernels.rank_order.cpu_update import fill as fill_order
 from rlbuf_td.kernels.rank_order.cpu_update import update as update_order
 from rlbuf_td.kernels.rank_order.law import HEAD
 from rlbuf_td.kernels.rank_order.reference import LARGEST
+from rlbuf_td.kernels.recency.cpu import recent_rows
+from rlbuf_td.kernels.recency.fresh_cpu import take
 from rlbuf_td.kernels.rows.cpu import skip_ring
-from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update
+from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
 TREE, ORDER = 9, 4 + len(Chunks._fields)  # length of the ``addresses`` of a sum tree and of an order of ranks
@@ -80,9 +82,10 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the rows at the flat positions in the scratch memory, and write their index."""
+    """Gather the rows at the flat positions in the scratch memory, fresh ones first, and write their index."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
+    _put_fresh(batch, batch.flat)
     gather_batch(batch, index, targets)
     if batch.lanes:
         _coordinates(index, batch.lanes, out)
@@ -91,15 +94,33 @@ def sample_uniform(address, targets):
 
 
 @kernel
-def put_in_front(address, targets, flat, count):
-    """Put the rows at flat positions in the first places of a batch that has been gathered, with their index."""
+def sample_part(address, targets, begin, count, member):
+    """Gather rows as :func:`sample_uniform` into ``count`` places of a larger batch from ``begin`` on.
+
+    After the index, ``targets`` holds the source of each row, which is ``member``.
+    """
     batch = batch_at(address)
-    index, out = carray(pointer(flat), count, np.int64), load(targets + 8 * batch.leaves, np.int64)
-    gather_batch(batch, index, targets)
+    leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
+    places = np.empty(batch.leaves, np.int64)
+    for leaf in range(batch.leaves):
+        places[leaf] = load(targets + 8 * leaf, np.int64) + begin * leaves[leaf, 1]
+    index = carray(pointer(batch.flat), count, np.int64)
+    gather(batch.rows, batch.row_bytes, index, leaves, places)
+    after = targets + 8 * batch.leaves
     if batch.lanes:
-        _coordinates(index, batch.lanes, out)
+        _coordinates(index, batch.lanes, load(after, np.int64) + 16 * begin)
     else:
-        copy_bytes(out, flat, 8 * count)
+        copy_bytes(load(after, np.int64) + 8 * begin, batch.flat, 8 * count)
+    source = carray(pointer(load(after + 8, np.int64) + 8 * begin), count, np.int64)
+    source[:] = member
+
+
+@kernel
+def sample_recent(address, targets, newest, span, steps, log_decay):
+    """Draw rows by recency, from the uniform numbers in the scratch memory, and gather them."""
+    batch = batch_at(address)
+    recent_rows(batch.uniform, batch.flat, batch.count, newest, span, steps, max(batch.lanes, 1), log_decay)
+    sample_uniform(address, targets)
 
 
 @kernel
@@ -110,46 +131,65 @@ def sample_proportional(address, targets, step, written, beta, mode, now):
     scratch memory. :func:`rlbuf_td.kernels.sum_tree.draw` defines the distribution.
     """
     batch = batch_at(address)
-    index, importance, mass = _drawn(batch, targets)
+    index, importance, mass, place = _drawn(batch, targets)
     tree = carray(pointer(batch.table), TREE, np.int64)
-    if not draw(tree, mass, step, written, beta, mode, index, importance):
+    if not draw(tree, mass, step, written, beta, mode, index, importance) or not _are_written(index, written):
         return False
-    return _gather_drawn(batch, targets, index, written, now)
+    first = index[0]
+    fresh = _put_fresh(batch, place)
+    if fresh:
+        weigh_beside(tree, index[:fresh], first, beta, importance)
+    _gather_drawn(batch, targets, index, now)
+    return True
 
 
 @kernel
 def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, now):
     """As :func:`sample_proportional`, but by rank. See :func:`rlbuf_td.kernels.rank_order.cpu.draw`."""
     batch = batch_at(address)
-    index, importance, mass = _drawn(batch, targets)
+    index, importance, mass, _ = _drawn(batch, targets)
     order, head = carray(pointer(batch.table), ORDER, np.int64), carray(pointer(law), HEAD, np.float64)
-    if not draw_by_rank(order, head, alpha, shift, mass, step, beta, mode, index, importance):
+    drawn = draw_by_rank(order, head, alpha, shift, mass, step, beta, mode, index, importance)
+    if not drawn or not _are_written(index, written):
         return False
-    return _gather_drawn(batch, targets, index, written, now)
+    _gather_drawn(batch, targets, index, now)
+    return True
+
+
+@inlined
+def _put_fresh(batch, place):
+    """Put the rows that no batch has had yet in front of the flat rows at the address ``place``; return how many."""
+    if not batch.queue:
+        return 0
+    live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
+    return take(batch.queue, live, newest, now, batch.count, place)
 
 
 @inlined
 def _drawn(batch, targets):
-    """Return the memory for the flat rows and for their importance weights, and the uniform numbers."""
+    """Return the memory for the flat rows and for their weights, the uniform numbers, and the address of the rows."""
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
+    place = batch.flat if batch.lanes else index
     return (
-        carray(pointer(batch.flat if batch.lanes else index), batch.count, np.int64),
+        carray(pointer(place), batch.count, np.int64),
         carray(pointer(importance), batch.count, np.float32),
         carray(pointer(batch.uniform), batch.count, np.float64),
+        place,
     )
 
 
 @inlined
-def _gather_drawn(batch, targets, index, written, now):
-    for i in range(len(index)):
-        if index[i] >= written:
-            return False
+def _are_written(index, written):
+    return index.max() < written
+
+
+@inlined
+def _gather_drawn(batch, targets, index, now):
     stamp = carray(pointer(load(targets + 8 * batch.leaves + 16, np.int64)), batch.count, np.int64)
     stamp[:] = now
     gather_batch(batch, index, targets)
     if batch.lanes:
         _coordinates(index, batch.lanes, load(targets + 8 * batch.leaves, np.int64))
-    return True
 
 
 @inlined

@@ -14,6 +14,8 @@ _ADDRESSES = (
 #: points to the ``addresses`` of a sum tree or an order, ``boundaries`` to ``BitBoundaries.numbers``; 0 means none.
 #: ``alpha`` is the exponent of a sum tree.
 RING = np.dtype([(name, np.int64) for name in _NUMBERS + _ADDRESSES] + [("eps", np.float64)])
+_SOURCES = "rows", "extents", "count", "table", "flat", "uniform", "queue", "numbers", "clock"
 #: For batches of ``count`` rows: the same numbers, the address ``table`` of the priorities, and scratch memory for
-#: ``count`` int64 and float64.
-BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, "rows", "extents", "count", "table", "flat", "uniform")])
+#: ``count`` int64 and float64. ``queue`` points to a ``QUEUE`` of fresh rows (0: none), which needs the storage's
+#: counters at ``numbers`` and ``clock``.
+BATCH = np.dtype([(name, np.int64) for name in (*_NUMBERS, *_SOURCES)])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlbuf_td.kernels.dispatch import backend_of, loops
 
-__all__ = ["recent_rows"]
+__all__ = ["QUEUE", "recent_rows"]
 Number: TypeAlias = float | Tensor
+_FIELDS = "began", "clock", "count", "newest", "fresh", "steps", "lanes", "intervals", "capacity", "head", "length"
+#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`. Of a ring of ``capacity`` intervals at the address
+#: ``intervals``, ``length`` are in use, the oldest at ``head``.
+QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
 

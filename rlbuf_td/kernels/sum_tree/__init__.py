@@ -27,7 +27,7 @@ from rlbuf_td.kernels.sum_tree.reference import weight_of
 from rlbuf_td.kernels.sum_tree.tree import LARGEST, REFUSED, SMALLEST, Number, SumTree
 
 __all__ = ["LARGEST", "REFUSED", "SMALLEST", "SumTree", "draw", "fill_", "prepare_capture", "rebuild_", "reweigh_"]
-__all__ += ["update_", "weight_of"]
+__all__ += ["update_", "weigh_beside_", "weight_of"]
 
 
 def update_(
@@ -107,6 +107,14 @@ def draw(
     if not loops("sum_tree.cpu").draw(tree.addresses, uniform.numpy(), *law, index, weight):
         return None
     return torch.from_numpy(index), torch.from_numpy(weight)
+
+
+def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
+    """Do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU; return False elsewhere."""
+    if backend_of(tree.weight) != "numba":
+        return False
+    loops("sum_tree.cpu").weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
+    return True
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:

@@ -10,6 +10,7 @@ import numpy as np
 from numba import carray, uint64
 
 from rlbuf_td.kernels.compiled import acceptable, inlined, kernel, masses, pointer, prefetch
+from rlbuf_td.kernels.strata import LEAST_RATIO
 from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, REFUSED, SMALLEST
 
 _ONE, _TWO, _THREE, _FOUR, _SEVEN = (np.uint64(k) for k in (1, 2, 3, 4, 7))
@@ -225,3 +226,12 @@ def _importance(weight, row, smallest, beta, importance):
             importance[j] = np.float32(ratio) ** exponent  # half the time of a float64 power
         else:
             importance[j] = ratio**-beta
+
+
+@kernel
+def weigh_beside(tree, index, first, beta, importance):
+    """Set the importance weights of rows, given that of the row ``first``, which is the first one in the memory."""
+    weight, scale = _arrays(tree)[2], importance[0]
+    for j in range(index.shape[0]):
+        ratio = max(weight[index[j]] / weight[first], LEAST_RATIO)
+        importance[j] = scale * np.float32(ratio**-beta)

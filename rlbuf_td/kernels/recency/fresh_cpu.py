@@ -1,0 +1,74 @@
+"""The *fresh* rows of a storage: those that no batch has contained yet.
+
+Rows are numbered in the order of writing, beginning with an arbitrary row. Half-open intervals hold the numbers of the
+fresh rows, the newest last. The position of a row follows from its number and the position of the newest row.
+
+``queue`` is the address of a ``QUEUE``: whether rows have numbers (``began``; until then intervals hold ages), the
+storage's ``clock`` and ``newest`` time step at the last look, the number ``count`` of the next row, the ``fresh`` rows
+per batch, and the shape of the ring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from rlbuf_td.kernels.compiled import kernel, pointer, store
+from rlbuf_td.kernels.recency import QUEUE
+
+
+@kernel
+def look(queue, live, newest, now):
+    """Give numbers to the rows that have been written since the last look.
+
+    ``live``: how many rows there are; ``newest``: the time step written last; ``now``: the clock.
+    """
+    state = carray(pointer(queue), 1, QUEUE)[0]
+    if state.began and now == state.clock:
+        return
+    intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)
+    if not state.began:
+        for i in range(state.length):
+            place = (state.head + i) % state.capacity
+            intervals[place, 0], intervals[place, 1] = live - intervals[place, 0], live - intervals[place, 1]
+        state.began, state.count = 1, live
+    else:
+        # Edits of rows advance the clock, too: only the newest time step tells how far the ring has moved.
+        ticks = now - state.clock
+        written = min((newest - state.newest) % state.steps, ticks) if ticks < state.steps else state.steps
+        begin = state.count + max(written * state.lanes - live, 0)
+        state.count += written * state.lanes
+        last = (state.head + state.length - 1) % state.capacity
+        if state.length and intervals[last, 1] == begin:
+            intervals[last, 1] = state.count
+        elif begin < state.count:
+            while state.length and intervals[state.head, 1] <= state.count - live:  # replaced
+                state.head = (state.head + 1) % state.capacity
+                state.length -= 1
+            last = (state.head + state.length) % state.capacity
+            intervals[last, 0], intervals[last, 1] = begin, state.count
+            state.length += 1
+    state.clock, state.newest = now, newest if live else -1
+
+
+@kernel
+def take(queue, live, newest, now, most, out):
+    """Write up to ``most`` fresh rows, flat, to the address ``out``; return how many. They stop being fresh."""
+    look(queue, live, newest, now)
+    state = carray(pointer(queue), 1, QUEUE)[0]
+    intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)
+    most, taken, oldest = min(most, state.fresh), 0, state.count - live
+    # The newest row has the number `count - 1`, and lies in the last lane of the newest time step.
+    shift = (state.newest + 1) * state.lanes - state.count
+    while state.length and taken < most:
+        last = (state.head + state.length - 1) % state.capacity
+        begin, end = max(intervals[last, 0], oldest), intervals[last, 1]
+        first = max(begin, end - most + taken)
+        for number in range(end - 1, first - 1, -1):
+            store(out + 8 * taken, (number + shift) % live, np.int64)
+            taken += 1
+        if first > begin:
+            intervals[last, 0], intervals[last, 1] = begin, first
+        else:
+            state.length -= 1
+    return taken
