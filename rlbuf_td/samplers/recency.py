@@ -6,6 +6,7 @@ from math import inf, log
 from typing import Any, ClassVar
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
@@ -13,7 +14,10 @@ from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.recency import recent_rows
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, setting, uniform_numbers, whole
+from rlbuf_td.samplers.wrapper import column_of
+from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
+from rlbuf_td.storages.trajectory_index import as_tuple
 
 
 def _half_life(name: str, value: Any) -> float:
@@ -40,16 +44,23 @@ class RecencySampler(RowSampler, GraphCapturable):
         half_life: the age in time steps at which a row is half as likely as the newest one, positive; infinite: all
             ages in the window are equally likely.
         window: only this number of newest time steps may be drawn; ``None``: all.
+        age_key: the key of a number that increases over time, such as ``"policy_version"``, which TorchRL's collectors
+            write with ``track_policy_version=True``. The age of a row is then the largest stored number minus the
+            row's own, in any order of rows. ``half_life`` and ``window`` count policy versions; rows of equal age are
+            equally likely.
 
-    Both may be set at any time, also by TorchRL's schedulers. For *emphasizing recent experience*, set
-    ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where N is the number of
-    stored time steps.
+    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers. For *emphasizing recent
+    experience*, set ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where N is
+    the number of stored time steps.
 
     Raises:
-        ValueError: a setting is out of range; (in a buffer) the writer does not write rows in time order.
+        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer does not write rows in time
+            order.
         RuntimeError: (when sampling) the buffer is empty.
+        SchemaError: (when sampling) rows do not have one number at ``age_key``.
 
     Cost: O(B), independent of the number of rows: the age of a row is its distance from the newest one in the ring.
+    With ``age_key`` O(B log N), plus O(N) after a write or a change of settings; CUDA graphs cannot capture it.
 
     Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019
     (the window). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
@@ -65,16 +76,18 @@ class RecencySampler(RowSampler, GraphCapturable):
         tensor([0.5714, 0.2857, 0.1429, 0.0000], dtype=torch.float64)
     """
 
-    needs_order = True
-    _shown = _setting_names = ("half_life", "window")
+    _shown: ClassVar = ("half_life", "window", "age_key")
+    _setting_names: ClassVar = ("half_life", "window")
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
     log_decay: float
     """The logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely."""
     _in_graph: ClassVar = ("newest", "span", "steps", "log_decay")
 
-    def __init__(self, half_life: float = inf, window: int | None = None) -> None:
-        self.half_life, self.window = half_life, window
+    def __init__(self, half_life: float = inf, window: int | None = None, *, age_key: NestedKey | None = None) -> None:
+        self.half_life, self.window, self.age_key = half_life, window, age_key
+        self.needs_order = age_key is None
+        self._mass: tuple[Any, Tensor | None] = (None, None)  # for age_key: a state, and its cumulative weights
         self._numbers: DeviceScalars | None = None  # in the order of _in_graph; CUDA graphs read them
 
     def _changed(self) -> None:
@@ -90,6 +103,10 @@ class RecencySampler(RowSampler, GraphCapturable):
         if not rows:
             raise RuntimeError(EMPTY)
         uniform = uniform_numbers(batch_size, self._rng, device)
+        if self.age_key is not None:
+            mass = self._mass_by_age(storage)
+            below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not lead past the last row
+            return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
         law: tuple[Any, ...] = self._law(storage, rows // lanes)
         if backend_of(uniform) != "numba":
             numbers = self._on_device(device)
@@ -98,6 +115,24 @@ class RecencySampler(RowSampler, GraphCapturable):
             law = tuple(numbers.tensor.unbind())
         newest, span, steps, log_decay = law
         return recent_rows(uniform, newest, span, steps, lanes, log_decay), {}
+
+    def _weight_by_age(self, storage: Storage) -> Tensor:
+        """Return the probability of each row by its ``age_key``, up to a factor: ``[N]`` float64."""
+        rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
+        if column is None or column.is_meta or column.is_complex() or column[:1].numel() != 1:
+            found = "no such entry" if column is None else f"{column.dtype} of shape {tuple(column.shape[1:])}"
+            raise SchemaError(f"age_key={self.age_key!r} must name one number per row, stored in the row: {found}")
+        number = column[:rows].reshape(-1)
+        age = (number.max() - number).to(torch.float64)
+        weight = torch.exp(age * self.log_decay)
+        return weight if self.window is None else torch.where(age < self.window, weight, 0.0)
+
+    def _mass_by_age(self, storage: Storage) -> Tensor:
+        """Return the cumulative sum of :meth:`_weight_by_age`, computed after a change only."""
+        state = id(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
+        if self._mass[1] is None or self._mass[0] != state:
+            self._mass = state, self._weight_by_age(storage).cumsum(0)
+        return self._mass[1]
 
     def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
         return int(storage._last_cursor_index), self.span(steps), steps, self.log_decay
@@ -114,6 +149,8 @@ class RecencySampler(RowSampler, GraphCapturable):
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
+        if self.age_key is not None:
+            raise TypeError("draws by age_key cannot be captured in a graph: sample outside of it")
         numbers, lanes = self._on_device(device_of(storage)), lanes_of(storage).numel()
         self._put(numbers, self._law(storage, len(storage) // lanes))
         return numbers
@@ -121,6 +158,8 @@ class RecencySampler(RowSampler, GraphCapturable):
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return the probability of each row in a draw, ``[B]`` float64."""
         flat, lanes = flat_rows(index, storage, device_of(storage)), lanes_of(storage).numel()
+        if self.age_key is not None:
+            return self._weight_by_age(storage)[flat] / self._mass_by_age(storage)[-1]
         steps = len(storage) // lanes
         ages = torch.arange(steps, dtype=torch.float64, device=flat.device)
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
@@ -140,4 +179,4 @@ class RecencySampler(RowSampler, GraphCapturable):
             pass
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_numbers": None}
+        return super().__getstate__() | {"_numbers": None, "_mass": (None, None)}

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
-from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter
+from rlbuf_td import PackedStorage, RecencySampler, ReplayBuffer, ReservoirWriter, RingWriter, SchemaError
 from tests.backends import forced
 from tests.statistics import assert_follows, power
 
@@ -81,7 +81,7 @@ def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
     assert set(rb.sample()["time"].tolist()) == {31, 32}
     rb.dumps(tmp_path)
     other.loads(tmp_path)
-    assert repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2)"
+    assert repr(other.sampler) == repr(rb.sampler) == "RecencySampler(half_life=1.0, window=2, age_key=None)"
     assert torch.equal(other.sample()["time"], rb.sample()["time"])
     other.load_state_dict(rb.state_dict())
     assert rb.health()["top_mass"] == pytest.approx(2 / 3)
@@ -103,6 +103,45 @@ def test_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         sampler.load_state_dict(sampler.state_dict() | settings)
     assert (sampler.half_life, sampler.window) == (3.0, 4)
+
+
+@pytest.mark.parametrize("path", ["numba", "torch"])
+@pytest.mark.parametrize(("half_life", "window", "lanes"), [(2.0, None, 2), (inf, 3, 0), (1.5, 4, 0)])
+def test_draws_follow_the_law_of_policy_age_whatever_the_order_of_rows(half_life, window, lanes, path):
+    versions = torch.randint(8, (STEPS, max(1, lanes)), generator=torch.Generator().manual_seed(1))
+    with forced(path):
+        rb = buffer(RecencySampler(half_life, window, age_key="policy_version"), lanes, 0)
+        for version in versions.split(1):  # each write changes the law, and is followed by a draw
+            version = version.t() if lanes else version[0]
+            rb.extend(TensorDict({"policy_version": version.clone()}, version.shape))
+            drawn = rb.sample()["policy_version"]
+            assert window is None or int(drawn.min()) > int(rb.storage[:]["policy_version"].max()) - window
+        index = torch.cat([rb.sample()["index"] for _ in range(50)])
+    flat = index if not lanes else index @ torch.tensor([lanes, 1])
+    age = (versions.max() - versions).flatten().double()
+    weight = torch.where(age < (window or inf), 0.5 ** (age / half_life), 0.0)
+    law = weight / weight.sum()
+    assert power(law[law > 0].numpy(), 50 * 8_000, bias=0.02) > 0.97
+    assert_follows(torch.bincount(flat, minlength=len(law)), law)
+    torch.testing.assert_close(rb.sampler.probability(torch.arange(len(rb)), storage=rb.storage), law)
+
+
+def test_policy_age_needs_no_order_but_one_number_per_row():
+    versions = TensorDict({"policy_version": torch.arange(30), "x": torch.zeros(30, 2)}, [30])
+    rb = buffer(RecencySampler(window=1, age_key="policy_version"), 0, 0, 8)
+    rb.set_writer(ReservoirWriter())
+    rb.extend(versions)
+    assert (rb.sample()["policy_version"] == rb.storage[:]["policy_version"].max()).all()
+    rb.set_sampler(RecencySampler(age_key="x"))
+    with pytest.raises(
+        SchemaError, match=r"age_key='x' must name one number per row, .*: torch.float32 of shape \(2,\)"
+    ):
+        rb.sample()
+    rb.set_sampler(RecencySampler(age_key=("collector", "policy_version")))
+    with pytest.raises(SchemaError, match="must name one number per row, stored in the row: no such entry"):
+        rb.sample()
+    with pytest.raises(TypeError, match="draws by age_key cannot be captured in a graph"):
+        rb.sampler.prepare_graph(rb.storage, 8)
 
 
 def test_no_rows_and_rows_without_order_are_refused():
