@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
+from torchrl.data import VideoClipRef
+from torchrl.data.datasets import LeRobotExperienceReplay
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
@@ -110,3 +112,23 @@ def test_what_cannot_be_taken_over_is_named():
 def test_a_bar_shows_what_has_been_copied(capsys):
     ReplayBuffer.from_torchrl(theirs(7), progress=True)
     assert "copying: 100%" in capsys.readouterr().err
+
+
+def test_a_lerobot_data_set_comes_in_without_its_strings_and_videos():
+    columns = {
+        "observation.state": torch.rand(6, 4),
+        "observation.images.top": VideoClipRef.from_file("top.mp4", num_frames=6),
+        "action": torch.rand(6, 2),
+        "next.done": torch.tensor([0, 0, 1, 0, 0, 1], dtype=torch.bool),
+        "episode_index": torch.tensor([0, 0, 0, 1, 1, 1]),
+        "task": ["pick"] * 3 + ["place"] * 3,
+    }
+    theirs = LeRobotExperienceReplay.from_columns(columns, decode_video=False)
+    instruction, video = "language_instruction", ("observation", "image", "top")
+    for excluded, refused in (([video], "language_instruction"), ([instruction], "top")):
+        with pytest.raises(SchemaError, match=refused):
+            ReplayBuffer.from_torchrl(theirs, exclude=excluded)
+    rb = ReplayBuffer.from_torchrl(theirs, exclude=[instruction, video])
+    assert torch.equal(rb.storage["observation", "state"], columns["observation.state"])
+    assert rb.storage["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert rb.storage["next", "done"].shape == (6, 1)

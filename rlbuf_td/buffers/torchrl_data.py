@@ -35,6 +35,10 @@ def from_torchrl(
     By default all rows are copied, oldest first and without transforms, into a :class:`PackedStorage`, some MiB at a
     time: with ``scratch_dir`` they may exceed RAM. The memory is reserved before they are read.
 
+    LeRobot data sets (formats 2 and 3) are read by TorchRL's ``LeRobotExperienceReplay``, which needs ``torchrl[vla]``
+    but not LeRobot's own library (lerobot 0.6.1 requires torch < 2.12). Exclude its instructions, which are strings,
+    and its videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+
     Args:
         rb: any of TorchRL's replay buffers over tensors; it is not changed.
         capacity: in transitions; ``None``: that of ``rb``, which for a data set is its number of rows.
