@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -77,9 +78,10 @@ def from_minari(
     if first is None:
         raise ValueError(f"{dataset.id} has no transitions")
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
-    if rb.storage.scratch_dir is None:
-        take_pages(rb.storage.all_rows().first(steps).matrix)  # page faults during writes would take twice as long
-    with progress_bar(f"loading {dataset.id}", steps * rb.storage.row_bytes, progress) as report:
+    nbytes = steps * rb.storage.row_bytes
+    with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes, progress) as report:
+        if rb.storage.scratch_dir is None:  # while episodes are read: page faults during writes would take longer
+            pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
             _fit_reward_(rows, first["next", "reward"].dtype)
             rb.extend(rows)
