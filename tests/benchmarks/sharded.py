@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from matplotlib.figure import Figure
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
 
 from rlbuf_td import PackedStorage, ProportionalSampler, ReplayBuffer
-from rlbuf_td.distributed import ShardedReplayBuffer
+from rlbuf_td.distributed import Client, ShardedReplayBuffer
 
 BATCHES = 256, 4_096
 
@@ -96,27 +97,41 @@ def compare(stored: int, rounds: int) -> None:
         rb.shutdown()
 
 
+def first_shards(rb: ShardedReplayBuffer, shards: int, home: int | None = None) -> Client:
+    """Return a client of the first shards alone: to start some for each measurement would take minutes."""
+    return Client(lambda: (rb.links.handles[:shards], None, ray), rb.spec, None, 0, "continue", home)
+
+
+def times_of(rb: ShardedReplayBuffer, shards: int, stored: int, rounds: int) -> list[tuple[int, int, int, float]]:
+    """Store rows in the first shards, and time batches of several sizes."""
+    rb.empty()
+    for home in range(shards):
+        client = first_shards(rb, shards, home)
+        for _ in range(10):
+            client.extend(rows(stored // shards // 10))
+        client.synchronize()
+    learner = first_shards(rb, shards)
+    sizes = 64, 256, 1_024, 4_096
+    return [(stored, shards, size, seconds([partial(step, learner, size)], rounds, 5)[0]) for size in sizes]
+
+
 def fit(picture: Path, rounds: int, numbers: Sequence[int]) -> None:
     """Fit ``time = a + b * shards + c * rows`` to batches of several sizes and numbers of shards, and draw it."""
-    from matplotlib.figure import Figure
-
-    points = []
-    for stored in (20_000, 200_000):
-        for shards in numbers:
-            with sharded(shards, stored) as rb:
-                sizes = 64, 256, 1_024, 4_096
-                points += [(stored, shards, size, seconds([partial(step, rb, size)], rounds)[0]) for size in sizes]
-    stored, shards, size, taken = np.array(points).T
+    with ShardedReplayBuffer(max(numbers), partial(make_buffer, 1_000_000)) as rb:
+        points = [point for shards in numbers for point in times_of(rb, shards, 100_000, rounds)]
+        few, many = (times_of(rb, min(4, max(numbers)), stored, rounds) for stored in (10_000, 1_000_000))
+    for (*_, size, before), (*_, after) in zip(few, many, strict=True):
+        print(f"{size:>6} rows: {1e3 * before:.2f} ms of 10,000 stored, {1e3 * after:.2f} ms of 1,000,000")
+    _, shards, size, taken = np.array(points).T
     design = np.stack([np.ones_like(taken), shards, size], 1)
     (fixed, per_shard, per_row), *_ = np.linalg.lstsq(design, taken, rcond=None)
     explained = 1 - ((taken - design @ [fixed, per_shard, per_row]) ** 2).sum() / ((taken - taken.mean()) ** 2).sum()
-    ratio = taken[stored == 200_000] / taken[stored == 20_000]
     print(f"time = {1e3 * fixed:.2f} ms + {1e3 * per_shard:.3f} ms * shards + {1e6 * per_row:.3f} us * rows")
-    print(f"R^2 {explained:.3f}; 10 times the rows stored: x{median(ratio):.2f}")
+    print(f"R^2 {explained:.3f}")
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
     for color, each in enumerate(sorted(set(size))):
-        chosen = (size == each) & (stored == 200_000)
+        chosen = size == each
         axes.plot(shards[chosen], 1e3 * taken[chosen], "o", color=f"C{color}", label=f"{int(each):,} rows")
         axes.plot(shards[chosen], 1e3 * (fixed + per_shard * shards[chosen] + per_row * each), color=f"C{color}")
     axes.set(xlabel="shards", ylabel="ms per batch: sample and update", ylim=(0, None))
