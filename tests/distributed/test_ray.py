@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import GymEnv
 
 import rlbuf_td
@@ -148,6 +149,37 @@ def test_a_collector_of_torchrl_writes_into_shards():
             pass
         collector.shutdown()
         assert rb.write_count == 200
+        assert rb.sample(32)["observation"].shape == (32, 4)
+
+
+def make_env() -> GymEnv:
+    return GymEnv("CartPole-v1")
+
+
+def multi(collector: Any, rb: ShardedReplayBuffer) -> Any:
+    return collector([make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb.client())
+
+
+def on_ray(rb: ShardedReplayBuffer) -> Any:
+    free = {"num_cpus": 0, "num_gpus": 0}
+    return RayCollector(
+        [make_env] * 2, None, frames_per_batch=100, total_frames=400, replay_buffer=rb, remote_configs=free
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [partial(multi, MultiSyncCollector), partial(multi, MultiAsyncCollector), on_ray],
+    ids=["MultiSyncCollector", "MultiAsyncCollector", "RayCollector"],
+)
+def test_workers_of_torchrls_collectors_write_into_shards(make):
+    with ShardedReplayBuffer(2, make_buffer) as rb:
+        collector = make(rb)
+        for _ in collector:
+            pass
+        collector.shutdown()
+        assert rb.write_count >= 400
         assert rb.sample(32)["observation"].shape == (32, 4)
 
 
