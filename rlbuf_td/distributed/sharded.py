@@ -40,13 +40,13 @@ class ShardedReplayBuffer(Client):
     the number of rows, the sum and the smallest weight of all shards. With one learner, probabilities are exact even
     while others write, because a shard takes in TD errors and new rows after its next draw. With several learners, each
     changes priorities without the others' knowledge: the importance weights correct for this, and :meth:`health` counts
-    the affected rows as ``drifted``.
+    the affected rows as ``drifted``. Each client has its own ``beta``.
 
     A batch takes one request per shard that it touches. The request also brings the TD errors of earlier batches.
     All writes of a client go to one shard, so that trajectories stay whole; the shard computes n-step returns,
-    sequences and hindsight. If clients share a shard, a trajectory is cut where another client's rows follow; with
-    ``trajs_per_batch``, TorchRL's collectors write whole trajectories. Goals of hindsight's ``"random"`` strategy come
-    from the same shard.
+    sequences and hindsight. If clients share a shard, a trajectory is cut where another client's rows follow: use as
+    many shards as writing clients, or TorchRL's ``trajs_per_batch``, which writes whole trajectories. Goals of
+    hindsight's ``"random"`` strategy come from the same shard.
 
     TorchRL's ``Collector`` takes this object or a client as its ``replay_buffer``, and ``RayCollector`` takes this
     object. ``MultiSyncCollector`` and ``MultiAsyncCollector`` take a :meth:`client`, and must spawn their workers,
