@@ -35,14 +35,16 @@ def race(rb: Any, counters: Callable[[], dict[str, float]], count: int, is_write
     """Write or sample for some time; return the number of calls, their rows, and the largest distance."""
     torch.set_num_threads(1)
     end, calls, done, worst = time.monotonic() + seconds, 0, 0, 0.0
-    while time.monotonic() < end:
+    while not is_writer or time.monotonic() < end:
         if is_writer:
             rb.extend(rows(count))
         else:
             try:
-                rb.sample(count, wait=True, timeout=1.0)
-            except TimeoutError:  # the writers have finished
-                continue
+                rb.sample(count, wait=True, timeout=5.0)
+            except TimeoutError:  # the last writer has finished, or has not begun
+                if time.monotonic() < end:
+                    continue
+                break
         calls, done, found = calls + 1, done + count, counters()
         if found["samples"]:
             worst = max(worst, abs(found["samples"] - RATIO * (found["inserts"] - MIN_SIZE)))
