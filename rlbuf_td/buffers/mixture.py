@@ -216,15 +216,12 @@ class ReplayBufferMixture:
         largest = 1.0 if None in scales.values() else largest  # a member does not normalise its weights
         width = max(part["index"].ndim for part in parts.values())
         for name, part in parts.items():
-            member, index, ones = (
-                self.members[name],
-                part["index"],
-                torch.ones(len(part), dtype=torch.float32, device=part.device),
-            )
+            member, index = self.members[name], part["index"]
             more = {"source": torch.full((len(part),), self.names.index(name), device=index.device)}
             if index.ndim < width:  # a row of [T] is in lane 0
                 more["index"] = torch.stack((index, torch.zeros_like(index)), -1)
             if weighted:
+                ones = torch.ones(len(part), dtype=torch.float32, device=part.device)
                 more["priority_weight"] = part.get("priority_weight", ones) * ((scales.get(name) or 1.0) / largest)
                 clock = member.storage.clock.now if hasattr(member.storage, "clock") else 0
                 more[SAMPLED_AT] = part.get(SAMPLED_AT, torch.full((len(part),), clock, device=index.device))

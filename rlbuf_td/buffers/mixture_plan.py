@@ -37,7 +37,7 @@ class MixturePlan:
         self.gather = Gather(
             first.rows.flat, self.layout.extents, [*entries, index, (torch.int64, torch.Size([]))], size
         )
-        #: By member: the first numbers of its scratch memory, by how many.
+        #: For each member: the first n places of its scratch memory, by n.
         self.parts: list[dict[int, Tensor]] = [{} for _ in members]
         self.blanks: list[tuple[int, TensorDict]] = []
 

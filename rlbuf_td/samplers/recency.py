@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf, log
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from tensordict import NestedKey
@@ -18,6 +19,8 @@ from rlbuf_td.samplers.wrapper import column_of
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import device_of, flat_rows, lanes_of
 from rlbuf_td.storages.trajectory_index import as_tuple
+
+_NO_NUMBERS = torch.bool, torch.complex64, torch.complex128
 
 
 def _half_life(name: str, value: Any) -> float:
@@ -119,7 +122,7 @@ class RecencySampler(RowSampler, GraphCapturable):
     def _weight_by_age(self, storage: Storage) -> Tensor:
         """Return the probability of each row by its ``age_key``, up to a factor: ``[N]`` float64."""
         rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
-        if column is None or column.is_meta or column.is_complex() or column[:1].numel() != 1:
+        if column is None or column.is_meta or column.dtype in _NO_NUMBERS or column[:1].numel() != 1:
             found = "no such entry" if column is None else f"{column.dtype} of shape {tuple(column.shape[1:])}"
             raise SchemaError(f"age_key={self.age_key!r} must name one number per row, stored in the row: {found}")
         number = column[:rows].reshape(-1)
@@ -129,10 +132,14 @@ class RecencySampler(RowSampler, GraphCapturable):
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
         """Return the cumulative sum of :meth:`_weight_by_age`, computed after a change only."""
-        state = id(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
-        if self._mass[1] is None or self._mass[0] != state:
-            self._mass = state, self._weight_by_age(storage).cumsum(0)
-        return self._mass[1]
+        state = ref(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
+        known, mass = self._mass
+        if mass is None or known != state:
+            mass = self._weight_by_age(storage).cumsum(0)
+            if mass.device.type == "cpu" and not 0 < mass[-1] < inf:
+                raise SchemaError(f"age_key={self.age_key!r} holds NaN or infinite numbers")
+            self._mass = state, mass
+        return mass
 
     def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
         return int(storage._last_cursor_index), self.span(steps), steps, self.log_decay

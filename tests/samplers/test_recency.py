@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,15 @@ def test_policy_age_needs_no_order_but_one_number_per_row():
         rb.sample()
     with pytest.raises(TypeError, match="draws by age_key cannot be captured in a graph"):
         rb.sampler.prepare_graph(rb.storage, 8)
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize("settings", [{"window": 1}, {"half_life": 2.0}], ids=str)
+def test_policy_ages_that_are_no_numbers_are_refused(bad, settings):
+    rb = ReplayBuffer(storage=PackedStorage(3), sampler=RecencySampler(**settings, age_key="age"), batch_size=2)
+    rb.extend(TensorDict({"age": torch.tensor([1.0, bad, 2.0])}, [3]))
+    with pytest.raises(SchemaError, match="age_key='age' holds NaN or infinite numbers"):
+        rb.sample()
 
 
 def test_no_rows_and_rows_without_order_are_refused():
