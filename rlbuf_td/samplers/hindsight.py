@@ -17,7 +17,7 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import put_rows_, put_values_
 from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of
+from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import HINDSIGHT
 from rlbuf_td.storages.rows import Rows
@@ -144,20 +144,19 @@ class HindsightSampler(SamplerWrapper):
             put_law(boundaries, self.law, len(storage))
         return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
-    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        return partial(self._relabel_, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))
+    def _reader(self, storage: Storage, drawn: torch.Tensor) -> Read:
+        return partial(self._relabelled, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))
 
-    def _relabel_(
+    def _relabelled(
         self,
         storage: Storage,
         drawn: torch.Tensor,
         uniform: torch.Tensor,
-        batch: TensorDictBase,
         flat: torch.Tensor,
         owner: torch.Tensor | None,
-    ) -> None:
-        """Give rows of ``batch`` the goals that ``uniform`` selects for the drawn rows."""
-        bound = self._bound_to(storage)
+    ) -> TensorDictBase:
+        """Read rows and give them the goals that ``uniform`` selects for the drawn rows."""
+        bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:
             rows, mask = rows[owner], mask[owner]
@@ -169,6 +168,7 @@ class HindsightSampler(SamplerWrapper):
             put_rows_(leaf_of(batch, key), outcomes, rows, mask)
         self.recompute_(batch, mask, leaf_of(batch, self.reward_key))
         set_entries_(batch, {"relabeled": mask})
+        return batch
 
     def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
         """Recompute ``reward`` and flags of the relabelled rows; ``mask``: ``[B]`` bool."""

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.n_step import discount_of, n_step_sums, put_gamma, sums_ahead, windows
 from rlbuf_td.samplers.common import fraction, setting, whole
-from rlbuf_td.samplers.wrapper import Revise, SamplerWrapper, column_of, rows_at
+from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, joined_at
 from rlbuf_td.storages.schema import show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
@@ -104,36 +104,30 @@ class NStepSampler(SamplerWrapper):
             put_gamma(boundaries, self.gamma)
         return super().prepare_graph(storage, batch_size), self.n_steps
 
-    def _reviser(self, storage: Storage, drawn: torch.Tensor) -> Revise:
-        return partial(self._sum_, storage, super()._reviser(storage, drawn))
+    def _reader(self, storage: Storage, drawn: torch.Tensor) -> Read:
+        return partial(self._summed, storage, super()._reader(storage, drawn))
 
-    def _sum_(
-        self,
-        storage: Storage,
-        revise: Revise | None,
-        batch: TensorDictBase,
-        flat: torch.Tensor,
-        owner: torch.Tensor | None,
-    ) -> None:
+    def _summed(
+        self, storage: Storage, read: Read | None, flat: torch.Tensor, owner: torch.Tensor | None
+    ) -> TensorDictBase:
         n, bound = self.n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
-        if revise is None:
+        if read is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
-            after = rows_at(storage, last)
+            batch = joined_at(storage, flat, last)
         else:  # a revision may change rewards and flags: read all rows of all steps
             window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
-            steps, first = rows_at(storage, window.flatten()), torch.arange(len(flat), device=flat.device)
-            revise(batch, flat, owner)
-            revise(steps, window.flatten(), (first if owner is None else owner).repeat_interleave(n))
+            batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
+            steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))
             end = torch.zeros_like(window, dtype=torch.bool)
             for key in bound.ends:
                 end |= leaf_of(steps, key).reshape(*window.shape, -1).any(2)
             reward = leaf_of(steps, self.reward_key).unflatten(0, window.shape)
             total, taken = n_step_sums(reward, end, ahead, discount_of(boundaries, self.gamma))
-            after = steps.select("next")[first * n + taken - 1]
-        leaf_of(after, self.reward_key).copy_(total)
-        steps_taken = taken.view(-1, *[1] * (total.ndim - 1))
-        set_entries_(batch, {"next": after.get("next"), "steps_to_next_obs": steps_taken})
+            set_entries_(batch, {"next": steps.get("next")[first * n + taken - 1]})
+        leaf_of(batch, self.reward_key).copy_(total)
+        set_entries_(batch, {"steps_to_next_obs": taken.view(-1, *[1] * (total.ndim - 1))})
+        return batch
 
     def _bind(self, storage: Storage) -> _Bound:
         trajectories = self._trajectories(storage)

@@ -135,11 +135,12 @@ class SequenceSampler(SamplerWrapper):
         self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         window = self.window
-        revise = self._reviser(storage, anchors)
+        read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, back, ahead)
-        batch = rows_at(storage, flat)
-        if revise is not None:
-            revise(batch, flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
+        if read is None:
+            batch = rows_at(storage, flat)
+        else:
+            batch = read(flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
         self._mark_(batch, real)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
         index = coordinates(anchors, storage)

@@ -18,8 +18,8 @@ from rlbuf_td.storages.indexing import Index, coordinates, device_of, flat_rows
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
-Revise: TypeAlias = Callable[[TensorDictBase, Tensor, Tensor | None], None]
-"""Changes a batch in place, given its flat rows and, for each, the drawn row it belongs to (``None``: itself)."""
+Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
+"""Reads flat rows and revises them, given for each the drawn row that it belongs to (``None``: itself)."""
 
 
 def _of_inner(name: str) -> Any:
@@ -65,9 +65,12 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._bound: tuple[TensorDictBase, Any] | None = None
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
-    def _reviser(self, storage: Storage, drawn: Tensor) -> Revise | None:
-        """Make the decisions for drawn rows (flat, ``[B]``); return a function that revises their batches."""
-        return None if self._inner is None else self._inner._reviser(storage, drawn)
+    def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
+        """Make the decisions for drawn rows (flat, ``[B]``); return a function that reads and revises batches of them.
+
+        None means that nothing is revised.
+        """
+        return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
         """Yield the keys of all entries that a revision may change or add."""
@@ -90,10 +93,8 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
         """As :meth:`draw_batch`, for given drawn rows, ``[B]``, and their report."""
-        revise, batch = self._reviser(storage, flat), rows_at(storage, flat)
-        if revise is not None:
-            revise(batch, flat, None)
-        return flat, info, batch
+        read = self._reader(storage, flat)
+        return flat, info, rows_at(storage, flat) if read is None else read(flat, None)
 
     def _bind(self, storage: Storage) -> Any:
         """Look up what stays constant while the storage keeps its columns; :meth:`_bound_to` caches the result."""
@@ -205,6 +206,13 @@ def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tens
 
 def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
     return storage.gather(flat) if isinstance(storage, PackedStorage) else storage.get(coordinates(flat, storage))
+
+
+def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
+    """Return rows with the ``"next"`` of other rows."""
+    if isinstance(storage, PackedStorage):
+        return storage.written_rows().joined_at(flat, last)
+    return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
 
 
 def columns_of(storage: Storage) -> TensorDictBase:

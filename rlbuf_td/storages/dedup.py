@@ -159,15 +159,11 @@ class DedupLayout:
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen  # layout of whole rows, as in batches; at least one group
         leaves = _by_key(layout)
-        #: For each deduplicated key: its group, its position in that group, and 1 under "next", else 0.
-        self.places: dict[Key, tuple[int, int, int]] = {}
-        for g, group in enumerate(chosen):
-            for p, key in enumerate(group.keys):
-                self.places.update((path, (g, p, side)) for side, path in enumerate(_sides(group, key)))
-        self.deduplicated = {key: leaves[key] for key in self.places}
+        paths = [path for group in chosen for key in group.keys for path in _sides(group, key)]
+        self.deduplicated = {path: leaves[path] for path in paths}
         if (ENTRY_IDS,) in layout.offsets or any(name == ENTRY_IDS for name, _ in layout.root.nodes):
             raise SchemaError(f"rows that share observations cannot have a key {ENTRY_IDS!r}")
-        row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.places)
+        row = layout.unpack(torch.empty(layout.row_bytes, dtype=torch.uint8, device="meta")).exclude(*self.deduplicated)
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
         row.set(ENTRY_IDS, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
         self.stored = RowLayout(row, lead_dims=0)

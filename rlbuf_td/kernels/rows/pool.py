@@ -96,17 +96,18 @@ class Table:
         return np.array(groups, np.int64), np.array(parts, np.int64)
 
 
-def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor], order: Tensor | None = None) -> bool:
+def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
     """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
 
-    All are contiguous; ``order``, ``[B]`` int64, is the order of reading. Returns whether all rows are in
-    ``[0, live)``; otherwise ``leaves`` are incomplete. Always True off the CPU, where the host does not wait.
+    Leaves that are None are not read. All are contiguous; ``order``, ``[B]`` int64, is the order of reading. Returns
+    whether all rows are in ``[0, live)``; otherwise ``leaves`` are incomplete. Always True off the CPU, where the host
+    does not wait.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
     own, where, count = table.rows, 0 if order is None else order.data_ptr(), cells.numel()
-    places = np.array([(leaf.data_ptr(), leaf.nbytes // max(1, count)) for leaf in leaves], np.int64)
-    given = places, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
+    targets = np.array([0 if leaf is None else leaf.data_ptr() for leaf in leaves], np.int64)
+    given = targets, own.data_ptr(), own.shape[1], live, cells.data_ptr(), where, count
     return loops("rows.pool_cpu").read(*table.arrays, table.runs, *given)
 
 
@@ -161,22 +162,27 @@ def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
     return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)
 
 
-def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor]) -> bool:
+def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None]) -> bool:
     cells = cells.reshape(-1)
     if not len(cells):
         return True
     if backend_of(cells) == "numba" and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
-    rows, out = table.rows.index_select(0, cells), [_as_bytes(leaf, len(cells)) for leaf in leaves]
+    rows = table.rows.index_select(0, cells)
+    out = {place: _as_bytes(leaf, len(cells)) for place, leaf in enumerate(leaves) if leaf is not None}
     for source, leaf, width in table.runs.tolist():
-        out[leaf].copy_(rows[:, source : source + width])
+        if leaf in out:
+            out[leaf].copy_(rows[:, source : source + width])
     for g, group in enumerate(table.groups):
-        names = rows.narrow(1, group.ids, 4 * group.names).clone().view(torch.int32).long()
-        found = table.entries[g][names - 1].unflatten(1, (group.sides, group.pieces))
-        for part in group.parts:
-            width = part.inner * part.outer
-            for side, leaf in enumerate((part.root, part.next)[: group.sides]):
-                raw = found[:, side, :, part.into : part.into + width]
+        for side in range(group.sides):
+            wanted = [(part, leaf) for part in group.parts if (leaf := (part.root, part.next)[side]) in out]
+            if not wanted:
+                continue
+            first = group.ids + 4 * side * group.pieces
+            names = rows.narrow(1, first, 4 * group.pieces).clone().view(torch.int32).long()
+            found = table.entries[g][names - 1]
+            for part, leaf in wanted:
+                raw = found[:, :, part.into : part.into + part.inner * part.outer]
                 out[leaf].copy_(raw.unflatten(2, (part.outer, part.inner)).transpose(1, 2).flatten(1))
     return True
 

@@ -53,9 +53,19 @@ def _entry(group, name):
 
 
 @inlined
-def _expect_entries(group, row):
+def _sides(parts, targets):
+    """Return which observations are needed, as a range: 0 is the own one, 1 the next one."""
+    low, high = np.int64(1), np.int64(1)
+    for p in range(len(parts)):
+        low = min(low, np.int64(not targets[parts[p, ROOT]]))
+        high = max(high, np.int64(2 * (targets[parts[p, NEXT]] != 0)))
+    return low, high
+
+
+@inlined
+def _expect_entries(group, row, sides):
     last = np.int32(0)
-    for j in range(group[NAMES]):
+    for j in range(sides[0] * group[PIECES], min(sides[1], group[SIDES]) * group[PIECES]):
         name = load(row + group[IDS] + 4 * j, np.int32)
         if name != last:
             prefetch_row(_entry(group, name), min(group[BYTES], 64 * _MOST_LINES))
@@ -63,20 +73,23 @@ def _expect_entries(group, row):
 
 
 @inlined
-def _copy_piece(group, parts, name, piece, side, places, i):
-    """Copy one entry to its position in row ``i`` of the leaves at ``places``."""
+def _copy_piece(group, parts, name, piece, side, targets, i):
+    """Copy one entry to its position in row ``i`` of the leaves at ``targets``."""
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
-        inner = parts[p, INNER]
-        leaf = parts[p, ROOT + side]
-        target = places[leaf, 0] + i * places[leaf, 1] + piece * inner
-        for o in range(parts[p, OUTER]):
+        inner, outer = parts[p, INNER], parts[p, OUTER]
+        target = targets[parts[p, ROOT + side]]
+        if not target:
+            continue
+        target += (i * outer * group[PIECES] + piece) * inner
+        for o in range(outer):
             copy_bytes(target + o * parts[p, PITCH], at + parts[p, INTO] + o * inner, inner)
 
 
 @kernel
-def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count):
-    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``places``, ``[leaves, 2]``: address and bytes per row."""
+def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count):
+    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets``: the leaves' addresses, 0 for none."""
+    sides = _sides(parts, targets)
     for begun in range(count + _ROWS):
         if begun < count:
             i = load(order + 8 * begun, np.int64) if order else np.int64(begun)
@@ -90,22 +103,23 @@ def read(groups, parts, runs, places, own, own_bytes, live, cells, order, count)
         if 0 <= near < count:
             i = load(order + 8 * near, np.int64) if order else np.int64(near)
             for g in range(len(groups)):
-                _expect_entries(_numbers(groups, g), own + load(cells + 8 * i, np.int64) * own_bytes)
+                _expect_entries(_numbers(groups, g), own + load(cells + 8 * i, np.int64) * own_bytes, sides)
         now = begun - _ROWS
         if now < 0:
             continue
         i = load(order + 8 * now, np.int64) if order else np.int64(now)
         row = own + load(cells + 8 * i, np.int64) * own_bytes
         for r in range(len(runs)):
-            width = runs[r, 2]
-            copy_few(places[runs[r, 1], 0] + i * width, row + runs[r, 0], width)
+            width, target = runs[r, 2], targets[runs[r, 1]]
+            if target:
+                copy_few(target + i * width, row + runs[r, 0], width)
         for g in range(len(groups)):
             group = _numbers(groups, g)
-            for j in range(group[NAMES]):
+            for j in range(sides[0] * group[PIECES], min(sides[1], group[SIDES]) * group[PIECES]):
                 # A row that is being written may name no entry: the result is then torn, but the read stays in memory.
                 name = max(load(row + group[IDS] + 4 * j, np.int32), np.int32(1))
                 side = np.int64(j >= group[PIECES])
-                _copy_piece(group, parts, name, j - side * group[PIECES], side, places, i)
+                _copy_piece(group, parts, name, j - side * group[PIECES], side, targets, i)
     return True
 
 

@@ -16,7 +16,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.rows.read_ahead import ask_for_rows
 from rlbuf_td.storages.dedup import DedupLayout
 from rlbuf_td.storages.layout import RowLayout
-from rlbuf_td.storages.tensordict_fast import leaf_of
+from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
 
 class Rows(ABC):
@@ -79,6 +79,12 @@ class Rows(ABC):
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
         """Return the rows at flat positions, int64 of any shape, not negative."""
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
+
+    def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
+        """Return the rows at flat positions with the ``"next"`` of the rows at others, ``[B]`` each."""
+        batch = self.at_cells(cells)
+        set_entries_(batch, {"next": self.at_cells(last).get("next")})
+        return batch
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         steps = from_start(index, self.steps)

@@ -100,8 +100,20 @@ class DedupRows(Rows):
         return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
 
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        cells, order = cells.contiguous(), None
         leaves = self.layout.blank(cells.shape, self.matrix.device)
+        self.read_(cells, leaves)
+        return leaves
+
+    def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
+        leaves = self.layout.blank(cells.shape, self.matrix.device)
+        named = list(zip(self.layout.places, leaves, strict=True))
+        self.read_(cells, [None if key[0] == "next" else leaf for key, leaf in named])
+        self.read_(last, [leaf if key[0] == "next" else None for key, leaf in named])
+        return self.layout.wrap(leaves, cells.shape, self.matrix.device, {})
+
+    def read_(self, cells: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
+        """Copy the leaves of rows at flat positions, except where None, to contiguous tensors."""
+        cells, order = cells.contiguous(), None
         if self.is_mapped:
             flat = cells.view(-1)
             order = ask_for_rows(self.table.rows, flat)
@@ -109,7 +121,6 @@ class DedupRows(Rows):
                 ask_for_entries(self.table, flat[order])
         if not read_(self.table, cells, self.cells, leaves, order):
             refuse_rows(cells, self.cells)
-        return leaves
 
     def at_region(self, index: Any) -> TensorDict:
         found = self.view()[index]
@@ -134,14 +145,12 @@ class DedupRows(Rows):
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
         if key not in self.dedup.deduplicated:
             return super().column_at(key, cells)
-        g, p, side = self.dedup.places[key]
-        leaf, group = self.dedup.deduplicated[key], self.table.groups[g]
-        part, flat = group.parts[p], cells.reshape(-1)
-        first = side * group.pieces
-        ids = self.table.ids(g)[:, first : first + group.pieces].index_select(0, flat).flatten().long() - 1
-        raw = self.table.entries[g].narrow(1, part.into, part.inner * part.outer).index_select(0, ids)
-        raw = raw.view(len(flat), group.pieces, part.outer, part.inner).transpose(1, 2).contiguous()
-        return raw.view(-1).view(leaf.dtype).view((*cells.shape, *leaf.shape))
+        leaf = self.dedup.deduplicated[key]
+        column = torch.empty((*cells.shape, *leaf.shape), dtype=leaf.dtype, device=self.matrix.device)
+        leaves: list[torch.Tensor | None] = [None] * len(self.layout.leaves)
+        leaves[self.layout.places[key]] = column
+        self.read_(cells, leaves)
+        return column
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
         lanes = self.cells // max(1, self.steps)
