@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import tempfile
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from tests.catalogue import assert_same
 CAPACITY, LANES, BATCH = 24, 3, 8
 SAMPLERS = {
     "uniform": UniformSampler,
+    "uniform, in a file": UniformSampler,
     "minibatch": lambda: MinibatchSampler(2),
     "recency": lambda: RecencySampler(half_life=5.0, window=17),
     "fresh": lambda: FreshRowsSampler(UniformSampler(), 3),
@@ -70,7 +72,8 @@ def steps(count: int, lanes: int | None, seed: int) -> TensorDict:
 
 def buffers(sampler: str, lanes: int | None):
     for cls in (ReplayBuffer, GeneralBuffer):
-        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2)
+        folder = tempfile.mkdtemp() if sampler.endswith("file") else None
+        storage = PackedStorage(CAPACITY * (lanes or 1), ndim=1 if lanes is None else 2, scratch_dir=folder)
         generator = torch.Generator().manual_seed(3)
         yield cls(storage=storage, sampler=SAMPLERS[sampler](), batch_size=BATCH, generator=generator)
 

@@ -284,7 +284,6 @@ def is_plain(storage: Any) -> bool:
         type(storage) is PackedStorage
         and type(storage.rows) is PlainRows
         and backend_of(storage.rows.flat) == "numba"
-        and not storage.rows.is_mapped
         and storage.ndim <= 2
         and not storage.is_reserved
         and storage.shared_rows is None
@@ -296,6 +295,7 @@ def can_plan(storage: Any, sampler: Any) -> bool:
     return (
         type(sampler) in PLANS
         and is_plain(storage)
+        and not storage.rows.is_mapped
         and (sampler._rng is None or sampler._rng.device.type == "cpu")
         and not getattr(sampler, "unique", False)
         and getattr(sampler, "age_key", None) is None

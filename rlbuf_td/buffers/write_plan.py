@@ -9,6 +9,7 @@ which raises an error if the data is wrong.
 from __future__ import annotations
 
 from ctypes import addressof
+from os import getpid
 from struct import Struct
 from threading import Lock
 from typing import Any, TypeAlias, cast
@@ -109,6 +110,7 @@ class WritePlan:
             self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
             and self.storage.rows is self.rows
+            and (not self.rows.is_mapped or self.storage.process == getpid())  # a forked process must not write
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]  # without conversions to enums
 from contextlib import ContextDecorator
 from threading import get_ident, main_thread
 from typing import Any
@@ -26,8 +26,8 @@ class _HeldBack(ContextDecorator):
     def __enter__(self) -> None:
         if get_ident() != main_thread().ident:
             return
-        if not self._depth and callable(signal.getsignal(signal.SIGINT)):
-            self._handler = signal.signal(signal.SIGINT, self._note)
+        if not self._depth and callable(getsignal(SIGINT)):
+            self._handler = signal(SIGINT, self._note)
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -35,7 +35,7 @@ class _HeldBack(ContextDecorator):
             return
         self._depth -= 1
         if not self._depth and self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            signal(SIGINT, self._handler)
             handler, came, self._handler, self._came = self._handler, self._came, None, None
             if came is not None:
                 handler(*came)

@@ -145,7 +145,8 @@ def test_writes_of_a_forked_process_are_its_own_until_rows_are_shared(tmp_path: 
     context = multiprocessing.get_context("fork")
     for folder, is_shared in ((None, False), (None, True), (tmp_path / "a", True), (tmp_path / "b", False)):
         rb = ReplayBuffer(storage=PackedStorage(20, scratch_dir=folder), sampler=ProportionalSampler(20), batch_size=4)
-        rb.extend(transitions(NESTED, 5))
+        rb.extend(transitions(NESTED, 3))
+        rb.extend(transitions(NESTED, 2))  # planned
         if is_shared:
             rb.share()
         seen = context.Queue()
