@@ -48,23 +48,37 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     algos, samplers = ("dqn", "ppo", "apex"), ("uniform", "proportional", "rank")
     demo.add_argument("--algo", default="dqn", choices=algos, help="dqn (default), ppo, or apex (dqn on Ray)")
     demo.add_argument("--env", default="CartPole-v1", help="a Gymnasium environment (default: %(default)s)")
-    demo.add_argument("--sampler", default="proportional", choices=samplers, help="of dqn (default: %(default)s)")
-    demo.add_argument("--shards", type=_number(1, 64), default=2, help="of the buffer of apex (default: %(default)s)")
-    demo.add_argument("--collectors", type=_number(1, 64), default=2, help="actors of apex (default: %(default)s)")
-    demo.add_argument("--steps", type=_number(1), help="environment steps at most (default: depends on the algorithm)")
+    demo.add_argument(
+        "--sampler", default="proportional", choices=samplers, help="how dqn samples (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--shards", type=_number(1, 64), default=2, help="number of shards, for apex (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--collectors", type=_number(1, 64), default=2, help="number of actors, for apex (default: %(default)s)"
+    )
+    demo.add_argument("--steps", type=_number(1), help="most environment steps (default: depends on the algorithm)")
     demo.add_argument("--seed", type=_number(0, 2**31), default=0, help="random seed (default: %(default)s)")
-    demo.add_argument("--device", default="cpu", help="of network and buffer (default: %(default)s)")
-    demo.add_argument("--out", type=Path, help="folder for picture and policy (default: a new one in runs/)")
+    demo.add_argument("--device", default="cpu", help="device of the network and the buffer (default: %(default)s)")
+    demo.add_argument("--out", type=Path, help="folder for the picture and the policy (default: a new one in runs/)")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     device, rows = "cuda: time the operations on the GPU instead", [10**4, 10**5, 10**6, 10**7]
-    operations = f"some of {', '.join(OPERATIONS)} (default: all)"
+    operations = (
+        f"some of {', '.join(OPERATIONS)} (default: all); cycle: sample and update, leaves-N: a Dict of N leaves"
+    )
     bench.add_argument("--device", default="cpu", help=f"{device} (default: %(default)s)")
     bench.add_argument(
-        "--rows", type=_number(1), nargs="+", default=rows, help="default: 1e4 1e5 1e6 1e7 (needs 18 GB)"
+        "--rows",
+        type=_number(1),
+        nargs="+",
+        default=rows,
+        help="numbers of stored rows (default: 1e4 1e5 1e6 1e7; 1e7 needs 18 GB)",
     )
-    bench.add_argument("--images", type=_number(0), default=5_000, help="image rows, 0 for none (default: %(default)s)")
+    bench.add_argument(
+        "--images", type=_number(0), default=5_000, help="number of stored images, 0 for none (default: %(default)s)"
+    )
     bench.add_argument("--batch", type=_number(1), default=256, help="rows per batch (default: %(default)s)")
     bench.add_argument("--rounds", type=_number(1), default=15, help="timed blocks of 16 calls (default: %(default)s)")
     bench.add_argument("--only", nargs="*", choices=OPERATIONS, metavar="OPERATION", help=operations)
@@ -82,9 +96,13 @@ def _add_train(train: argparse.ArgumentParser) -> None:
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     samplers = ("uniform", "proportional", "rank")
     plan.add_argument("--env", required=True, help="a Gymnasium environment")
-    plan.add_argument("--capacity", type=_number(1), required=True, help="in transitions")
-    plan.add_argument("--num-envs", type=_number(1), help="of a vector environment: rows [T, E] (default: rows [T])")
-    plan.add_argument("--sampler", default="uniform", choices=samplers, help="of the buffer (default: %(default)s)")
+    plan.add_argument("--capacity", type=_number(1), required=True, help="number of transitions")
+    plan.add_argument(
+        "--num-envs", type=_number(1), help="number of environments: rows are [T, E] (default: one, rows are [T])"
+    )
+    plan.add_argument(
+        "--sampler", default="uniform", choices=samplers, help="the buffer's sampler (default: %(default)s)"
+    )
     plan.add_argument("--device", default="cpu", help="device of the rows (default: %(default)s)")
     plan.add_argument("--scratch-dir", type=Path, help="folder of a memory-mapped file for the rows")
     plan.add_argument("--shared", action="store_true", help="rows in shared memory")

@@ -334,7 +334,7 @@ def other_schema() -> ReplayBuffer:
     return rb
 
 
-def test_a_recorder_may_add_to_the_schema_of_a_member_after_the_mixture_is_made():
+def test_a_recorder_may_extend_the_schema_of_a_member():
     env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
     demos, online = (ReplayBuffer.from_env(env, 40) for _ in range(2))
     record(demos, env, 9)

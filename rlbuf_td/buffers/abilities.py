@@ -376,7 +376,7 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     collectors with several workers call this themselves. A TorchRL storage is shared in TorchRL's way.
 
     Args:
-        shared: ``False`` is for TorchRL's constructor: a shared buffer stays shared.
+        shared: ``False`` changes nothing (TorchRL's constructor passes it): sharing cannot be undone.
 
     Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) after a process has died in a call.
 

@@ -33,9 +33,9 @@ class CapturedStep:
     """Samples, calls ``step`` and updates priorities, on CUDA as one graph; created by :meth:`ReplayBuffer.capture`.
 
     Settings that the host changes between calls (rows written, alpha, beta, thresholds) are copied to device memory
-    before a replay. All that is fixed in a graph (other settings, memory after ``load_state_dict``, another sampler,
-    generator or transform) is compared before each replay; if it differs, the graphs are recorded again. Random numbers
-    continue from replay to replay. :func:`capture` documents the arguments.
+    before a launch. All that is fixed in a graph (other settings, memory after ``load_state_dict``, another sampler,
+    generator or transform) is compared before each launch; if it differs, the graphs are recorded again. Random numbers
+    continue from one launch to the next. :func:`capture` documents the arguments.
     """
 
     def __init__(self, buffer: BufferOfParts, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
@@ -53,7 +53,7 @@ class CapturedStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether calls replay a graph: after the first call on CUDA, never on the CPU."""
+        """Whether calls launch a recorded graph: after the first call on CUDA, never on the CPU."""
         return bool(self._graphs)
 
     def __call__(self) -> Any:
@@ -83,7 +83,7 @@ class CapturedStep:
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
         """Call the step and return its output; pass the batch to ``update`` if the step has written TD errors to it."""
-        if self._step is None:  # TD errors in the batch, if any, are stored entries of its rows
+        if self._step is None:  # TD errors in the batch, if any, were stored with its rows
             return batch
         output = self._step(batch)
         if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
@@ -115,7 +115,7 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record one graph per output of the ring; refuse a generator on another device, and keep the graphs."""
+        """Record one graph per output; ValueError, with the old graphs kept, if the generator is on another device."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:

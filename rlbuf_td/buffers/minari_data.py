@@ -80,7 +80,7 @@ def from_minari(
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
     nbytes = steps * rb.storage.row_bytes
     with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes, progress) as report:
-        if rb.storage.scratch_dir is None:  # while episodes are read: page faults during writes would take longer
+        if rb.storage.scratch_dir is None:  # in another thread meanwhile: page faults during writes would cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
             _fit_reward_(rows, first["next", "reward"].dtype)

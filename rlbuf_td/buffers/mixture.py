@@ -28,7 +28,7 @@ from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-_FOLDER, _MEMBERS = "mixture", "members-"  # of a dump: the state that belongs to no member, and all members
+_FOLDER, _MEMBERS = "mixture", "members-"  # in a dump: the mixture's own state, and the members with a number
 
 
 class ReplayBufferMixture:
@@ -313,7 +313,8 @@ class ReplayBufferMixture:
         """Restore what :meth:`dumps` saved.
 
         Raises:
-            CheckpointError: a folder is missing, damaged or foreign; the members before it have been loaded.
+            CheckpointError: a folder is missing, damaged or foreign; the shares and the members before it have been
+                loaded.
             ValueError: the dump belongs to other members; nothing has changed.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):

@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     writer: Any
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
     prioritized: Prioritized | None  # the sampler that draws, if it is a prioritized one of this package
-    transforms: Collection[Any]  # the live list: asking the transform takes 1 us
+    transforms: Collection[Any]  # TorchRL's own list, which changes in place: looking it up takes 1 us
     is_packed: bool  # the storage is a PackedStorage
     has_units: bool  # a sample unit expands the drawn rows
     is_stamped: bool  # batches record when they were sampled
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
         if wrapper is not None:
-            wrapper.watch(storage)  # before a load of rows, which ends their trajectories
+            wrapper.watch(storage)  # now: a later load of rows must end the trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
@@ -120,7 +120,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
         ValueError: rows on a CUDA device.
     """
     storage.share_memory_()
-    attached_or_new(storage, TrajectoryNumbers)  # which the recorders of all processes find
+    attached_or_new(storage, TrajectoryNumbers)  # before sharing: all processes' recorders use these numbers
     counters = vars(writer)
     if storage.shared_rows is not None:
         names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"

@@ -23,8 +23,8 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
-# Transforms that take more seconds per batch than this run in threads. To hand a batch to a thread, which shares the
-# interpreter's lock with the learner, takes about half of it.
+# Transforms that take more seconds per batch run in threads. Handing a batch to a thread costs about half of this,
+# because the threads share the interpreter's lock with the learner.
 _SLOW = 1e-3
 
 
@@ -56,7 +56,8 @@ class Prefetcher:
         self.device, self.ahead = device, ahead
         self._buffer = buffer
         self._batches: deque[_Batch] = deque()
-        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()  # updates, and events of their arrival
+        #: Queued updates, each with the event after which its TD errors are on the host.
+        self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()
         self._drawn_from: tuple[Any, ...] = ()
         self._seconds, self._is_slow = 0.0, False  # time of the last transforms; whether the last two were slow
         self._stream: torch.cuda.Stream | None = None  # created with the first copy, so that unpickling needs no GPU

@@ -10,6 +10,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
 from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.storages.indexing import by_row
+from rlbuf_td.storages.notebooks import PRIORITIES
 from rlbuf_td.storages.tensordict_fast import entries_of
 from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
@@ -96,6 +97,6 @@ def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch
     index = entries.get("index")
     if td_error is None or index is None or sampler is None:
         missing = key if td_error is None else "index"
-        raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows")
+        raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows{PRIORITIES}")
     td_error, index = by_row(td_error, index, data.ndim, parts.storage, sampler.reduction)
     return (index, td_error) if parts.wrapper is None else parts.wrapper.anchored(data, index, td_error)

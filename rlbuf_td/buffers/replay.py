@@ -55,7 +55,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
         prefetch: k. Transforms run k batches ahead, in threads if they take over a millisecond. Equal seeds give equal
             batches, except for random transforms in threads. Without transforms, batches are drawn on request,
             which costs less than a thread. Batches drawn ahead are dropped after :meth:`empty`, a load, another
-            storage or a new rollout. TorchRL's general path uses its own threads, without this order.
+            storage or a new rollout. Samplers of TorchRL draw in TorchRL's threads: equal seeds may then give other
+            batches.
         samples_per_insert: rows sampled per row written: writes wait, and batches wait or are refused. This buffer
             uses the general path.
         min_size: rows that must be written before the first batch.

@@ -159,7 +159,7 @@ class WritePlan:
             if unknown:
                 return None
             self.set_sources(self.sources.data, 0, *map(Tensor.data_ptr, leaves))
-        except (SchemaError, RuntimeError):  # sparse: not contiguous, nested: without a shape, MKL-DNN: no address
+        except (SchemaError, RuntimeError):  # sparse, nested and MKL-DNN tensors lack shape or address
             return None
         return leaves
 

@@ -116,7 +116,7 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
         for each in storage._attached_entities:
             if isinstance(each, TrajectoryIndex) and {*each.end_keys(), each.traj_key} & {*names}:
-                storage._bump_mutation_revision()  # makes it read the rows again
+                storage._bump_mutation_revision()  # the index then reads the rows again
     return len(flat)
 
 

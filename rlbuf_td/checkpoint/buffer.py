@@ -69,8 +69,8 @@ class _Load:
         self._refuse_other_parts()
         if not isinstance(storage, PackedStorage):
             parts.refuse_other_storage(storage, saved)
-        # A dump from before the first write holds no rows. One of a reserved storage holds keys, which matter only to a
-        # storage without keys.
+        # A dump made before the first write holds no rows. If its storage was reserved, it holds keys, which a storage
+        # with rows ignores.
         elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)

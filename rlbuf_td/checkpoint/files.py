@@ -185,7 +185,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for pending GPU work on tensors, because the threads read and write them on other streams."""
+    """Wait for pending GPU work on tensors: the threads of a dump or load copy them on other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

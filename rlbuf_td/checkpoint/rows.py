@@ -24,7 +24,7 @@ class Fit:
     """The time steps of a dump that fit into a storage."""
 
     ranges: tuple[tuple[int, int], ...]  # (first, count) of the saved steps that fill the storage from step 0 on
-    steps: int  # their number
+    steps: int  # number of these steps
     is_same: bool  # whether the capacities are equal, so that rows keep their positions
     dropped: int  # number of oldest time steps that do not fit
 
@@ -92,7 +92,7 @@ class SavedRows:
         self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
-        # New memory can be discarded if a file is damaged: its files are checked while they are read.
+        # If the rows go to new memory, files are checked while they are read: a damaged one discards that memory.
         self._is_read_once = self.fit.is_same and self.is_fresh and not self._replaces_file
 
     @property
@@ -109,9 +109,9 @@ class SavedRows:
         if not self.is_fresh:
             return None
         storage = self.storage
-        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no memory for both
+        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for old and new
             storage.release()
-        if storage.scratch_dir is not None and self._replaces_file:  # the file of the process that wrote the dump
+        if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
         rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
         if storage.scratch_dir is None:

@@ -99,7 +99,7 @@ class EpisodeStats:
         self._trajectory_key, *flags = map(as_tuple, (trajectory_key, done_key, terminated_key, truncated_key))
         self._flags, others, more = flags, [*map(as_tuple, how)], [*map(as_tuple, reasons)]
         self._columns = [(self._trajectory_key, torch.int64), (flags[0], torch.bool)]
-        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]  # float32 stays float32
+        self._columns += [(key, torch.float64) for key in (as_tuple(reward_key), *others)]
         self._columns += [(key, torch.bool) for key in (*flags[1:], *more)]
         self.metrics = ("length", "return", *map(_name, others))
         self.reasons = ("terminated", "truncated", *map(_name, more))

@@ -45,7 +45,6 @@ class Batches:
         self.next = 0
 
     def __len__(self) -> int:
-        """Return the number of remaining batches."""
         return len(self.rank) - self.next
 
     def take(self, beta: float) -> TensorDict:
@@ -86,7 +85,7 @@ def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tup
         if report is None or not report.mass > 0.0:
             continue
         then = answers[place].before if place in answers else report
-        scale = report.mass / total / then.mass  # from p ** alpha to the probability of a row
+        scale = report.mass / total / then.mass  # times p ** alpha: the probability of a row
         rows, least = rows + then.rows, min(least, scale * then.smallest)
         if place in answers and (drawn := answers[place].drawn) is not None:
             parts.append(scale * drawn.weight)

@@ -24,6 +24,7 @@ from rlbuf_td.samplers.common import EMPTY, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import one_a_row
 from rlbuf_td.storages.layout import RowLayout
+from rlbuf_td.storages.notebooks import PRIORITIES
 
 _REFRESH = 0.1  # seconds after which a shard that no batch has touched is asked for its mass
 _NO_HANDLES, _NO_ERRORS = np.empty((0, 4), np.int64), np.empty(0, np.float64)
@@ -104,7 +105,7 @@ class Client:
 
         Raises:
             RuntimeError: there is no batch size; or, without ``wait``, there are no rows, or flow control refuses.
-            TimeoutError: the batch was not possible in time.
+            TimeoutError: no batch was ready in time.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         size = self.batch_size if batch_size is None else batch_size
@@ -244,7 +245,7 @@ class Client:
         td_error, index = data.get(spec.priority_key, None), data.get("index", None)
         if td_error is None or index is None:
             missing = spec.priority_key if td_error is None else "index"
-            raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows")
+            raise KeyError(f"the batch has no {missing!r}: set the TD errors of the sampled rows{PRIORITIES}")
         td_error, index = one_a_row(td_error, data.ndim, spec.reduction).cpu(), index.reshape(-1, 4).cpu()
         refuse_errors(td_error)
         if spec.windows is not None:

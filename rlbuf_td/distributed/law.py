@@ -35,7 +35,7 @@ def split(positions: Tensor, masses: Tensor) -> Split:
         positions: ``[B]`` float64, from 0 to the sum of the masses.
         masses: ``[shards]`` float64, at least one positive; a shard of mass 0 gets no draw.
     """
-    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # by rounding a position may lie on the end
+    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position on the end
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
     fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(0.0, _BELOW_ONE)[order]

@@ -38,9 +38,9 @@ class ShardedReplayBuffer(Client):
 
     A batch is drawn as from one buffer with all rows: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights use
     the number of rows, the sum and the smallest weight of all shards. With one learner, probabilities are exact even
-    while others write, because a shard takes in TD errors and new rows after its next draw. With several learners, each
-    changes priorities without the others' knowledge: the importance weights correct for this, and :meth:`health` counts
-    the affected rows as ``drifted``. Each client has its own ``beta``.
+    while others write: a shard draws with the mass that the learner knows, and only then applies TD errors and new
+    rows. With several learners, each changes priorities without the others' knowledge: the importance weights correct
+    for this, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
 
     A batch takes one request per shard that it touches. The request also brings the TD errors of earlier batches.
     All writes of a client go to one shard, so that trajectories stay whole; the shard computes n-step returns,

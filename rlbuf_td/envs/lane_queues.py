@@ -12,7 +12,7 @@ _FIRST_STEPS = 16
 
 
 class LaneQueues:
-    """One row per lane that is being filled, and one queue of filled rows per lane. Lanes advance independently.
+    """For each lane: one row that is being filled, and a queue of filled rows. Lanes advance independently.
 
     Take either time steps or stretches, not both. ``example``: transitions ``[E]`` with the keys of the rows.
     """

@@ -1,6 +1,6 @@
 """Host-side numbers as tensors on the device.
 
-A CUDA graph repeats the captured launches with the same arguments. Numbers that change between replays (rows written,
+A CUDA graph repeats the captured launches with the same arguments. Numbers that change between launches (rows written,
 alpha, beta) are therefore stored in device memory, which the host changes outside the graph.
 """
 
@@ -45,7 +45,7 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Change a number, or copy a 0-dim tensor of the device. Launches nothing if a number is unchanged."""
+        """Set a number, or copy a 0-dim tensor that is on the device. Launches nothing if the number is unchanged."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
@@ -84,7 +84,10 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Record an update. Return the largest magnitude so far, of updates that count as seen or of the others."""
+        """Record an update; return the largest magnitude so far.
+
+        If ``counts`` is False, this is a second maximum, which new rows ignore.
+        """
         kept = self.largest if counts else self._unseen
         kept.copy_(torch.maximum(kept, largest))
         self.refused.add_(refused)

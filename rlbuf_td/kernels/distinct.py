@@ -14,7 +14,7 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     to it. The chains of moves are followed in parallel by pointer doubling.
 
     ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one number per step. ``rows``, at least ``B``, is a number, or a
-    0-dim float64 tensor whose value may change between replays of a CUDA graph.
+    0-dim float64 tensor whose value may change between launches of a CUDA graph.
 
     Cost: O(B log B), independent of the number of rows, without host synchronisation.
     Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.

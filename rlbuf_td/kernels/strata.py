@@ -12,12 +12,12 @@ from math import gcd
 import torch
 from torch import Tensor
 
-#: The first segment: the first uniform number in this unit, modulo the batch. It needs no draw of its own: the leading
-#: digits of the number, which place the first draw in its segment, do not depend on its last ones.
+#: The segment of the first draw is ``int(FIRST * first uniform number) % batch``. It depends on the last digits of the
+#: number, and the position within the segment on the leading ones, so no further number has to be drawn.
 FIRST = 2.0**48
 #: The divisor of importance weights, as compiled loops take it: the buffer's largest, the batch's, or none.
 NORMS = {"buffer": 0, "batch": 1, None: 2}
-#: Rows that are less probable than this, relative to another row, count as if they were not.
+#: Lower bound of the ratio of two rows' probabilities; smaller ratios count as this one.
 LEAST_RATIO = 2.0**-126
 _GOLDEN = 0.6180339887498949
 

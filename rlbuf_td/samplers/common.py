@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.storages.indexing import Index, coordinates, moved
+from rlbuf_td.storages.notebooks import PRIORITIES
 
 EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 
@@ -192,8 +193,8 @@ class GraphCapturable(ABC):
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
 
-        Called before each replay, under the buffer's lock. Returns the settings that are fixed in a graph: if they
-        differ from the last result, the graph is recorded again.
+        Called before each launch of the graph, under the buffer's lock. Returns the settings that are fixed in a graph:
+        if they differ from the last result, the graph is recorded again.
         """
 
     def forget_order(self) -> None:  # noqa: B027
@@ -273,7 +274,7 @@ def refuse_errors(td_error: Tensor) -> None:
         where = (~finite).nonzero().squeeze(1)
         shown = ", ".join(str(int(j)) for j in where[:5]) + (", ..." if where.numel() > 5 else "")
         count = f"{where.numel()} of {td_error.numel()} TD errors"
-        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss")
+        raise ValueError(f"{count} are NaN or infinite (positions {shown}): look for a diverging loss{PRIORITIES}")
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:

@@ -39,7 +39,7 @@ class FreshQueue:
         self._keep(ages)
 
     def _keep(self, intervals: Sequence[Interval]) -> None:
-        """Store the intervals in memory for the largest possible number: any two are at least one row apart."""
+        """Store the intervals, with room for the largest possible number: two of them are at least one row apart."""
         state = self.state
         capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
         self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
@@ -48,7 +48,6 @@ class FreshQueue:
         state["head"], state["length"] = 0, len(intervals)
 
     def intervals(self) -> list[Interval]:
-        """Return the intervals, oldest first."""
         head, length, capacity = (int(self.state[name]) for name in ("head", "length", "capacity"))
         return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
 

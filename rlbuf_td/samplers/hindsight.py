@@ -74,7 +74,7 @@ class HindsightSampler(SamplerWrapper):
         ValueError: an argument is out of range; (at the first draw) dtypes or shapes of the goals differ, or a reward
             has a wrong shape or is NaN.
         KeyError: (at the first draw) a key is not stored.
-        TypeError: the wrapped sampler revises batches itself.
+        TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler: those wrap this one.
 
     Cost: O(B) plus the wrapped draw. Randomness: the buffer's generator, else torch's default one.
 

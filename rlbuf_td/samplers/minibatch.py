@@ -90,7 +90,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._position = stop = min(start + batch_size, rows)
         ends = stop == rows or (self.drop_last and rows - stop < batch_size)
         if ends:
-            # The next order is drawn when TorchRL draws it, so that later numbers of the generator agree, too.
+            # Draw the next order now, as TorchRL does: equal seeds then give equal later numbers.
             self._order, self._position = self._new_order(storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self._ran_out = ends and self._epoch == 0

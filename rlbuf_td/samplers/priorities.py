@@ -48,7 +48,7 @@ class Law(ABC):
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Set the first importance weights, to those of rows beside a drawn one, ``[1]``, whose weight is the first."""
+        """Set the importance weights of the rows ``flat``; on entry, ``weight[0]`` is that of ``drawn``, ``[1]``."""
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
         weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).to(weight.dtype)
@@ -63,7 +63,7 @@ class Law(ABC):
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:
-        """Apply a new alpha, or recompute all weights if ``anew``; called under the buffer's lock."""
+        """Apply a new alpha, or recompute all weights if ``anew`` is True; called under the buffer's lock."""
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:

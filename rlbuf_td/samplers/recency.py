@@ -131,7 +131,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return weight if self.window is None else torch.where(age < self.window, weight, 0.0)
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
-        """Return the cumulative sum of :meth:`_weight_by_age`, computed after a change only."""
+        """Return the cumulative sum of :meth:`_weight_by_age`, recomputed only after a change."""
         state = ref(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
         known, mass = self._mass
         if mass is None or known != state:

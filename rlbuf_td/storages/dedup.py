@@ -19,7 +19,7 @@ from rlbuf_td.storages.schema import Leaf, SchemaError, show_key
 from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
-_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns alone
+_COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
 _MIN_KEY_BYTES = 8  # a row holds two entry ids of 4 bytes instead of the key
 _MIN_BYTES = 16  # of all keys together, for "auto"
 _LOOK = 256  # time steps of the first write that "auto" compares

@@ -49,7 +49,7 @@ def lanes_of(storage: Storage) -> torch.Size:
     """Return the dims after time, empty for ``ndim=1``."""
     if storage.ndim == 1:
         return torch.Size([])
-    lanes = getattr(storage, "lanes", None)  # ten times as fast as the shape of a PackedStorage
+    lanes = getattr(storage, "lanes", None)  # takes a tenth of the time of a PackedStorage's shape
     return lanes or storage.shape[1:]
 
 

@@ -1,5 +1,6 @@
 """References to notebooks, which error messages end with."""
 
+PRIORITIES = " (see notebooks/2_prioritized_replay.ipynb)"
 ROLLOUTS = " (see notebooks/3_rollouts_and_ppo.ipynb)"
 HINDSIGHT = " (see notebooks/4_hindsight.ipynb)"
 TRANSITIONS = " (see notebooks/5_dict_spaces_and_the_doctor.ipynb)"

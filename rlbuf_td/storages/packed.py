@@ -134,7 +134,7 @@ class PackedStorage(LazyTensorStorage):
     # -- counters: 64 bits, per process until the rows are shared; the buffer's locks order the writes
 
     def make_counters(self) -> None:
-        """Create counters at zero."""
+        """Create the counters of a new storage, which TorchRL's constructor also sets."""
         self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, last written time step
         self._len_value, self._mutation_revision_value, self._last_cursor_index_value = self.numbers.counters()
 
@@ -206,7 +206,7 @@ class PackedStorage(LazyTensorStorage):
         return self.rows
 
     def written_rows(self) -> Rows:
-        """Return the written rows."""
+        """Return the rows written so far, as a view."""
         cells, rows, live = self.numbers.values[0], self.rows, self._live
         if live is None or live.cells != cells:
             rows = self.all_rows()

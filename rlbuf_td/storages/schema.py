@@ -136,7 +136,7 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
         if leaf is None:
             raise SchemaError(
                 f"unknown key {show_key(key)}: the rows hold {', '.join(leaf.name for leaf in leaves)}. "
-                "Leave it out with data.exclude(...), or store it from the first write on."
+                "Leave it out with data.exclude(...), or store it from the first write on"
             )
         if value.is_meta:
             raise SchemaError(f"key {show_key(key)} is on the 'meta' device, where tensors hold no data")
@@ -144,13 +144,13 @@ def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size,
             remedy = f"cast it with .to({leaf.dtype})" if value.dtype is not leaf.dtype else "reshape it before writing"
             raise SchemaError(
                 f"key {show_key(key)} came as {kind(value.dtype, value.shape)}, "
-                f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}."
+                f"expected {kind(leaf.dtype, lead + leaf.shape)}: {remedy}"
             )
     for leaf in leaves:
         if leaf.key not in given:
             raise SchemaError(
                 f"key {leaf.name} is missing, expected as {kind(leaf.dtype, lead + leaf.shape)}: "
-                "every write must hold all keys of the rows."
+                "every write must hold all keys of the rows"
             )
 
 

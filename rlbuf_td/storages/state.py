@@ -42,7 +42,7 @@ def pickled(storage: Any) -> dict[str, Any]:
 def unpickle(storage: Any, state: dict[str, Any]) -> None:
     saved = state.pop("_saved", None)
     vars(storage).update(state)
-    if saved is None:  # a spawned process: the same rows
+    if saved is None:  # in a spawned process: map the same rows
         storage.lock = storage.shared_rows.lock
         return storage.shared_rows.find()
     storage.rows = storage._live = storage._storage = storage.shared_rows = None
@@ -121,7 +121,7 @@ def end_trajectories(storage: Any) -> None:
     """End the open trajectories that have ids: after a load, new collectors and recorders reuse the ids."""
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
-        TrajectoryIndex.of(storage)  # so that one which is created later knows where they end, too
+        TrajectoryIndex.of(storage)  # attached now, to know the ends even if it is used later
     for each in storage._attached_entities:
         if hasattr(each, "mark_load"):
             each.mark_load()
@@ -222,7 +222,7 @@ def rows_of_state(
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], len(matrix)
-    for group, found in zip(dedup.groups, entries, strict=True):  # some entries may be of earlier rows
+    for group, found in zip(dedup.groups, entries, strict=True):  # earlier rows may have left entries
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)

@@ -150,13 +150,13 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; the row after a -1 starts anew."""
+        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; a -1 ends the sequence."""
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return
-        steps = np.where(steps < 0, -2, steps)  # never the predecessor of a row
+        steps = np.where(steps < 0, -2, steps)  # -2 + 1 is no step: a skipped row has no successor
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
             if run[0] < 0:
                 boundaries.head.fill_(-1)

@@ -52,7 +52,7 @@ class WriteClock:
 
     def __init__(self) -> None:
         self.numbers = SharedNumbers("q", [0, -1, 0])  # indices NOW, LAST and BY_ROW
-        self._newest: tuple[Any, int] = (None, 0)  # the last stamps, and their time
+        self._newest: tuple[Any, int] = (None, 0)  # the most recent stamps, and the clock when they were made
         self._written: torch.Tensor | None = None  # int64, by flat row; used if the number BY_ROW is 1
 
     @property

@@ -36,10 +36,10 @@ class Choice(NamedTuple):
 class ReservoirWriter(Writer):
     r"""Keeps a uniform sample of all time steps ever written: each is in the buffer with the same probability.
 
-    The first T time steps fill the buffer. Of N written after that, each is stored with probability ``T / N``, and
-    every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all its lanes.
-    Rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler` and
-    ``rb.last`` need a :class:`RingWriter`. Transitions that store their ``"next"`` are complete.
+    The first T time steps fill the buffer. Once N have been written in total, each of them is stored with probability
+    ``T / N``, and every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all
+    its lanes. Rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler`
+    and ``rb.last`` need a :class:`RingWriter`. Transitions that store their ``"next"`` are complete.
 
     ``add`` and ``extend`` return -1 for dropped time steps; priority updates skip -1. :attr:`ReplayBuffer.write_count`
     counts all time steps, stored or not.

@@ -78,7 +78,7 @@ def test_rows_of_all_shards_follow_one_law(make_buffer, shards):
 
 @pytest.mark.parametrize("shards", [2, 4, 8])
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_each_batch_follows_the_law_of_its_time_while_others_write_and_priorities_change(shards, prefetch, monkeypatch):
+def test_batches_follow_the_priorities_at_their_draw(shards, prefetch, monkeypatch):
     world = World(shards, proportional)
     fill(world, 120)
     learner, writers = world.client(prefetch=prefetch), [world.client(home=place) for place in range(shards)]
@@ -114,7 +114,7 @@ def test_each_batch_follows_the_law_of_its_time_while_others_write_and_prioritie
     assert int((counts[120:seen] > 0).sum()) > 20
 
 
-def test_a_client_whose_masses_are_old_draws_by_them_and_its_weights_say_so():
+def test_a_client_draws_by_old_masses_and_its_weights_match():
     world = World(2, proportional)
     count, learner = fill(world, 60), world.client()
     learner.sample()

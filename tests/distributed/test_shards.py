@@ -242,7 +242,7 @@ def episode(first: int, count: int, ends: bool = True) -> TensorDict:
     return TensorDict({"id": number, "next": outcome}, [count])
 
 
-def test_n_step_returns_are_computed_in_shards_and_stop_where_another_writer_follows():
+def test_n_step_returns_stop_where_another_writer_follows():
     def make_buffer():
         sampler = NStepSampler(ProportionalSampler(200), 3, 1.0)
         return ReplayBuffer(storage=PackedStorage(200), sampler=sampler, batch_size=64)

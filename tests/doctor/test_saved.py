@@ -47,7 +47,7 @@ def test_a_saved_buffer_is_read_whatever_wrote_it(tmp_path: Path, kind: str, lan
 
 
 def test_what_holds_no_buffer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is no folder: pass the folder that rb\.dumps"):
+    with pytest.raises(FileNotFoundError, match=r"is not a folder: pass the folder that rb\.dumps"):
         check(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="holds no saved buffer"):
         check(tmp_path)

@@ -146,7 +146,7 @@ def record(rb: ReplayBuffer, steps: int = 5) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_recorders_of_several_processes_number_their_trajectories_differently(method):
+def test_recorders_of_all_processes_use_different_trajectory_numbers(method):
     rb = ReplayBuffer.from_env(gymnasium.make("CartPole-v1"), 30, batch_size=8)
     record(rb)
     rb.share()

@@ -62,7 +62,7 @@ def test_each_epoch_has_an_order_of_its_own_and_the_generator_decides_it():
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_rows_and_later_random_numbers_are_those_of_torchrl_for_equal_seeds(drop_last):
+def test_equal_seeds_give_torchrls_rows_and_later_random_numbers(drop_last):
     seen = []
     for sampler in (MinibatchSampler(drop_last=drop_last), SamplerWithoutReplacement(drop_last=drop_last)):
         rb = ReplayBuffer(storage=PackedStorage(12), sampler=sampler, batch_size=5)

@@ -36,7 +36,7 @@ def pal(error: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return torch.where(error.abs() <= 1, error**2 / 2, large) / mean
 
 
-def test_huber_under_lap_has_the_expected_gradient_of_pal_under_uniform_draws():
+def test_lap_has_the_expected_gradient_of_pal():
     """For a value that is to meet noisy targets, exactly."""
     rb, error = lap(), torch.tensor(errors(), dtype=torch.float64)
     rb.update_priority(torch.arange(ROWS), error)

@@ -101,7 +101,7 @@ def test_a_full_ring_with_ids_is_parted_at_its_newest_row(used, early, how, cls,
     assert back.tolist() == [1, 2, 3, 0, 0]
 
 
-def test_a_dump_of_torchrls_storage_is_read_as_the_ring_that_its_writer_knows(tmp_path):
+def test_a_torchrl_dump_is_read_in_ring_order(tmp_path):
     saved = TensorDictReplayBuffer(storage=LazyTensorStorage(5), batch_size=1)
     rb = TensorDictReplayBuffer(storage=PackedStorage(5), batch_size=1)
     for k in range(8):

@@ -73,8 +73,7 @@ class Contender(ABC):
         self.prioritize(torch.rand(rows))
 
     @abstractmethod
-    def build(self) -> None:
-        """Create the buffers."""
+    def build(self) -> None: ...
 
     @abstractmethod
     def fill(self, data: TensorDict) -> None:

@@ -219,7 +219,7 @@ def _open_saved(path: Path) -> Storage:
         return _storage_of(found.rows, found.rows.numel(), found.writer.get("_cursor"))
     folder = next((each for each in (path, path / "storage") if (each / "storage_metadata.json").is_file()), None)
     if folder is None:
-        what = "holds no saved buffer" if path.is_dir() else "is no folder"
+        what = "holds no saved buffer" if path.is_dir() else "is not a folder"
         raise FileNotFoundError(f"{path} {what}: pass the folder that rb.dumps(path) wrote")
     writer = folder.parent / "writer" / "metadata.json"
     try:

@@ -76,7 +76,7 @@ def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Fi
         return
     ids, count = record.columns.get(TRAJ_KEY), int(one_step.sum())
     trajectories = int((record.cut & record.paired).sum()) if ids is None else ids.unique().numel()
-    if count >= _FEW and count >= 0.9 * trajectories:  # short games may end with the first step half of the time
+    if count >= _FEW and count >= 0.9 * trajectories:  # half of a short game's trajectories may have one step
         yield record.finding("one-step-trajectories", one_step, trajectories)
 
 

@@ -156,7 +156,7 @@ def _intervals(space: Any, path: Key) -> Iterator[tuple[Key, Interval]]:
         yield path, (_on_host(box.low), _on_host(box.high))
     elif count is not None and not getattr(space.dtype, "is_floating_point", False):
         low, count = _on_host(getattr(space, "start", 0)), _on_host(count)
-        # A discrete value is below the count; otherwise these are flags.
+        # A discrete value is at most count - 1; a one-hot or binary space holds flags, at most 1.
         are_flags = space.shape and not hasattr(box, "nvec") and (count.ndim or space.shape[-1] == int(count))
         yield path, (low.expand(space.shape), (low + (1 if are_flags else count - 1)).expand(space.shape))
 

@@ -47,7 +47,7 @@ class Gather:
     def __init__(
         self, matrix: Tensor, extents: np.ndarray, entries: Sequence[Entry], count: int, **record: int
     ) -> None:
-        advise_huge_pages(matrix)  # future rows, and over time the existing ones: reads take 10 to 20% less
+        advise_huge_pages(matrix)  # soon for new rows, later for the others: reads take 10 to 20 % less
         record |= {
             "rows": matrix.data_ptr(),
             "row_bytes": matrix.stride(0) * matrix.element_size(),

@@ -96,7 +96,7 @@ class FlagBoundaries(BoundariesBase):
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`reach` in torch operations, which scan all rows once after each write."""
-        if is_capturing():  # a replay may follow further writes
+        if is_capturing():  # a graph may be launched after further writes
             back, ahead = self._scan()
         else:
             back, ahead = self._reach = self._reach or self._scan()

@@ -41,7 +41,7 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
     """
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
-    # The table is new, so a GPU need not finish earlier work: see rlbuf_td.storages.indexing.moved.
+    # Asynchronous, and safe: the driver copies this memory before the call returns, see storages.indexing.moved.
     return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 

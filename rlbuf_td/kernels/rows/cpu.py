@@ -71,7 +71,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Return whether any row in a sample of a batch's rows is not in memory."""
+    """Return whether a row of the batch is not in memory; looks at about sixteen rows only."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -118,8 +118,8 @@ def write_(
 
     ``sources``, ``[P, 2, 3]`` int64, describes the written tensors, of which each row is dense: for each of the P parts
     of all groups, for own and next observations, the address and the strides in bytes along time and lanes. ``cells``
-    holds the ``count`` rows in time order, ``[T * E]`` int64, contiguous, all different; or it is the first of
-    ``count`` consecutive rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A
+    is ``[count]`` int64, contiguous: the rows in time order, all different; or an int: the first of ``count``
+    consecutive rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A
     ``deferred`` write does not reuse the entries that it frees, so that restoring the rows undoes it.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)

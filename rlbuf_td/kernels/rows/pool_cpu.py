@@ -271,7 +271,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch the names in rows that will soon be overwritten, because their entries are freed and reused."""
+    """Prefetch rows that will soon be overwritten, and their newest entries: these are then freed and reused."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:

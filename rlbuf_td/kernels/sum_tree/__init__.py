@@ -9,7 +9,7 @@ Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recompute
 a difference, so that rounding errors do not accumulate and equal updates give equal trees. ``before`` is infinite after
 a group's last member of positive sum, so that a draw never returns a row of weight 0.
 
-Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are per ``B`` of ``N`` rows.
+Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of rows, given that of the row ``first``, which is the first one in the memory."""
+    """Set the importance weights of rows, given that of the row ``first`` in ``importance[0]``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO)

@@ -63,7 +63,7 @@ class ProcessLock:
                 self._guarded.recover()
                 self._inside[0] = 0
             self._guarded.entered()
-            self._inside[0] = self._process  # only now: a process that died earlier has changed nothing
+            self._inside[0] = self._process  # last: a process that dies before has changed nothing
         except BaseException:
             self._leave()  # keeps the mark, if there was one
             raise

@@ -210,7 +210,7 @@ def share(storage: Any) -> Any:
         storage.numbers.share_memory_()
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
-        storage.is_reserved, rows = False, storage.rows  # no process may replace reserved rows
+        storage.is_reserved, rows = False, storage.rows  # from now on no process may replace them
         if rows is not None and storage.scratch_dir is None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
