@@ -140,7 +140,6 @@ def test_writes_and_batches_compile_no_more_once_the_ring_is_full():
         assert torch.equal(batch["a"][:, 0], k - age)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11, of a lock in TorchRL's buffer
 @pytest.mark.parametrize("sampler", [UniformSampler, partial(UniformSampler, unique=True)])
 def test_torchrls_buffer_with_our_sampler_is_compiled_once_while_it_fills(sampler):
     rb = TorchRLReplayBuffer(
