@@ -1,4 +1,4 @@
-r"""Advantages, returns and their summaries, and shifts of images, as functions on tensors.
+r"""Advantages, returns and their summaries, and random shifts of images, as functions on tensors.
 
 Names, arguments and shapes are those of ``torchrl.objectives.value.functional``: tensors are ``[*batch, T, *F]``, with
 time at ``time_dim``. ``done`` ends a trajectory; ``terminated`` also ends bootstrapping. A step that is done but not
@@ -10,9 +10,9 @@ For every estimate:
 * Results are constants: inputs are detached. A ``gamma`` or ``lmbda`` that requires a gradient is refused.
 * ``gamma`` and ``lmbda`` are floats in [0, 1] or tensors that broadcast to the inputs' shape (values unchecked).
 * Values after ``terminated`` or ``done`` are ignored, not multiplied by zero, so NaN there has no effect.
-* One pass over the data on the CPU; on CUDA O(log T) launches and no host synchronisation.
+* Linear in the number of elements on the CPU; on CUDA O(log T) kernel launches and no host synchronisation.
 * ``ValueError``: shapes or devices differ, inputs are empty, coefficients are out of range, ``time_dim`` is invalid.
-  ``TypeError``: a flag is not bool, or a value not floating. Both name the input.
+  ``TypeError``: a flag is not bool, or a value is not floating. Both messages name the input.
 """
 
 from rlbuf_td.functional.advantage import generalized_advantage_estimate, vtrace_advantage_estimate

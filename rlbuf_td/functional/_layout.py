@@ -31,8 +31,8 @@ class TimeLayout:
     ) -> tuple[TimeLayout, list[Tensor]]:
         """Check types, shapes, devices and dtypes of inputs; return their layout, and each input as ``[L, T, F]``.
 
-        ``others`` are reward, done and terminated (``None``: done). The result's dtype depends on ``values`` alone.
-        The returned tensors are detached, and have the dtype of the computation.
+        ``others`` are reward, done and terminated (``None``: same as done). ``out_dtype`` depends on ``values`` alone.
+        The returned tensors are detached; all but the flags have ``compute_dtype``.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}

@@ -29,10 +29,10 @@ def generalized_advantage_estimate(
         A_t &= \delta_t + \gamma \lambda (1 - \mathrm{done}_t) A_{t+1}, \qquad R_t = A_t + V(s_t)
 
     Args:
-        gamma: discount, in [0, 1], or one per step.
-        lmbda: decay of the trace, in [0, 1], or one per step.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
+        lmbda: decay of the trace, in [0, 1]: like ``gamma``, a float or a tensor.
         state_value: :math:`V(s_t)`, ``[*batch, T, *F]``, floating.
-        next_state_value: :math:`V(s'_t)`, the value of the true next observation (not of the first one after a reset).
+        next_state_value: :math:`V(s'_t)`, same shape: the value of the true next observation (before any reset).
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
@@ -48,7 +48,7 @@ def generalized_advantage_estimate(
 
     Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
     Replaces TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``. Unlike these, it
-    carries no gradient, does not truncate the series, and does not round gamma to float32.
+    has no gradient, omits no small terms of the sum, and does not round gamma to float32.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)
@@ -119,26 +119,26 @@ def vtrace_advantage_estimate(
     where :math:`V(s'_t)` replaces :math:`v_{t+1}` at the end of a trajectory and at the last step.
 
     Args:
-        gamma: discount, in [0, 1], or one per step.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
         log_pi: log-probability of the action under the policy to evaluate, ``[*batch, T, *F]``.
-        log_mu: log-probability of the action under the policy that took it.
+        log_mu: log-probability of the action under the policy that took it, same shape.
         state_value: :math:`V(s_t)`, same shape, floating.
         next_state_value: :math:`V(s'_t)`, same shape.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
-        rho_thresh: :math:`\bar\rho \ge 0`, clips the ratios that weigh the TD errors.
-        c_thresh: :math:`\bar c \ge 0`, clips the ratios that carry the trace.
+        rho_thresh: :math:`\bar\rho \ge 0`, the upper bound of the ratios :math:`\rho_t` that weight the TD errors.
+        c_thresh: :math:`\bar c \ge 0`, the upper bound of the ratios :math:`c_t` that decay the trace.
         time_dim: the dimension of time.
 
     Returns:
         ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
 
     Raises:
-        ValueError: see the module; also a negative threshold (the values of tensors are not checked).
+        ValueError: see the module; also if a threshold is a negative float (values of tensors are not checked).
         TypeError: see the module.
 
-    Cost: one pass over the data.
+    Cost: O(elements) on the CPU.
 
     Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate``, which
     swaps the names of the two policies and, for a ``time_dim`` other than -2, needs transposed inputs.

@@ -13,12 +13,12 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
         \delta_r, \delta_c \sim \mathcal{U}\{-\text{pad}, \dots, \text{pad}\}
 
     All channels of an image are shifted alike, so that stacked frames stay aligned. As in DrQ-v2, call this function
-    separately for the observation and the next one.
+    separately for the observation and the next observation.
 
     Args:
         images: ``[..., C, H, W]``, any dtype.
-        pad: the largest shift, at least 0.
-        generator: draws the shifts, on any device; ``None``: torch's default generator of the images' device.
+        pad: the largest shift in pixels, at least 0.
+        generator: random generator of the shifts, on any device; ``None``: torch's default one for the images' device.
 
     Returns:
         A new tensor of the same shape, dtype and device.
@@ -27,7 +27,7 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
         ValueError: ``images`` has fewer than three dims, or ``pad`` is negative.
 
     Cost: one gather of the images; no host synchronisation. Source: Yarats et al., Mastering Visual Continuous Control,
-    2021, whose bilinear sampling gives the same result, since shifts are whole pixels. TorchRL has no such transform.
+    2021; its bilinear sampling gives the same result, since shifts are whole pixels. TorchRL has no such transform.
 
     Example:
         >>> images = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)

@@ -1,4 +1,4 @@
-"""Returns: the value of a step, computed from later rewards and values."""
+"""Returns: estimates of the value of a step from its reward and the rewards and values that follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def td_lambda_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(:math:`\lambda`) return: the mean of n-step returns with the weights :math:`(1-\lambda)\lambda^{n-1}`.
+    r"""TD(:math:`\lambda`) return: the weighted mean of n-step returns, with weights :math:`(1-\lambda)\lambda^{n-1}`.
 
     .. math::
         G_t = r_t + \gamma \left[ (1 - \lambda) \bar V(s'_t) + \lambda G_{t+1} \right], \qquad
@@ -29,14 +29,14 @@ def td_lambda_return_estimate(
     where :math:`\bar V(s'_t)` replaces :math:`G_{t+1}` at the end of a trajectory and at the last step.
 
     Args:
-        gamma: discount, in [0, 1], or one per step.
-        lmbda: mixing weight, in [0, 1], or one per step.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
+        lmbda: mixing weight, in [0, 1]: like ``gamma``, a float or a tensor.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
         terminated: bool, same shape: the episode ends with this step. Default: ``done``.
-        rolling_gamma: with per-step gamma or lmbda, True (default): each step is discounted by its own value.
-            False: each return uses the values of its first step throughout; O(T²).
+        rolling_gamma: only for a gamma or lmbda with one value per step. True (default): each step uses its own value.
+            False: the return of a step uses that step's values for all later rewards, too; O(T²).
         time_dim: the dimension of time.
 
     Returns:
@@ -46,7 +46,7 @@ def td_lambda_return_estimate(
         ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
         TypeError: see the module.
 
-    Cost: one pass over the data.
+    Cost: O(elements) on the CPU.
 
     Source: Sutton and Barto, 2018, section 12.1. Same result as TorchRL's ``td_lambda_return_estimate``.
 
@@ -78,7 +78,7 @@ def td1_return_estimate(
         \end{cases}
 
     Args:
-        gamma: discount, in [0, 1], or one per step.
+        gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
@@ -93,10 +93,10 @@ def td1_return_estimate(
         ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
         TypeError: see the module.
 
-    Cost: one pass over the data.
+    Cost: O(elements) on the CPU.
 
     Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, except
-    with ``rolling_gamma=False``: the last step bootstraps here as everywhere else, while TorchRL's omits it.
+    with ``rolling_gamma=False``: there, too, this function bootstraps after the last step, and TorchRL's does not.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -139,11 +139,11 @@ def _estimate(
 def _returns_of_fixed_discount(
     gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return TD(lambda) returns, each with the gamma and lmbda of its first step throughout. O(T²)."""
+    """Return TD(lambda) returns, each computed with the gamma and lmbda of its first step. O(T²)."""
     gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
     returns = bootstrap[:, -1:].expand_as(reward).clone()
     for t in reversed(range(reward.shape[1])):
-        # Entry k <= t is the contribution of steps t + 1 and later to the return of step k.
+        # Before round t, entry k <= t is the return of step t + 1 with the gamma and lmbda of step k.
         ahead = bootstrap[:, t : t + 1]
         later = torch.where(ends[:, t : t + 1], ahead, returns[:, : t + 1])
         g, lam = gamma[:, : t + 1], lmbda[:, : t + 1]

@@ -43,14 +43,14 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     r"""Shift to mean 0 and scale to standard deviation 1: :math:`(x - \bar x) / \max(\sigma_x, \epsilon)`.
 
     Args:
-        x: any shape, floating.
+        x: values, any shape, floating.
         eps: smallest divisor, > 0; a constant input becomes zeros.
 
     Returns:
         A new tensor of the same shape and dtype, detached. bfloat16 and float16 are computed in float32.
 
     Raises:
-        ValueError: ``x`` is empty, or ``eps`` not positive.
+        ValueError: ``x`` is empty, or ``eps`` is not positive.
 
     Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined for
     one element; this function divides by the population deviation (n).

@@ -3,8 +3,8 @@
 Compiling takes from a second to half a minute per operation, once per installation. The logger ``rlbuf_td`` announces
 it (``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message). Numba's own cache only notices changes to
 a function's own file, but these loops call each other across files. The folder is therefore named by a digest of all
-sources in this package, and a new version deletes the folders of old ones. The folder lies in the first of
-these places that is writable:
+sources in ``kernels/``; creating it deletes the folders of other versions. It lies in the first of these places that is
+writable:
 
 1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names;
 2. the package's own ``kernels/__pycache__``;
@@ -38,7 +38,7 @@ if config.DISABLE_JIT:
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return numba's ``njit`` with a cache in :func:`folder`."""
+    """Return numba's ``njit`` decorator with a cache in :func:`folder`."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
@@ -67,7 +67,7 @@ class _Cache(FunctionCache):
     def save_overload(self, signature: Any, code: Any) -> None:
         # A unique name: two processes that compile two signatures at once could otherwise exchange their machine code.
         self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
-        with suppress(OSError):  # disk full, or folder deleted by a new version: the next process compiles again
+        with suppress(OSError):  # disk full, or another version deleted the folder: the next process compiles
             super().save_overload(signature, code)
 
 
@@ -108,7 +108,7 @@ def _places() -> Iterator[Path]:
         private = Path(tempfile.gettempdir(), f"rlbuf_td_{os.getuid()}")
         private.mkdir(mode=0o700, exist_ok=True)
         status = private.lstat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # numba unpickles the files in it
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022:  # private: numba unpickles these files
             yield private / installation
 
 

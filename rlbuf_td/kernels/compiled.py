@@ -1,4 +1,4 @@
-"""Shared helpers of the numba loops: decorators, memory access by address, and the masses of a batch's draws.
+"""Shared helpers of the numba loops: decorators, memory access by address, and the positions of a batch's draws.
 
 Unboxing an array takes longer than many of these loops, so they take addresses of memory that callers keep alive.
 :mod:`rlbuf_td.kernels.code_cache` stores the compiled code.
@@ -22,7 +22,7 @@ from rlbuf_td.kernels.strata import FIRST
 kernel = cached_njit(nogil=True, error_model="numpy")
 #: Decorates a function that is called once per row.
 inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True)
-#: Decorates a function that allocates, or that Python calls, and whose helpers are :func:`bare`.
+#: Decorates a function with :func:`bare` helpers: unlike them, it may create arrays, and Python may call it.
 compiled = cached_njit(nogil=True)
 
 
@@ -30,7 +30,7 @@ def bare(function: Callable[..., Any]) -> Any:
     """Decorate a helper that creates no array: numba then skips reference counting, which would double its time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
-    except KeyError:  # this numba lacks the option: the same results, slower
+    except KeyError:  # this numba version lacks the option: same results, but slower
         return compiled(function)
 
 
@@ -114,7 +114,7 @@ def prefetch_row(address, width):
 
 @kernel
 def masses(uniform, total, step, out):
-    """Write the mass before each draw to ``out``, which may be ``uniform``; for ``step`` see ``step_of``."""
+    """Do ``strata.masses``: write to ``out``, which may be ``uniform``; ``step`` comes from ``strata.step_of``."""
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
@@ -140,7 +140,7 @@ def acceptable(index, td_error, rows):
 
 @inlined
 def copy_few(target, source, nbytes):
-    """Copy bytes from one address to another; small counts need no call."""
+    """Copy bytes from one address to another; counts of 1, 4 and 8 need no call of ``memcpy``."""
     if nbytes == 4:
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:

@@ -1,4 +1,4 @@
-"""Host-side numbers as tensors on the device.
+"""Host-side settings, stored on the device for CUDA graphs.
 
 A CUDA graph repeats the captured launches with the same arguments. Numbers that change between launches (rows written,
 alpha, beta) are therefore stored in device memory, which the host changes outside the graph.
@@ -58,9 +58,9 @@ class DeviceScalars:
 
 
 class PriorityState:
-    """State that captured draws and priority updates read and change, at fixed addresses.
+    """State at fixed device addresses, which captured draws and priority updates read and change.
 
-    Holds the numbers named in ``names``; ``largest``, 0-dim float64, the largest magnitude seen (-1 if none); and
+    Holds the settings named in ``names``; ``largest``, 0-dim float64, the largest magnitude seen (-1 if none); and
     ``refused``, 0-dim int64, the number of NaN or infinite errors that were skipped.
     """
 
@@ -76,7 +76,7 @@ class PriorityState:
         return self._numbers[self._places[name]]
 
     def put(self, **values: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Copy numbers to the memory that captured graphs read; return them in the form that kernels take."""
+        """Copy settings to the memory that captured graphs read; return them in the form that kernels take."""
         if torch.compiler.is_compiling():
             return tuple(values.values())
         for name, value in values.items():
@@ -84,9 +84,9 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Record an update; return the largest magnitude so far.
+        """Record the largest magnitude and the refused errors of an update; return the largest magnitude so far.
 
-        If ``counts`` is False, this is a second maximum, which new rows ignore.
+        Updates with ``counts=False`` have a separate maximum, which does not affect the priority of new rows.
         """
         kept = self.largest if counts else self._unseen
         kept.copy_(torch.maximum(kept, largest))
@@ -100,12 +100,12 @@ def write_magnitudes(
     """Write magnitudes to rows in ``[0, rows)``; of a duplicate row, the last magnitude is kept.
 
     Returns:
-        ``[B]`` int64 rows that were written; the largest magnitude given (-1 if none); how many were not finite.
+        ``[B]`` int64 rows that were written; the largest valid magnitude (-1 if none); the number of non-finite ones.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()
-    # Every duplicate of a row gets the value of the last one, and every skipped entry repeats the last valid
-    # row. The order of the scatter therefore does not matter, and no shape depends on data.
+    # All duplicates of a row write its last magnitude, and every skipped entry writes the valid row with the highest
+    # index once more. The order of the scatter therefore does not matter, and no shape depends on data.
     ordered, order = torch.where(valid, index, -1).sort(stable=True)
     target = torch.where(ordered < 0, ordered[-1], ordered)
     last = order[torch.searchsorted(ordered, target, right=True) - 1]

@@ -2,11 +2,12 @@
 
 ============== =====================================================================================================
 ``"numba"``    compiled loops, for memory on the CPU
-``"triton"``   GPU kernels of the sum tree and of the reach of trajectories, for memory on a CUDA device with Triton
+``"triton"``   GPU kernels of the sum tree and of trajectory boundaries, for memory on a CUDA device with Triton
 ``"torch"``    the reference: everything else on a CUDA device, any other device, and graphs of ``torch.compile``
 ============== =====================================================================================================
 
-Operations on ``"triton"`` and ``"torch"`` never wait for the device. They skip and count what ``"numba"`` refuses.
+Operations on ``"triton"`` and ``"torch"`` never wait for the device. Where ``"numba"`` refuses a batch of
+TD errors, they skip the invalid entries, and count those that are NaN or infinite.
 
 To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`. The first use of a
 Triton kernel on each device compares it with the reference (:func:`agrees_with_reference`).
@@ -29,7 +30,7 @@ from torch import Tensor
 
 Backend: TypeAlias = Literal["numba", "torch", "triton"]
 
-_forced: Backend | None = None  # set by tests, on every device
+_forced: Backend | None = None  # set by tests; applies to every device
 _triton_is_enabled = os.environ.get("RLBUF_TD_TRITON", "1") != "0"
 _agrees: dict[tuple[str, torch.device], bool] = {}
 _is_compiling = torch.compiler.is_compiling
@@ -59,8 +60,8 @@ def _has_triton() -> bool:
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
     """Return whether the Triton kernel of an operation gives the reference's results on this device.
 
-    ``compare`` runs both on a small random case, and raises if they differ. It is called once per operation
-    and device. If it raises, or compilation fails, one warning names the error.
+    ``compare`` runs both on a small random case, and raises if they differ. It runs once per operation and device.
+    If it raises, or compilation fails, one warning names the error.
     """
     key = operation, device
     if key not in _agrees:

@@ -13,7 +13,7 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     ``k .. rows - 1``, and moves the row at place ``k`` there. A place holds its own row until a step moves another one
     to it. The chains of moves are followed in parallel by pointer doubling.
 
-    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one number per step. ``rows``, at least ``B``, is a number, or a
+    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one number per step. ``rows``, at least ``B``, is an int, or a
     0-dim float64 tensor whose value may change between launches of a CUDA graph.
 
     Cost: O(B log B), independent of the number of rows, without host synchronisation.
@@ -23,11 +23,11 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     step = torch.arange(batch, device=uniform.device)
     place = step + (uniform * (rows - step)).long()
     ordered, order = place.sort(stable=True)
-    # The previous step, if any, that took from the same place: the place now holds what that step moved there.
+    # For each step, the last earlier step that took the row at the same place (-1: none): it moved another row there.
     before = torch.full_like(order, -1)
     before[order[1:]] = torch.where(ordered[1:] == ordered[:-1], order[:-1], -1)
-    # A step moves its own row, or what the last step that took from its place has moved there, and so on.
-    # Steps only point to earlier ones; a step that takes from its own place moves nothing.
+    # Step k moves the row at place k: row k, or the row that the last step to take from place k has moved there, and so
+    # on. Chains lead to earlier steps, and end at a step whose place no earlier step took from.
     last = (torch.searchsorted(ordered, step, right=True) - 1).clamp(min=0)
     away = torch.where(ordered[last] == step, order[last], step)
     for _ in range((batch - 1).bit_length()):

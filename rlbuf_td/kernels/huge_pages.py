@@ -18,7 +18,7 @@ _TAKERS = min(4, os.cpu_count() or 1)
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux to back ``memory`` with 2 MiB pages, which reduces TLB misses of random rows.
+    """Ask Linux to back ``memory`` with 2 MiB pages, which reduces TLB misses when random rows are read.
 
     A hint only: no effect where it is not supported.
     """
@@ -28,10 +28,10 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 
 def take_pages(memory: torch.Tensor) -> None:
-    """Populate the pages of ``memory`` now, by several threads: the system zeroes each page that it provides.
+    """Populate the pages of ``memory`` now, in several threads, because the system zeroes every new page.
 
-    Threads that populate pages by writing would block each other. A hint only: no effect where it is not supported
-    (before Linux 5.14).
+    Uses ``madvise``, because threads that write to new pages would block each other. A hint only: no effect where it is
+    not supported (before Linux 5.14).
     """
     if sys.platform != "linux" or memory.device.type != "cpu":
         return
@@ -42,7 +42,7 @@ def take_pages(memory: torch.Tensor) -> None:
 
 
 def advise(first: int, end: int, advice: int) -> None:
-    """Give the system advice on the pages that begin in a range of addresses."""
+    """Call ``madvise`` for the pages that begin at addresses in ``[first, end)``."""
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     if end > start:
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))

@@ -1,8 +1,8 @@
 """Whole batches in one compiled call on the CPU: draw rows, compute their weights and stamps, gather their leaves.
 
 A learner step evicts Python's code from the processor's caches, so each Python call costs more in a training loop
-than in a tight loop. These calls combine :mod:`rlbuf_td.kernels.sum_tree` and :mod:`rlbuf_td.kernels.rows`, which are
-their reference: the results are equal.
+than in a tight loop. These calls combine other kernels, such as :mod:`rlbuf_td.kernels.sum_tree` and
+:mod:`rlbuf_td.kernels.rows`, and give the same results as these.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ _AHEAD, _MOST = 8, 1 << 19  # batches that one allocation serves, and its larges
 class Gather:
     """Gathers rows of bytes into one contiguous tensor per leaf.
 
-    Views of one block would be faster for many leaves (60 of 8 bytes: 130 instead of 220 us between learner steps; 10
-    or fewer: about the same). But views share a version counter: changing one leaf in place would invalidate what
-    autograd has saved of the others. Each view would also keep the whole batch alive.
+    Views of one block would be faster for many leaves (60 leaves of 8 bytes: 130 instead of 220 us between learner
+    steps; 10 leaves or fewer: about the same). But views share a version counter: changing one leaf in place would
+    invalidate what autograd has saved of the others. Each view would also keep the whole batch alive.
 
     Memory is allocated for several batches at a time, up to ``_MOST`` bytes. In a training loop this takes a third of
-    the time, because the allocator's code is then in the processor's caches.
+    the time of an allocation per batch, because the allocator's code stays in the processor's caches.
 
     Args:
-        matrix: ``[N, row_bytes]``, contiguous, on the CPU.
+        matrix: the stored rows, ``[N, row_bytes]``, contiguous, on the CPU.
         extents: ``[leaves, 2]`` int64: offset of each leaf in a row, and its bytes. Some kernels use more columns.
-        entries: dtype and shape of each leaf, then of the other tensors: the index and the sampler's report.
+        entries: dtype and shape per row of each leaf, then of the other tensors: the index and the sampler's report.
+        count: rows per batch.
         record: fields of ``BATCH`` that only some kernels need.
     """
 
@@ -47,7 +48,7 @@ class Gather:
     def __init__(
         self, matrix: Tensor, extents: np.ndarray, entries: Sequence[Entry], count: int, **record: int
     ) -> None:
-        advise_huge_pages(matrix)  # soon for new rows, later for the others: reads take 10 to 20 % less
+        advise_huge_pages(matrix)  # at once for unwritten rows, later for the others: reads are 10 to 20 % faster
         record |= {
             "rows": matrix.data_ptr(),
             "row_bytes": matrix.stride(0) * matrix.element_size(),
@@ -60,7 +61,7 @@ class Gather:
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
         nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in entries) * count
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
-        #: For each batch of one allocation: the memory that holds the addresses of its tensors.
+        #: For each batch of one allocation: the address of the memory that holds the addresses of its tensors.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
         self._targets, self._kept = targets.data, extents
         self.record, self.addresses = fields, targets

@@ -26,11 +26,12 @@ from rlbuf_td.kernels.sum_tree.cpu import draw, fill, update, weigh_beside
 from rlbuf_td.kernels.sum_tree.tree import REFUSED
 
 TREE, ORDER = 9, 4 + len(Chunks._fields)  # length of the ``addresses`` of a sum tree and of an order of ranks
-# Rows whose cache lines are prefetched while the same number is copied. Between learner steps, with 1e6 rows and
-# batches of 256, values from 4 to 64 differ by less than 5 %. Copying leaf by leaf takes two thirds of row by row.
+# While this number of rows is copied, the same number of following rows is prefetched. Between learner steps, with
+# 1e6 rows and batches of 256, times for 4 to 64 differ by less than 5 %. Copying leaf by leaf takes two thirds of the
+# time of copying row by row.
 _BLOCK = 16
 _ZERO = np.int64(0)  # numba would compile the callee again for a literal
-_LARGE = 1_024  # bytes per row above which the hardware prefetcher does as well
+_LARGE = 1_024  # bytes; larger rows are left to the hardware prefetcher, which does as well
 
 
 @kernel
@@ -82,7 +83,7 @@ def gather_batch(batch, index, targets):
 
 @kernel
 def sample_uniform(address, targets):
-    """Gather the rows at the flat positions in the scratch memory, fresh ones first, and write their index."""
+    """Gather the rows that the scratch memory lists, the first ones replaced by fresh rows, and write their index."""
     batch = batch_at(address)
     index, out = carray(pointer(batch.flat), batch.count, np.int64), load(targets + 8 * batch.leaves, np.int64)
     _put_fresh(batch, batch.flat)
@@ -97,7 +98,7 @@ def sample_uniform(address, targets):
 def sample_part(address, targets, begin, count, member):
     """Gather rows as :func:`sample_uniform` into ``count`` places of a larger batch from ``begin`` on.
 
-    After the index, ``targets`` holds the source of each row, which is ``member``.
+    Fresh rows are not used. After the index, ``targets`` holds the address of the rows' sources, set to ``member``.
     """
     batch = batch_at(address)
     leaves = carray(pointer(batch.extents), (batch.leaves, 2), np.int64)
@@ -125,10 +126,10 @@ def sample_recent(address, targets, newest, span, steps, log_decay):
 
 @kernel
 def sample_proportional(address, targets, step, written, beta, mode, now):
-    """Draw rows from a sum tree and gather them with weights and stamps. Return whether there are rows to draw.
+    """Draw rows from a sum tree and gather them with weights and stamps. Return False if no written row can be drawn.
 
-    After the leaves, ``targets`` holds the index, the importance weights and the stamps. The uniform numbers are in the
-    scratch memory. :func:`rlbuf_td.kernels.sum_tree.draw` defines the distribution.
+    After the leaves, ``targets`` holds the index, the importance weights and the stamps, which are set to ``now``. The
+    uniform numbers are in the scratch memory. :func:`rlbuf_td.kernels.sum_tree.draw` defines the distribution.
     """
     batch = batch_at(address)
     index, importance, mass, place = _drawn(batch, targets)
@@ -158,7 +159,7 @@ def sample_rank(address, targets, law, alpha, shift, step, written, beta, mode, 
 
 @inlined
 def _put_fresh(batch, place):
-    """Put the rows that no batch has had yet in front of the flat rows at the address ``place``; return how many."""
+    """Replace the first flat rows at address ``place`` by rows that no batch has contained yet; return how many."""
     if not batch.queue:
         return 0
     live, newest, now = load(batch.numbers, np.int64), load(batch.numbers + 16, np.int64), load(batch.clock, np.int64)
@@ -167,7 +168,7 @@ def _put_fresh(batch, place):
 
 @inlined
 def _drawn(batch, targets):
-    """Return the memory for the flat rows and for their weights, the uniform numbers, and the address of the rows."""
+    """Return the arrays of flat rows, importance weights and uniform numbers, and the address of the flat rows."""
     index, importance = load(targets + 8 * batch.leaves, np.int64), load(targets + 8 * batch.leaves + 8, np.int64)
     place = batch.flat if batch.lanes else index
     return (
@@ -215,7 +216,7 @@ def _fresh_rows(batch, index, td_error, stamp, now, newest):
 
 @kernel
 def update_proportional(address, index, td_error, stamp, written, now, newest, alpha, eps):
-    """Set the priorities of rows not rewritten since sampling. Return the largest magnitude and the stale rows.
+    """Set the priorities of unchanged rows. Return the largest magnitude and the number of stale rows.
 
     ``index`` is flat, or coordinates ``[B, 2]`` if there are lanes. See :func:`rlbuf_td.kernels.rows.skip_ring` and
     :func:`rlbuf_td.kernels.sum_tree.update_`.
@@ -243,7 +244,7 @@ def write_ring(address, count, lanes_first, index):
 
     ``lanes_first``: leaves are ``[E, count, ...]`` rather than ``[count, E, ...]``. ``index`` is the address of the
     index to fill, ``[count]`` int64, or ``[count * E, 2]`` with lanes; 0 for none. Returns the cursor before the write,
-    or -1, with nothing changed, if the write needs the general path.
+    or -1, with nothing changed, if the write is not usual (see ``_is_usual``) and needs the general path.
     """
     ring = carray(pointer(address), 1, RING)[0]
     cursor, revision = load(ring.cursor, np.int64), load(ring.revision, np.int64)
@@ -304,7 +305,7 @@ def write_ring_rank(address, count, lanes_first, index):
 
 @inlined
 def _runs(ring, cursor, count):
-    """Return the first flat row of a write at the cursor, the rows up to the ring's end, and those after the wrap."""
+    """Return a write's first flat row, its number of rows up to the ring's end, and that after the wrap-around."""
     kept, lanes = min(count, ring.steps), max(ring.lanes, 1)
     start = (cursor + count - kept) % ring.steps
     head = min(kept, ring.steps - start)
@@ -319,7 +320,7 @@ def _entry(ring):
 
 @kernel
 def _is_usual(ring, cursor, start, kept, revision):
-    """Whether the write continues the last one, its leaves lie outside the storage, and the weights are up to date."""
+    """Whether the write continues the last one, its leaves lie outside the storage, and weights match alpha."""
     steps, last, lanes = ring.steps, load(ring.clock_last, np.int64), max(ring.lanes, 1)
     in_order = start == last + 1 or (start == 0 and last == steps - 1) or kept == steps
     usual = in_order and 0 <= cursor < steps and load(ring.clock_by_row, np.int64) == 0

@@ -13,8 +13,8 @@ from torch import Tensor
 
 Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
-_LARGE, _MOST = 1 << 20, 32 << 20  # bytes of tensors whose memory is used again
-_KEPT = 2  # memories per leaf: one of the batch that the caller still holds while the next one is drawn, and one free
+_LARGE, _MOST = 1 << 20, 32 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
+_KEPT = 2  # tensors per leaf: one that the caller still holds while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ class LeafMemory:
 
     The system zeroes fresh memory page by page, which takes longer than copying images to it. A large tensor on the CPU
     therefore gets the memory of an earlier one to which nothing refers any more: no tensor or view, no array, no
-    autograd graph, no other process. At most ``_KEPT`` batches are kept, and none larger than ``_MOST`` per leaf.
+    autograd graph, no other process. Each leaf keeps at most ``_KEPT`` tensors, none larger than ``_MOST`` bytes.
     """
 
     __slots__ = ("_kept", "_large", "_small")
@@ -78,7 +78,7 @@ def is_unused(memory: Tensor) -> bool:
 
 
 def _holders(memory: Tensor) -> tuple[int, int]:
-    """Return how many tensors and Python objects refer to the memory of a tensor, with those of this function."""
+    """Return how many tensors and Python objects refer to the memory of a tensor, including those of this function."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 

@@ -1,9 +1,9 @@
-"""Batches of the sampler wrappers on the CPU: gather drawn rows and revise them in one compiled call.
+"""Batches of n-step, hindsight and sequence samplers on the CPU: gather and transform rows in one compiled call.
 
-:mod:`rlbuf_td.kernels.batch.cpu` documents the shared arguments. ``drawn`` is the slot of the draw: the address of the
-rows (flat, or coordinates if there are lanes), then those of the sampler's report; ``count`` is the number of rows.
-``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is the wrappers' code for other
-devices.
+:mod:`rlbuf_td.kernels.batch.cpu` documents the shared arguments. ``drawn`` points to the address of the drawn rows
+(flat, or coordinates if there are lanes), and to those of the tensors of the sampler's report; ``count`` is the number
+of rows. ``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is the code of these
+samplers for other devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, 
 from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
-_SOON, _AHEAD = 16, 9  # how many rows ahead the bits, and the rows themselves, are prefetched
+_SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and the row itself, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
 
 
@@ -33,7 +33,7 @@ def _row(index, lanes, i):
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
     """Gather n-step transitions; the last target receives the number of steps that each one spans.
 
-    The extents have two more columns: the kind of each leaf, and the width of its numbers.
+    The extents have two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``), and the bytes per number.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -68,9 +68,10 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, and replace the goals of some with outcomes of other rows; the last target receives their mask.
+    """Gather rows, and replace the goals of some with outcomes of other rows; the last target marks them.
 
-    ``outcome`` is the position of the outcome's leaf, ``goals`` those of the one or two goal leaves.
+    ``thresholds``, ``only_finished`` and ``log_gamma`` are those of :class:`rlbuf_td.kernels.episodes.goals.Law`.
+    ``outcome`` is the position of the outcome's leaf, ``goals`` holds those of the one or two goal leaves.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)

@@ -5,8 +5,9 @@ not follow it: its trajectory ended there, or the write head is there. It is *ov
 cuts alone determine how far a trajectory extends, so overwriting the beginning of a trajectory changes no other bit.
 
 Two classes implement this interface. :class:`FlagBoundaries` is the reference, in torch operations on any device: the
-first look-up after a write scans all steps; with Triton it reads one trajectory. :class:`BitBoundaries`, on the CPU, is
-a bitmap with levels of summary bits, 64 to a word: a look-up reads one word per level, four for a million steps.
+first look-up after a write scans all steps; Triton's look-ups read one trajectory each. :class:`BitBoundaries`, on the
+CPU, is a bitmap with levels of summary bits, 64 to a word: a look-up reads a few words per level. A million steps have
+four levels.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a written lane has at least one cut; while the ring fills, the
 last step of each lane is cut; a step that is over is also cut.
@@ -38,16 +39,16 @@ class BoundariesBase(ABC):
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
         """Record ``count`` steps of all lanes that were just written from ``start`` on, without wrapping.
 
-        A trajectory continues if the first step follows the last written one. ``end``, ``[T, E]`` bool of the storage,
-        marks ends of trajectories; so does a change of value in ``name``, ``[T, E]`` integers.
+        A trajectory may continue across writes, if step ``start`` follows the last written one. ``end``, ``[T, E]``
+        bool of the storage, marks ends of trajectories; so does a change of value in ``name``, ``[T, E]`` integers.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return how many steps the trajectories of flat rows, ``[B]`` int64, extend back and ahead.
 
-        Both counts are at most ``within``, and Triton's kernel reads no further. The third result, ``[B]`` bool, says
-        whether the trajectory is over at the last row ahead.
+        Both counts are at most ``within`` (None: no limit), and Triton's kernel reads no further. The third result,
+        ``[B]`` bool, says whether the trajectory is over at the last row ahead.
         """
 
     @abstractmethod
@@ -130,7 +131,7 @@ class FlagBoundaries(BoundariesBase):
 class BitBoundaries(BoundariesBase):
     """Boundaries on the CPU: one bit per row, one summary bit per 64 of these (set if any of them is), and so on.
 
-    ``bits`` are ``[E, words]`` int64: per lane the levels of cuts (see ``starts``), then a bit per step: is it over?
+    ``bits`` are ``[E, words]`` int64: per lane the levels of cuts (see ``starts``), then one bit per step: is it over?
     """
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
@@ -153,9 +154,9 @@ class BitBoundaries(BoundariesBase):
         loops("episodes.cpu").write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the arguments of the loop of :meth:`write`: bitmap, address of the head, and columns.
+        """Return the arguments of the loop of :meth:`write`: bitmap, address of the head, ends and names.
 
-        A column is its address and its strides in bytes. Names also have their item size; 0 means no names.
+        A column is given by its address and its strides in bytes, names also by their item size; zeros mean no names.
         """
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)

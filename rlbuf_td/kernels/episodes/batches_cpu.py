@@ -9,7 +9,7 @@ from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_
 
 # -- hindsight
 
-_SOON = 16  # how many rows ahead bits and rewards are prefetched
+_SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 
 @inlined
@@ -22,7 +22,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the goal of row ``cell``, or -1 if the row keeps its goal."""
+    """Return the row that provides the goal of row ``cell``, or -1 to keep its goal; ``pick`` is its uniform number."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)

@@ -1,8 +1,8 @@
 """The bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries` on the CPU.
 
-``bits[e]`` holds the cuts of lane ``e``, level ``k`` from word ``starts[k]`` on, then from word ``starts[-1]`` on the
-steps that end a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the next level says whether any
-bit of word ``w`` below is set.
+``bits[e]`` describes lane ``e``: level ``k`` of its cuts begins at word ``starts[k]``, and from word ``starts[-1]`` on,
+one bit per step says whether the step ends a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the
+next level says whether any bit of word ``w`` below is set.
 
 Look-ups take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane, address
 of the starts of the levels, number of levels, time steps, lanes. With arrays, numba would count references at each
@@ -90,16 +90,16 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first cut at step ``t`` or later; steps after the end of the ring continue the count."""
+    """Return the first cut at step ``t`` or later; beyond the ring's end, step numbers continue."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 
 
 @inlined
 def steps_ahead(bitmap, lane, t):
-    """Return how many steps after step ``t`` of a lane its trajectory ends, at the cut."""
+    """Return the number of steps from step ``t`` of a lane to its trajectory's last step, the next cut."""
     position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
-    window = _word(bitmap, lane, position) >> bit  # the next 64 steps: holds the cut more often than a word does
+    window = _word(bitmap, lane, position) >> bit  # the next 64 steps, which hold a cut more often than one word
     if position + _ONE < _start(bitmap, 1):
         window |= (_word(bitmap, lane, position + _ONE) << _ONE) << (_63 - bit)
     return np.int64(trailing_zeros(window)) if window != 0 else _next_around(bitmap, lane, t) - t
@@ -107,7 +107,7 @@ def steps_ahead(bitmap, lane, t):
 
 @kernel
 def steps_back(bitmap, lane, t):
-    """Return how many steps before step ``t`` of a lane its trajectory begins."""
+    """Return the number of steps from the first step of the trajectory to step ``t`` of a lane."""
     before, steps = _previous(bitmap, lane, t - 1), bitmap[4]
     return t - before - 1 if before >= 0 else t + steps - _previous(bitmap, lane, steps - 1) - 1
 
@@ -145,7 +145,7 @@ def reach(bitmap, cells, within, back, ahead, ended):
 
 @inlined
 def _put(bits, lane, first, t, value):
-    """Set or clear bit ``t`` of the level that begins with word ``first``; return the word before and after."""
+    """Set or clear bit ``t`` of the level from word ``first`` on; return its word before and after the change."""
     word, bit = first + (t >> _SIX), _ONE << (t & _63)
     old = bits[lane, word]
     new = old | bit if value else old & ~bit
@@ -166,7 +166,7 @@ def _put_cut(bits, lane, starts, t, value):
 
 @inlined
 def _is_renamed(numbers, lane, t, following):
-    """Return whether two steps of a lane belong to trajectories of different names."""
+    """Return whether two steps of a lane have different trajectory names."""
     name = numbers[10] + lane * numbers[12]
     return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
 

@@ -21,9 +21,9 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Return the number of steps between ``t`` and the next cut (0 if ``t`` is cut), or the last cut before it.
+    """Return the steps from ``t`` to the next cut (DIRECTION 1; 0 if ``t`` is cut), or back to the first step (-1).
 
-    Returns ``most`` if there are more steps; ``most`` is at most ``steps``.
+    The result is at most ``most``, which is at most ``steps``.
     """
     offset = tl.arange(0, STRETCH)
     found = tl.zeros([], tl.int64) + most

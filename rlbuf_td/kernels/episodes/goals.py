@@ -13,14 +13,15 @@ from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
 #: The strategies, in the order of their thresholds.
 STRATEGIES = ("future", "final", "episode", "random")
-_LOG_GAMMA = 7  # its index in ``FlagBoundaries.numbers``, after the discount factor of n-step returns
+_LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the discount factor of n-step returns
 
 
 class Law(NamedTuple):
-    """The distribution of goals: which rows get one, and from which rows.
+    """The distribution of goals: which rows get a new goal, and which rows provide it.
 
     There is one threshold per strategy, in ascending order, at most 1. The first threshold above a row's uniform number
-    selects the strategy. The position of the number between two thresholds selects the row that provides the goal.
+    selects the strategy (none above: the row keeps its goal). The position of the number between two thresholds selects
+    the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]
@@ -36,7 +37,7 @@ def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows, out of ``live`` ones, whose outcomes become goals.
+    """Choose the rows, out of ``live`` written ones, whose outcomes become goals.
 
     ``cells`` are the batch's flat rows, ``[B]`` int64; ``uniform``, ``[B]`` float64 in ``[0, 1)``, drives the choice.
     Both are contiguous. Returns the chosen flat rows, ``[B]`` int64 (the row itself if it keeps its goal), and whether
@@ -65,7 +66,7 @@ def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: La
 
 
 def _law_of(boundaries: FlagBoundaries, law: Law, live: int) -> tuple[Tensor, int | Tensor, Tensor, Tensor]:
-    """Return the thresholds with 0 and 1, the number of rows and the other fields, as tensors that graphs read."""
+    """Return the thresholds with 0 before and 1 after them, the number of rows, and the other fields of the law."""
     if torch.compiler.is_compiling():
         device = boundaries.cut.device
         edges = torch.tensor([0.0, *law.thresholds, 1.0], dtype=torch.float64, device=device)

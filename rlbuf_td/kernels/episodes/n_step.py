@@ -8,13 +8,13 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.episodes import BitBoundaries, Boundaries, FlagBoundaries
 
-_GAMMA = 6  # its index in ``FlagBoundaries.numbers``, after a law of goals
+_GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold a law of goals
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
     """Return each row and the ``n - 1`` rows after it, ``[B, n]``, and the number of steps to the trajectory's end.
 
-    Beyond the end, the last row of the trajectory is repeated.
+    That number is at most ``n``. Beyond the end, the last row of the trajectory is repeated.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
@@ -24,12 +24,12 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return discounted sums of rewards ``[B, n, ...]``, computed in float64, and how many are in each, ``[B]`` int64.
 
-    ``end``, ``[B, n]`` bool: the trajectory ends there. ``ahead``, ``[B]``: the most rewards after the first one.
+    ``end``, ``[B, n]`` bool: the trajectory ends with this step. ``ahead``, ``[B]``: the most rewards after the first.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
     counts = (steps <= ahead[:, None]) & ~ended_before
-    # Multiplied and added in the same order as in the compiled loop of planned batches: the results are equal.
+    # Multiplied and added in the same order as in the compiled loop (``batches_cpu.put_sum``): the results are equal.
     powers = torch.where(steps == 0, 1.0, gamma * torch.ones_like(steps, dtype=torch.float64)).cumprod(0)
     discount = torch.where(counts, powers, 0.0)
     wide = counts.view(*counts.shape, *[1] * (reward.ndim - 2))

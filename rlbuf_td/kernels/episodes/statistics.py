@@ -1,6 +1,7 @@
-"""Adds steps up to episodes, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
+"""Computes episode statistics from written steps, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
 
-Steps are processed in time order, all lanes of a step together, so that episodes come out in the order they ended.
+Steps are processed in time order, all lanes of a step together, so that episodes are recorded in the order of their
+ends.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot of an open episode, else a free slot, else -1; try ``hint`` first."""
+    """Return the slot with this key, else a free slot, else -1; try slot ``hint`` first."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
-        slot = (hint + k) % slots  # a hint may be older than the present number of slots
+        slot = (hint + k) % slots  # the hint may exceed the present number of slots
         if keys[slot] == key:
             return slot
         if free < 0 and keys[slot] == FREE:
@@ -47,10 +48,10 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from number ``start`` on; return the steps processed, fewer if slots ran out.
+    """Count the steps of one write from number ``start`` on; return the next number, smaller than T E if slots ran out.
 
     ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous blocks: trajectory
-    numbers (int64; address 0: lanes are trajectories), ends (one byte), M metrics, R reasons (one byte). ``keys``,
+    numbers (int64; address 0: use lanes instead), ends (one byte), M metrics, R reasons (one byte). ``keys``,
     ``lengths``, ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe open episodes; a free
     slot has the key ``FREE``. ``lane_slot``: the last slot of each lane. ``records``, ``[H, 2 + M]``, and ``ends``,
     ``[H, R]``: a ring of finished episodes.

@@ -5,11 +5,11 @@ Two classes have the same methods and give the same ranks after any history:
 - :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder` sorts the magnitudes when they are needed. It runs on any
   device without host synchronisation.
 - :class:`~rlbuf_td.kernels.rank_order.chunked.ChunkedOrder` keeps the rows sorted, in short chunks that split when they
-  are full, and counts the rows before each chunk. A count finds the chunk of a rank, and a changed row moves from one
-  chunk to another, in O(log N). The CPU uses it.
+  are full, and counts the rows before each chunk. These counts give the chunk of a rank in O(log N), and a changed
+  row moves from one chunk to another. The CPU uses it.
 
 The probability of rank ``r`` depends on ``r`` and ``N`` alone (``law.py``), so priorities need no sums.
-Magnitudes are float32: errors that are equal as float32 are a tie, and larger ones count as the largest float32.
+Magnitudes are float32: errors that are equal as float32 are a tie, and errors beyond its range count as its maximum.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ChunkedOrder:
     """Rows in the order of their magnitudes, exact after every change.
 
     Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. The cost does not depend on
-    the values: equal, monotone and adversarial ones cost the same. ``addresses`` is a new array whenever memory moves.
+    the values: equal, monotone and adversarial ones cost the same. ``addresses`` is replaced when the memory moves.
 
     Cost: a draw is O(B log N), an update O(B (128 + log N)) and, at most once per N / 3 changes, O(N).
     15 to 27 bytes per row, about 22 after random updates.

@@ -1,16 +1,16 @@
 """The layout of the chunked order: three levels of plain tensors, and the NumPy views that the loops work on.
 
-- A **chunk** holds up to ``WIDTH`` keys in ascending order: ``keys[c, :n]``.
+- A **chunk** holds up to ``WIDTH`` keys (magnitude and row, see ``cpu.key_of``) in ascending order: ``keys[c, :n]``.
 - A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower
-  bound of its keys (above all keys before it), ``before[g, s]`` the number of keys in the slots before it;
+  bound of its keys (above all keys of earlier chunks), ``before[g, s]`` the number of keys in the slots before it;
   ``before[g, size[g]]`` is the group's total.
 - The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
   ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
 
-A full chunk or group is split; none is merged. When no chunk is left, all keys are rearranged in chunks that are three
-quarters full, which takes O(N) at most once per N / 3 changes.
+A full chunk or group is split; none is merged. When no unused chunk is left, all keys are rearranged in chunks that
+are three quarters full. This takes O(N), at most once per N / 3 changes.
 
-Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, and 0 for the very first;
+Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, 0 for the first group;
 entries past the end hold ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
 order without groups has no rows, and the rest of its memory is undefined.
 """
@@ -32,7 +32,7 @@ ABSENT = -1082130432
 NO_KEY = (1 << 63) - 1
 FULL = 1 << 30
 
-# Entries of ``head``; groups and chunks are numbered in the order of their first use.
+# Indices into ``head``: the numbers of rows, groups and chunks in use. Groups and chunks are numbered by first use.
 ROWS, GROUPS, CHUNKS = range(3)
 
 
@@ -66,6 +66,6 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(st: Chunks) -> np.ndarray:
-    """Return the numbers of rows, chunks, groups and top entries, then the arrays' addresses."""
+    """Return the allocated numbers of rows, chunks, groups and top entries, then the arrays' addresses."""
     sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
     return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)

@@ -1,6 +1,6 @@
 """Reads the chunked order on the CPU: key to place, rank to row, row to rank, and draws.
 
-Batches descend in lockstep (levels outside, entries inside, no branches), so that their cache misses overlap.
+All entries of a batch descend level by level, without branches, so that their cache misses overlap.
 ``order`` is what :func:`rlbuf_td.kernels.rank_order.chunks.addresses` returns.
 """
 
@@ -15,9 +15,9 @@ from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, masse
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.law import HEAD
 
-#: Rows to find in lockstep: enough to overlap cache misses, few enough for the scratch space to stay in cache.
+#: Entries that descend together: enough to overlap cache misses, few enough for the scratch space to stay in cache.
 BLOCK = 256
-#: How many chunks ahead are prefetched.
+#: How many entries ahead their chunks are prefetched.
 AHEAD = 4
 TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
@@ -77,7 +77,7 @@ def _search_groups(bounds, top_group, wanted, pos, slot):
 
 @bare
 def find_places(st, keys, pos, slot):
-    """Positions in the top, and slots in their groups, of the chunks where ``keys`` are or belong."""
+    """Write, for each key, where its chunk is: the position of the group in the top, and the slot in the group."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 
@@ -106,7 +106,7 @@ def fetch_chunk(st, p, s):
 
 @bare
 def count_below(keys, c, n, key):
-    """How many keys among the first ``n`` of chunk ``c`` are smaller than ``key``."""
+    """Return how many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
     # Unsigned indices avoid numba's check for negative ones, which would prevent LLVM's vectorisation.
     count = 0
     for t in range(n):
@@ -174,7 +174,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the rows that have ``rest`` rows before them; ``rest`` and ``pos`` are overwritten."""
+    """Write the rows before which ``rest`` rows are ordered; ``rest`` and ``pos`` are overwritten."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):

@@ -1,6 +1,6 @@
 """Updates the chunked order on the CPU.
 
-Cost per row: a search, a move within one chunk, and a step in one group (at most ``WIDTH`` entries each).
+Cost per row: a search, and a shift of the keys of one chunk and the counts of one group (at most ``WIDTH`` each).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 @compiled
 def update(order, index, td_error, rows):
-    """Set the magnitudes of rows from float32 errors; return the largest, or ``REFUSED``.
+    """Set the magnitudes of rows from float32 errors; return the largest (-1 if none), or ``REFUSED``.
 
-    Skips -1; of a duplicate row, the last error counts.
+    Skips index -1; of a duplicate row, the last error counts.
     """
     if not acceptable(index, td_error, rows):
         return REFUSED
@@ -61,13 +61,13 @@ def update(order, index, td_error, rows):
 
 @compiled
 def fill(order, index, bits):
-    """Give one magnitude to consecutive rows ``index``."""
+    """Give one magnitude, as the int32 ``bits`` of a float32, to the consecutive rows ``index``."""
     st = _started(order)
     keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
         _delete(st, index[start : start + BLOCK], keys, pos, slot)
     st.bits[index[0] : index[-1] + 1] = bits
-    # Their keys are consecutive: no other key lies between them, so whole chunks are filled at once.
+    # The keys of these rows are consecutive: no other key lies between them, so whole chunks are filled at once.
     keys[0], end = key_of(bits, index[0]), key_of(bits, index[-1]) + 1
     while keys[0] < end:
         if st.head[CHUNKS] == len(st.keys):
@@ -165,7 +165,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert keys until no chunk is left; return the number of inserted keys."""
+    """Insert keys until no unused chunk is left; return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -183,9 +183,10 @@ def _insert(st, keys, pos, slot):
 
 @bare
 def _insert_run(st, p, s, key, count):
-    """Insert as many of ``key, key + 1, ...`` as fit into their chunk; return their number.
+    """Insert as many of ``key, key + 1, ...`` as fit into their chunk; return how many.
 
-    If there is no room, make some and return 0: places found earlier are then invalid.
+    If the chunk is full, return 0, after splitting its group if that is full, else the chunk if an unused one is left.
+    Places found earlier are then invalid.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:
@@ -209,7 +210,7 @@ def _split_chunk(st, p, s, key, count):
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
     st.head[CHUNKS] += 1
-    # At an end, split at that end: monotone insertions and long runs then leave full chunks, not half-full ones.
+    # Split at ``key`` if it is at an end or the run is long: monotone insertions and long runs then leave full chunks.
     cut = count_below(st.keys, c, WIDTH, key)
     if 0 < cut < WIDTH and count < _HALF:
         cut = _HALF

@@ -6,8 +6,8 @@ beyond it, the Euler-Maclaurin formula, anchored at the table's end, is accurate
 .. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
           \quad x = n + \tfrac12
 
-(a logarithm where ``alpha = 1``). The formula is inverted in closed form: the cost of a draw does not depend on ``N``,
-and a change of alpha is O(1).
+(for ``alpha = 1`` the fraction is ``log x``). The formula is inverted in closed form: the cost of a draw does not
+depend on ``N``, and a change of alpha is O(1).
 
 The functions here run on any device without waiting for it; ``cpu.py`` has compiled versions.
 """
@@ -41,7 +41,7 @@ def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
     """
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
-    # Asynchronous, and safe: the driver copies this memory before the call returns, see storages.indexing.moved.
+    # An asynchronous copy is safe: the driver reads this memory before the call returns, see storages.indexing.moved.
     return RankLaw(alpha, head.to(device, non_blocking=True), float(head[-1] - _primitive(alpha, x)))
 
 
@@ -70,13 +70,13 @@ def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
 
 
 def _primitive(alpha: float | Tensor, x: Tensor) -> Tensor:
-    """Return the integral of ``x^-alpha`` from 1, with the first correction term."""
+    """Return the integral of ``t^-alpha`` from 1 to ``x``, plus the Euler-Maclaurin correction."""
     bend, y = 1.0 - alpha, torch.log(x)
     return _unless(bend, y, torch.expm1(bend * y) / bend) + alpha / 24.0 * x.pow(-alpha - 1.0)
 
 
 def _unless(bend: float | Tensor, straight: Tensor, bent: Tensor) -> Tensor:
-    """Return ``bent``, or ``straight`` if alpha is 1."""
+    """Return ``bent``, or ``straight`` if alpha is 1 (``bend`` is 0)."""
     if isinstance(bend, Tensor):
         return torch.where(bend == 0.0, straight, bent)
     return bent if bend else straight

@@ -24,16 +24,16 @@ class SortedOrder:
 
     Args:
         magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; the order takes ownership.
-        stale_updates: sort again only after more updates than this; 0 is exact.
+        stale_updates: sort again only after more updates than this number; with 0, ranks are always exact.
     """
 
     def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
         self._magnitude = magnitude
         self._stale_updates = stale_updates
-        self._behind = -1  # updates since the last sort; -1 before the first
+        self._behind = -1  # updates since the last sort; -1: sort at the next look-up
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        #: State that captured graphs read and change. It includes a copy of the last law.
+        #: State that captured graphs read and change. It includes the parameters of the last law.
         self.device_state = PriorityState(("alpha", "shift", "beta", "named"), magnitude.device)
         with outside_inference_mode():
             head = torch.zeros(HEAD, dtype=torch.float64, device=magnitude.device)
@@ -70,11 +70,11 @@ class SortedOrder:
         return state.largest
 
     def forget_order(self) -> None:
-        """Sort again at the next look-up, because a captured graph has changed magnitudes."""
+        """Sort at the next look-up: magnitudes have changed, for example in a captured graph."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        """Set magnitudes to ``|td_error|``; -1 is skipped, and the last error of a duplicate row is kept. O(B log B).
+        """Set magnitudes to ``|td_error|``; index -1 is skipped, the last error of a duplicate row is kept. O(B log B).
 
         Arguments, refusals and result are those of :func:`rlbuf_td.kernels.sum_tree.update_`.
         """
@@ -92,7 +92,7 @@ class SortedOrder:
     def _refresh(self) -> None:
         if 0 <= self._behind <= self._stale_updates:
             return
-        # Stable, so that ties are by row; rows without a magnitude, -1, come last.
+        # Stable, so that ties are ordered by row; rows without a magnitude, -1, come last.
         self._by_rank = self._magnitude.sort(descending=True, stable=True).indices
         self._by_row = None
         self._count = (self._magnitude >= 0).sum()

@@ -1,4 +1,4 @@
-"""Draws of recent rows: the age follows a truncated geometric distribution, and determines the row in the ring."""
+"""Draws of recent rows: the age, in time steps, follows a truncated geometric distribution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 __all__ = ["QUEUE", "recent_rows"]
 Number: TypeAlias = float | Tensor
 _FIELDS = "began", "clock", "count", "newest", "fresh", "steps", "lanes", "intervals", "capacity", "head", "length"
-#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`. Of a ring of ``capacity`` intervals at the address
-#: ``intervals``, ``length`` are in use, the oldest at ``head``.
+#: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`. ``intervals`` is the address of a ring of ``capacity``
+#: intervals; ``length`` of them are in use, and the oldest is at position ``head``.
 QUEUE = np.dtype([(name, np.int64) for name in _FIELDS])
 _DIGITS = 2.0**53  # a uniform number has 53 binary digits; the last ones, which hardly affect the age, choose the lane
 
@@ -32,12 +32,12 @@ def recent_rows(
     Args:
         uniform: ``[B]`` float64 in ``[0, 1)``.
         newest: the position of the time step that was written last.
-        span: ages are ``0 .. span - 1``; at least 1.
+        span: the number of possible ages, ``0 .. span - 1``; at least 1.
         steps: the number of stored time steps.
-        lanes: E; all lanes are equally likely.
+        lanes: E, the number of lanes, which are equally likely.
         log_decay: not positive; with 0 all ages are equally likely.
 
-    Numbers may be 0-dim float64 tensors, so that captured graphs see changes.
+    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, so that captured graphs see changes.
 
     Returns:
         ``[B]`` int64 flat rows.

@@ -7,7 +7,7 @@ import numpy as np
 from rlbuf_td.kernels.compiled import kernel, load, store
 
 _DIGITS = 2.0**53
-_FLAT = -1e-9  # a smaller decay over all ages counts as none: the logarithm would lose its digits
+_FLAT = -1e-9  # if all ages together decay by less, ages are uniform: rounding would spoil the logarithm
 
 
 @kernel

@@ -1,11 +1,11 @@
-"""The *fresh* rows of a storage: those that no batch has contained yet.
+"""The *fresh* rows of a storage: those that have not been at the front of a batch yet.
 
 Rows are numbered in the order of writing, beginning with an arbitrary row. Half-open intervals hold the numbers of the
 fresh rows, the newest last. The position of a row follows from its number and the position of the newest row.
 
 ``queue`` is the address of a ``QUEUE``: whether rows have numbers (``began``; until then intervals hold ages), the
-storage's ``clock`` and ``newest`` time step at the last look, the number ``count`` of the next row, the ``fresh`` rows
-per batch, and the shape of the ring.
+storage's ``clock`` and ``newest`` time step at the last call of :func:`look`, the number that the next row gets
+(``count``), the most fresh rows per batch (``fresh``), and the shape of the ring.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rlbuf_td.kernels.recency import QUEUE
 
 @kernel
 def look(queue, live, newest, now):
-    """Give numbers to the rows that have been written since the last look.
+    """Give numbers to the rows that have been written since the last call.
 
-    ``live``: how many rows there are; ``newest``: the time step written last; ``now``: the clock.
+    ``live``: the number of rows; ``newest``: the position of the time step written last; ``now``: the storage's clock.
     """
     state = carray(pointer(queue), 1, QUEUE)[0]
     if state.began and now == state.clock:
@@ -33,7 +33,7 @@ def look(queue, live, newest, now):
             intervals[place, 0], intervals[place, 1] = live - intervals[place, 0], live - intervals[place, 1]
         state.began, state.count = 1, live
     else:
-        # Edits of rows advance the clock, too: only the newest time step tells how far the ring has moved.
+        # Edits of rows advance the clock, too; only the newest time step tells how far the ring has moved.
         ticks = now - state.clock
         written = min((newest - state.newest) % state.steps, ticks) if ticks < state.steps else state.steps
         begin = state.count + max(written * state.lanes - live, 0)
@@ -42,7 +42,7 @@ def look(queue, live, newest, now):
         if state.length and intervals[last, 1] == begin:
             intervals[last, 1] = state.count
         elif begin < state.count:
-            while state.length and intervals[state.head, 1] <= state.count - live:  # replaced
+            while state.length and intervals[state.head, 1] <= state.count - live:  # overwritten
                 state.head = (state.head + 1) % state.capacity
                 state.length -= 1
             last = (state.head + state.length) % state.capacity

@@ -14,10 +14,10 @@ from rlbuf_td.kernels.dispatch import backend_of, loops
 
 
 def put_values_(target: Tensor, values: Tensor, mask: Tensor) -> int:
-    """Set ``target[i] = values[i]``, ``[B, ...]`` each, for every ``i`` with ``mask[i]``, ``[B]`` bool, contiguous.
+    """Set ``target[i] = values[i]`` for every ``i`` with ``mask[i]``; ``target`` and ``values`` are ``[B, ...]``.
 
-    Returns the first row whose value is NaN (then nothing has changed), or -1. On CUDA it always returns -1 and copies
-    NaN as any other value, because a check would make the host wait.
+    ``mask``, ``[B]`` bool, is contiguous. Returns the first such ``i`` whose value is NaN (then nothing has changed),
+    or -1. On CUDA it always returns -1 and copies NaN as any other value, because a check would make the host wait.
     """
     dtype, rows, is_on_host = target.dtype, target.shape[0], backend_of(target) == "numba"
     if (dtype is torch.float32 or dtype is torch.float64) and target.numel() == rows and is_on_host:
@@ -55,7 +55,8 @@ def refuse_rows(rows: Tensor, live: int) -> NoReturn:
 # -- which sampled rows have been rewritten since
 #
 # A clock counts the time steps written; a stamp is its value when a row was sampled. Both are int64 and may wrap, so
-# only differences matter. A stamp from the future (of another buffer, or undone by a load) counts as rewritten.
+# only differences matter. If a stamp is ahead of the clock (because it comes from another buffer, or a load has set the
+# clock back), the row counts as rewritten.
 
 
 def skip_ring(
@@ -64,10 +65,10 @@ def skip_ring(
     """Skip the rows that a ring has rewritten since they were sampled.
 
     A row that lies ``a`` time steps before the newest one has been rewritten if more than ``a`` time steps have been
-    written since the batch was sampled.
-    ``index``, ``[B]`` int64, holds flat rows, -1 for none; ``stamp`` is ``[B]`` int64; both are contiguous. ``clock``
-    counts the time steps written; ``last`` is the last written one of the ring's ``steps``. Returns ``index`` with -1
-    for rewritten rows, and their number (on CUDA as a 0-dim tensor).
+    written since the batch was sampled. ``index``, ``[B]`` int64, holds flat rows, -1 for none; ``stamp`` is ``[B]``
+    int64; both are contiguous. ``clock`` counts the time steps written; ``last`` is the position, in ``[0, steps)``, of
+    the time step written last; ``lanes`` is the number of rows per time step. Returns ``index`` with -1 for rewritten
+    rows, and their number (on CUDA as a 0-dim tensor).
     """
     if backend_of(index) == "numba":
         others = index.data_ptr(), stamp.data_ptr(), index.shape[0], clock, last, steps, lanes
@@ -83,7 +84,7 @@ def skip_ring(
 
 
 def skip_newer(index: Tensor, stamp: Tensor, clock: int, written: Tensor) -> tuple[Tensor, int | Tensor]:
-    """As :func:`skip_ring`, for rows in any order; ``written``, ``[N]`` int64, is the clock after each row's write."""
+    """As :func:`skip_ring`, for rows written in any order; ``written``, ``[N]`` int64: the clock after each write."""
     inside = (index >= 0) & (index < len(written))
     newer = (written[index.clamp(0, len(written) - 1)] - stamp > 0) | (clock - stamp < 0)
     return _skipped(index, inside & newer)

@@ -8,7 +8,7 @@ from numba import carray, types
 from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer
 
 _PAGE = 4096
-_SAMPLED = 16  # rows of a batch that are checked
+_SAMPLED = 16  # about this number of a batch's rows are checked
 
 
 # -- copies: a column is given by its address and its stride in bytes
@@ -38,13 +38,13 @@ def put_rows(target, column, step, width, rows, mask, count):
 
 @kernel
 def _difference(a: int, b: int) -> int:
-    """Subtract with wrap-around: in signed arithmetic, the compiler would assume that no overflow occurs."""
+    """Subtract with wrap-around; in signed arithmetic, the compiler would assume that no overflow occurs."""
     return np.int64(np.uint64(a) - np.uint64(b))
 
 
 @kernel
 def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
-    """Write the remaining rows to ``kept`` (0: nowhere); return how many are skipped. Tensors are addresses."""
+    """Write the rows, -1 for rewritten ones, to address ``kept`` (0: nowhere); return the number of rewritten rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -71,7 +71,7 @@ _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int6
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Return whether a row of the batch is not in memory; looks at about sixteen rows only."""
+    """Return whether a row of the batch is not in memory; checks 16 to 31 rows of a large batch."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -31,18 +31,18 @@ class Part:
     """The bytes of one key in an entry, or in each entry of a stack."""
 
     into: int  # offset of its bytes in an entry
-    inner: int  # bytes per contiguous run in a row
+    inner: int  # bytes per contiguous run of the key in a row
     outer: int  # number of these runs
-    pitch: int  # distance between runs in bytes
+    pitch: int  # distance between the starts of runs in a row, in bytes
     root: int  # index of the key's leaf in a batch, for the row's own observation
-    next: int  # and for the next observation
+    next: int  # index of the key's leaf in a batch, for the next observation
 
 
 @dataclass(frozen=True)
 class Group:
     """Entries of one size, and the keys that they store."""
 
-    ids: int  # offset of the names in a row: ``pieces`` for the own observation, then ``pieces`` for the next one
+    ids: int  # offset of the names in a row: ``pieces`` for its own observation, then ``pieces`` for the next one
     pieces: int  # entries per observation, oldest first
     sides: int  # 2 if rows have a next observation, else 1
     parts: tuple[Part, ...]
@@ -60,7 +60,7 @@ class Group:
         """The largest distance, in time steps, between rows that refer to the same entry.
 
         Frame p of a row's stack was taken at step t + p, and frame p of its next stack at step t + p + 1. Rows that
-        share a frame are therefore less than a stack apart; or up to twice as far if a new stack repeats a frame.
+        share a frame are therefore at most ``pieces`` steps apart, or twice that if a new stack repeats a frame.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
@@ -70,16 +70,16 @@ class Table:
     """Stored rows, and the entries to which their names refer."""
 
     groups: tuple[Group, ...]  # the deduplicated keys
-    runs: np.ndarray  # ``[R, 3]`` int64, all other keys: offset in a stored row, leaf of a batch, bytes
+    runs: np.ndarray  # ``[R, 3]`` int64, all other keys: offset in a stored row, index of the leaf in a batch, bytes
     rows: Tensor  # ``[N, own_bytes]`` uint8, the stored rows
     lanes: int  # rows per time step
-    entries: list[Tensor]  # per group ``[M + 1, bytes]`` uint8; name i is entry i - 1, the last one is scratch memory
-    stacks: list[Tensor]  # per group ``[M + 1]`` int32, the free names that have been used before
-    counters: tuple[Tensor, ...]  # per group ``[2]`` int64: names on the stack, and the largest name used
+    entries: list[Tensor]  # per group ``[M + 1, bytes]`` uint8; name i refers to entry i - 1, the last entry is scratch
+    stacks: list[Tensor]  # per group ``[M + 1]`` int32, a stack of the free names that have been used before
+    counters: tuple[Tensor, ...]  # per group ``[2]`` int64: the number of names on the stack, and the largest name used
     is_compiled: bool = True
 
     def ids(self, g: int) -> Tensor:
-        """Return the names in the rows for a group, ``[N, names]`` int32, as a view."""
+        """Return a view of the names of group ``g`` in all rows, ``[N, names]`` int32."""
         group = self.groups[g]
         return self.rows.narrow(1, group.ids, 4 * group.names).view(torch.int32)
 
@@ -99,9 +99,9 @@ class Table:
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
     """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
 
-    Leaves that are None are not read. All are contiguous; ``order``, ``[B]`` int64, is the order of reading. Returns
-    whether all rows are in ``[0, live)``; otherwise ``leaves`` are incomplete. Always True off the CPU, where the host
-    does not wait.
+    Leaves that are None are not read; all tensors are contiguous. ``order``, ``[B]`` int64, lists the positions in
+    ``cells`` in the order in which to read them. Returns whether all rows are in ``[0, live)``; if not, ``leaves`` are
+    incomplete. Off the CPU, where a check would make the host wait, returns True.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -116,11 +116,11 @@ def write_(
 ) -> None:
     """Deduplicate written observations, on the CPU: store each as an entry, and its name in the rows.
 
-    ``sources``, ``[P, 2, 3]`` int64, describes the written tensors, of which each row is dense: for each of the P parts
-    of all groups, for own and next observations, the address and the strides in bytes along time and lanes. ``cells``
-    is ``[count]`` int64, contiguous: the rows in time order, all different; or an int: the first of ``count``
-    consecutive rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A
-    ``deferred`` write does not reuse the entries that it frees, so that restoring the rows undoes it.
+    ``sources`` is ``[P, 2, 3]`` int64: for each of the P parts of all groups, and for own and next observations, the
+    address of the written tensor and its strides in bytes along time and lanes. Each row of it is dense. ``cells`` is
+    ``[count]`` int64, contiguous: the rows in time order, all different; or an int: the first of ``count`` consecutive
+    rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A ``deferred`` write does not reuse
+    the entries that it frees, so that restoring the old rows undoes it.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
@@ -128,7 +128,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Give a group room for ``most`` entries, by copying the existing ones."""
+    """Enlarge group ``g`` to room for ``most`` entries; copies the existing ones."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
@@ -139,7 +139,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find the free entries, to which no row refers; ``used``: the number of entries per group, if known. O(rows)."""
+    """Find the free entries, to which no row refers; ``used``: the largest name in each group, if known. O(rows)."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]

@@ -16,31 +16,31 @@ from rlbuf_td.kernels.compiled import (
     store,
 )
 
-_ROWS, _ENTRIES = 20, 8  # how many rows ahead rows, and entries of rows, are prefetched
-_MOST_LINES = 4  # of an entry that are prefetched: the hardware prefetches the following ones
+_ROWS, _ENTRIES = 20, 8  # a row is prefetched 20 rows before its use, its entries 8 rows before
+_MOST_LINES = 4  # cache lines of an entry to prefetch: the hardware prefetches the following ones
 
 # Columns of ``groups`` and ``parts``, see :class:`rlbuf_td.kernels.rows.pool.Table`.
 IDS, PIECES, SIDES, NAMES, BYTES, BASE, STACK, COUNTERS, FIRST, LAST, REACH = range(11)
 INTO, INNER, OUTER, PITCH, ROOT, NEXT = range(6)
-OWN, OWN_BYTES, TOTAL, LANES = range(4)  # columns of ``rows``: address, bytes per row, number of rows, rows per step
+OWN, OWN_BYTES, TOTAL, LANES = range(4)  # fields of ``rows``: address, bytes per row, number of rows, rows per step
 
 
 @inlined
 def _wrapped(cell, total):
-    """Wrap a row that may lie up to one ring before the first or after the last one."""
+    """Wrap a row number in ``[-total, 2 * total)`` to ``[0, total)``."""
     return cell + total if cell < 0 else cell - total if cell >= total else cell
 
 
 @inlined
 def _numbers(groups, g):
-    """Return a group as a tuple, which the compiler keeps in registers; it reloads an array after each write."""
+    """Return a group as a tuple, which stays in registers: array elements would be reloaded after each write."""
     first = groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3], groups[g, 4], groups[g, 5]
     return (*first, groups[g, 6], groups[g, 7], groups[g, 8], groups[g, 9], groups[g, 10])
 
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address of a row's names; see :func:`_wrapped`."""
+    """Return the address of a row's names; ``cell`` is as in :func:`_wrapped`."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -116,7 +116,7 @@ def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count
         for g in range(len(groups)):
             group = _numbers(groups, g)
             for j in range(sides[0] * group[PIECES], min(sides[1], group[SIDES]) * group[PIECES]):
-                # A row that is being written may name no entry: the result is then torn, but the read stays in memory.
+                # A row that is being written may have name 0. Reading entry 1 then avoids an invalid address.
                 name = max(load(row + group[IDS] + 4 * j, np.int32), np.int32(1))
                 side = np.int64(j >= group[PIECES])
                 _copy_piece(group, parts, name, j - side * group[PIECES], side, targets, i)
@@ -146,7 +146,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Free a name: now, or after the whole write if ``kept`` is given; return how many names are still to be freed."""
+    """Free a name now; or, in a deferred write, add it to ``freed``. Return the number of names in ``freed``."""
     if not len(freed):
         _give(group, name)
         return kept
@@ -233,7 +233,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Store the names of a row's own observation: names in the row before it if the bytes agree, else new ones."""
+    """Store the names of a row's own observation: those in the row before it if the bytes agree, else new ones."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -271,7 +271,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch rows that will soon be overwritten, and their newest entries: these are then freed and reused."""
+    """Prefetch rows that will soon be overwritten, and their newest entries, which are then freed and reused."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:
@@ -285,7 +285,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Release and fill a row whose groups have no stacks: only its two neighbours share entries; twice as fast."""
+    """Release and fill a row without stacks: only its two neighbours can share entries, which halves the time."""
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
         if name != 0 and name != other:

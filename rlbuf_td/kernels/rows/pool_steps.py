@@ -15,7 +15,7 @@ def write_by_steps_(
 ) -> None:
     """As :func:`rlbuf_td.kernels.rows.pool.write_`, on any device.
 
-    ``given`` holds, per part of each group, the own observations and the next ones if there are any, ``[T, E, ...]``.
+    ``given`` holds, per part of each group, the rows' own observations and, if stored, the next ones, ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -53,7 +53,7 @@ class _Step:
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the names of the rows; return the old names, and which of them no row refers to any more."""
+        """Clear the names of the rows; return the old names, and a mask of those to which no row refers any more."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -68,7 +68,7 @@ class _Step:
         self.counters[0] += are_free.sum()
 
     def new(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Return names of new entries with these bytes, ``[B]``; 0 where ``where`` is False."""
+        """Store ``raw`` in new entries, and return their names, ``[B]``; 0 where ``where`` is False."""
         rank, free, used = where.cumsum(0) - 1, self.counters[0].clone(), self.counters[1].clone()
         on_stack = rank < free
         name = torch.where(on_stack, self.stack[(free - 1 - rank).clamp(min=0)].long(), used + 1 + rank - free)
@@ -80,11 +80,11 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Return whether all entries of each row equal these bytes, ``[B, pieces, bytes]``: ``[B]``."""
+        """Return ``[B]`` bool: whether all entries ``names`` of a row equal its ``raw``, ``[B, pieces, bytes]``."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
-        """Return names of new stacks, ``[B, pieces]``; 0 where ``where`` is False."""
+        """Store stacks in new entries, and return their names, ``[B, pieces]``; 0 where ``where`` is False."""
         name, names = torch.zeros_like(self.rows, dtype=torch.int32), []
         for piece in range(raw.shape[1]):
             is_new = where if not piece else where & (raw[:, piece] != raw[:, piece - 1]).any(1)

@@ -1,9 +1,10 @@
-"""Requests all pages of a batch's rows from a mapped file before it waits for the first one.
+"""Requests all pages of a batch from a mapped file before the batch is read.
 
-Touching a page that is not in memory waits for the disk, and loads some thirty neighbours, which a random row
-does not need. A request in file order loads exactly the pages of a batch, in parallel.
+Reading from a page that is not in memory waits for the disk, and loads about thirty neighbouring pages, which random
+rows do not need. Requests in file order load exactly the pages of a batch, in parallel.
 
-For a batch in memory, the cost is a check of sixteen rows, some 6 us. Linux only: elsewhere this does nothing.
+For a batch in memory, the cost is a check of 16 to 31 rows, about 6 us. Elsewhere than on Linux with 4 KiB pages, these
+functions do nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the rows at ``cells``, ``[B]`` int64; if requested, return the best order in which to read them."""
+    """Request the rows ``cells``, ``[B]`` int64; return the best order to read them, or None if they are in memory."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -49,7 +50,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages of ``width`` bytes from each address on, in ascending order; merge adjacent ranges."""
+    """Request the pages of ``width`` bytes from each address in ``first``, ascending; adjacent ranges are merged."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

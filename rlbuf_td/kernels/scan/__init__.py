@@ -1,11 +1,11 @@
-"""Sums over the future of a trajectory, from the last step back to the first.
+"""Discounted sums over the following steps of a trajectory, computed from the last step back to the first.
 
 Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence, backwards in time::
 
     x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
 
 with ``b[t] = 0`` wherever a trajectory ends. There, ``x[t + 1]`` is ignored instead of multiplied by zero, so NaN and
-infinity do not spread to the trajectory before. All tensors are ``[L, T, F]``: lanes, time, features (a time-major
+infinity do not spread to the preceding trajectory. All tensors are ``[L, T, F]``: lanes, time, features (a time-major
 ``[T, E]`` rollout is ``[1, T, E]``).
 
 :func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference, :func:`reverse_scan_doubling`.
@@ -27,7 +27,7 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k, each step includes the ``2**k`` steps after it.
+    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k, each ``x[t]`` sums up ``2**k`` steps.
 
     The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986).
     O(T log T) work without host synchronisation.

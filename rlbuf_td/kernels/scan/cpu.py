@@ -4,9 +4,9 @@ Entry points take the addresses of contiguous blocks: the conversion of seven te
 the estimate of a short rollout.
 
 Loop order. With one feature (``[E, T, 1]``) a lane is a chain in which each step waits for the next one; four lanes are
-processed side by side so that their chains overlap. With more features (time-major rollouts) rows are independent and
-contiguous, and the compiler vectorises over them. In chains, indices are unsigned: numba would otherwise check each
-access for negative ones.
+processed side by side so that their chains overlap. With more features (time-major rollouts) the compiler vectorises
+over them, since they are independent and contiguous. In chains, indices are unsigned: numba would otherwise check each
+access for a negative index.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _scan_at(a, b, x, shape, dtype):
 
 @_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write advantage and target of ``[lanes, steps, features]`` blocks, float64 (``double``) or float32."""
+    """Write GAE and targets of ``[lanes, steps, features]`` blocks, float64 (``double``) or float32; decay is γλ."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
     if double:
         _gae_at(gamma, decay, *blocks, np.float64)

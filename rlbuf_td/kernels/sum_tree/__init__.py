@@ -1,12 +1,12 @@
-"""A sum tree over priorities: draw rows in proportion to their weight, change weights, track the smallest one.
+"""A sum tree over priorities: draw rows in proportion to their weights, change weights, track the smallest weight.
 
 Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
-Eight weights form a block, one cache line; eight blocks form a group, eight groups one of the next level, up to the
-root. A group stores, in one cache line each, the sums of its members, the sum *before* each member (which a draw
-compares with), and their minima (over positive weights). A draw reads one line per level.
+Eight weights form a block, one cache line; eight blocks form a group, and eight groups a group of the next level, up to
+the root. A group stores three cache lines: the sums of its members, the sum *before* each member (a draw compares its
+position with these), and the minima of their positive weights. A draw reads one line per level.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
-a difference, so that rounding errors do not accumulate and equal updates give equal trees. ``before`` is infinite after
+a difference, so that rounding errors do not accumulate and equal weights give equal trees. ``before`` is infinite after
 a group's last member of positive sum, so that a draw never returns a row of weight 0.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
@@ -38,12 +38,13 @@ def update_(
     On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
     or infinite. Other devices, where a check would wait for the device, skip these entries and count the bad errors.
 
-    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign is ignored. ``rows``,
-    ``alpha`` and ``eps`` are not negative; they may be 0-dim tensors, so that captured graphs see changes. ``counts``:
-    on devices, whether the largest error updates the largest seen.
+    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign is ignored. ``rows``
+    is the number of written rows; ``alpha`` and ``eps`` define the weight. None is negative; all may be 0-dim tensors,
+    so that captured graphs see changes. ``counts``, used off the CPU: whether the errors affect the largest magnitude
+    seen.
 
-    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest seen since the tree
-    was cleared, a 0-dim tensor that later updates change.
+    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest since the tree was
+    cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -87,12 +88,12 @@ def draw(
     """Draw rows with probability ``weight / total``, and compute their importance weights. O(B log N).
 
     Args:
-        tree: the weights.
+        tree: the sum tree.
         uniform: ``[B]`` float64 in ``[0, 1)``; overwritten.
         stratified: draw one row from each of ``B`` segments of equal mass; see :mod:`rlbuf_td.kernels.strata`.
-        rows: ``N`` in the importance weight ``(N P)^-beta``; it and beta may be 0-dim tensors.
+        rows: ``N`` in the importance weight ``(N P)^-beta``; ``rows`` and ``beta`` may be 0-dim tensors.
         beta: exponent of the importance weight, not negative.
-        norm: divide by the ``"buffer"``'s largest weight, the ``"batch"``'s, or nothing (``None``).
+        norm: divide importance weights by the largest in the ``"buffer"`` or the ``"batch"``; ``None``: do not divide.
 
     Returns:
         ``[B]`` int64 rows and ``[B]`` float32 importance weights; on the CPU ``None`` if no weight is positive.
@@ -110,7 +111,7 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """Do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU; return False elsewhere."""
+    """Do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU and return True; elsewhere return False."""
     if backend_of(tree.weight) != "numba":
         return False
     loops("sum_tree.cpu").weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
@@ -118,7 +119,7 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to where captured graphs read them; return the largest magnitude as a tensor, None on the CPU."""
+    """Copy settings to the memory that captured graphs read; return the largest magnitude seen, or None on the CPU."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)

@@ -1,7 +1,7 @@
 """The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over its ``addresses``.
 
-Levels outside, batch inside: the cache misses of a level overlap, while a loop over rows would wait for each.
-Unsigned indices avoid numba's check for negative ones.
+The outer loop goes over levels, the inner one over the batch: the cache misses of a level overlap, while an outer loop
+over rows would wait for each. Unsigned indices avoid numba's check for negative ones.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def update(tree, index, td_error, rows, alpha, eps):
     starts, magnitude, weight, sums, before, minima = _arrays(tree)
     second = 8 * np.int64(starts[min(1, starts.shape[0] - 1)])  # where the second level begins, in bytes
     for j in range(index.shape[0]):
-        if index[j] >= 0:  # a separate loop: the cache misses of all rows overlap
+        if index[j] >= 0:  # in a separate loop, so that the cache misses of all rows overlap
             for rows_at in range(4, 6):
                 prefetch(tree[rows_at] + 8 * index[j])
             for nodes in range(6, 9):
@@ -127,7 +127,7 @@ def _sum_upwards(starts, sums, before, node, count):
     """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
     for k in range(starts.shape[0] - 1):
         start, above = starts[k], starts[k + 1]
-        if (above - start) >> _SHIFT <= uint64(count):  # fewer groups than rows: recompute all of them
+        if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
             for g in range((above - start) >> _SHIFT):
                 _set_group(sums, before, start + (uint64(g) << _SHIFT), above + uint64(g))
             continue
@@ -176,7 +176,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Descend from blocks to rows by halves, whose sums are computed on the way."""
+    """Descend from blocks to rows by halving, with sums computed on the way."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -230,7 +230,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of rows, given that of the row ``first`` in ``importance[0]``."""
+    """Set the importance weights of rows; on entry, ``importance[0]`` is that of the row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO)

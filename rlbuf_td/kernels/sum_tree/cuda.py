@@ -21,7 +21,7 @@ WIDTH = tl.constexpr(8)  # sum_tree.BLOCK
 SUBTREE = tl.constexpr(512)  # rows of three levels
 FIRST = tl.constexpr(strata.FIRST)
 
-#: Unrounded products (fused multiply-add) could lead a draw to another row than its mass says, even one of weight 0.
+#: Fused multiply-add, which does not round products, could lead a draw to a wrong row, even one of weight 0.
 _EXACT = {"enable_fp_fusion": False}
 
 
@@ -47,7 +47,7 @@ def _leaf(weight, block, member, inside, smallest):
 
 @triton.jit
 def _set_groups(sums, before, minima, start, above, group, inside):
-    """Recompute groups of the level that begins at ``start``, and their nodes on the one that begins at ``above``."""
+    """Recompute groups of the level that begins at ``start``, and their sums and minima in the level at ``above``."""
     line = start + group * WIDTH
     smallest = tl.load(minima + line, mask=inside, other=0.0)
     last = tl.zeros_like(group)  # the last member with a positive sum
@@ -66,9 +66,9 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute a subtree of 512 rows: the subtree of a given row, or the one numbered from ``first``.
+    """Recompute one subtree of 512 rows: that of a row in ``rows`` (``BY_ROW``), or number ``first`` + program.
 
-    Several programs on one subtree write the same values, each before it reads them.
+    Several programs may recompute one subtree: they write the same values, and each reads only after its own writes.
     """
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -128,7 +128,7 @@ def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows. NORM: 0 divides by the buffer's largest importance weight, 2 by nothing; 1 returns plain weights."""
+    """Draw rows. NORM: 0 divides by the buffer's largest importance weight, 2 by nothing; 1 stores tree weights."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     root = tl.load(starts + levels)

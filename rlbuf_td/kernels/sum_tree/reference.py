@@ -16,7 +16,7 @@ from rlbuf_td.kernels.sum_tree.tree import BLOCK, LARGEST, SMALLEST, Number, Sum
 
 
 def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
-    """Return ``(magnitude + eps) ** alpha``, bounded; 0 stays 0 unless alpha is 0."""
+    """Return ``(magnitude + eps) ** alpha``, clamped to ``[SMALLEST, LARGEST]`` if ``magnitude + eps`` is positive."""
     priority = magnitude + eps
     weight = priority.pow(alpha)
     return torch.where(priority > 0, weight.clamp(SMALLEST, LARGEST), weight)
@@ -50,7 +50,7 @@ def _repair_blocks(tree: SumTree, block: Tensor) -> None:
 
 
 def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
-    """Recompute groups of the level that begins at ``start``, and their nodes on the one that begins at ``above``."""
+    """Recompute groups of the level that begins at ``start``, and their sums and minima in the level at ``above``."""
     sums = tree.sums[start:above].view(-1, BLOCK)[group]
     before, total = [], torch.zeros_like(sums[:, 0])
     for member in sums.unbind(1):

@@ -17,9 +17,9 @@ from rlbuf_td.kernels.huge_pages import advise_huge_pages
 Number: TypeAlias = float | Tensor
 
 BLOCK = 8
-#: Bounds of weights: no sum overflows, and no positive priority becomes 0.
+#: Bounds of weights, so that no sum overflows and no positive priority gets the weight 0.
 SMALLEST, LARGEST = 1e-290, 1e290
-#: Result of an update that refuses a batch, instead of a magnitude.
+#: What an update returns, instead of a magnitude, if it refuses the batch.
 REFUSED = -2.0
 
 
@@ -29,16 +29,16 @@ class SumTree:
 
     magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
     weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
-    sums: Tensor  # the levels, each padded to whole groups, from the blocks to the root
+    sums: Tensor  # the sums of all levels, from the blocks to the root; each level is padded to whole groups
     before: Tensor  # same layout: the sum of the members before each member of a group
-    minima: Tensor  # same layout: smallest positive weights, infinite if there is none
+    minima: Tensor  # same layout: the smallest positive weight below each node, infinite if there is none
     _device_state: PriorityState | None = field(default=None, init=False, repr=False, compare=False)
 
     NAMES: ClassVar = ("magnitude", "weight", "sums", "before", "minima")
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows without priorities, of less than 20 bytes per row."""
+        """Return a tree for ``capacity`` rows, none with a priority yet; about 20 bytes per row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
@@ -80,7 +80,7 @@ class SumTree:
 
     @cached_property
     def starts_on_device(self) -> Tensor:
-        """The starts of the levels, ``[levels + 1]`` int64."""
+        """Where each level begins, int64, on the device of the tree."""
         with outside_inference_mode():
             return torch.tensor(self.starts, device=self.weight.device)
 
@@ -98,7 +98,7 @@ class SumTree:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """The numbers of levels, rows and nodes, then the addresses of starts and state; computed once per memory."""
+        """The numbers of levels, rows and nodes, then the addresses of ``starts_on_device`` and the state tensors."""
         arrays = self.starts_on_device, *self.tensors().values()
         sizes = len(arrays[0]), len(self.weight), len(self.sums)
         return np.array([*sizes, *(array.data_ptr() for array in arrays)], np.int64)
