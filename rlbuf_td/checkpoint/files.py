@@ -28,12 +28,12 @@ _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
 #: Called with the number of bytes processed since the last call.
 Report = Callable[[int], Any]
-#: A chunk to read into a tensor from an offset on, or only to compare with its checksum.
+#: A chunk, the offset in it to read from, and the tensor to fill; None: only compare the chunk with its checksum.
 Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Builds a dump beside the previous one; ``sync`` waits for the disk. The caller holds the folder's lock."""
+    """Builds a dump beside the previous one; ``sync``: wait for the disk. The caller holds the folder's lock."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
@@ -78,7 +78,7 @@ class DumpWriter:
         return Chunk(name, len(data), digest)
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
-        """Make the new dump the valid one; this deletes the previous dump."""
+        """Replace the manifest: from now on the new dump is valid instead of the previous one."""
         manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
             _sync(self.path / DATA)

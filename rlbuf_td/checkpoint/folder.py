@@ -33,7 +33,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
-    """Create the folder ``path``, lock it and return a writer. Remove unneeded files at the end."""
+    """Create the folder ``path``, lock it and return a writer; at the end, remove files not in the manifest."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
 def write_state(
     writer: DumpWriter, state: dict[str, Any], tensors: Sequence[torch.Tensor], progress: bool | None
 ) -> None:
-    """Write and commit a dump of ``state``, which may refer to ``tensors`` by their number."""
+    """Write and commit a dump of ``state``, which may refer to ``tensors`` by their index."""
     tensors = list(tensors)
     encoded = encode(state, tensors, "state")
     with progress_bar("dump", sum(tensor.nbytes for tensor in tensors), progress) as report:
@@ -94,7 +94,7 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Return a function to call with the bytes processed; a bar shows them (``None``: on a terminal, from 1 GiB on)."""
+    """Return a function that counts processed bytes; a bar shows them (``None``: on a terminal, from 1 GiB on)."""
     is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
     try:
         from tqdm import tqdm
@@ -102,7 +102,7 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
         if progress:
             raise ImportError("progress=True needs tqdm: pip install tqdm") from None
         is_shown = False
-    if not is_shown:  # a bar takes a lock, even a disabled one, and a forked process may have died with it
+    if not is_shown:  # even a disabled bar takes tqdm's lock; a process may have died with it
         yield lambda done: None
         return
     with tqdm(total=nbytes, desc=what, unit="B", unit_scale=True) as shown:

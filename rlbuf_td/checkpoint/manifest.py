@@ -1,14 +1,14 @@
 """The manifest: the files, sizes and checksums that make up a dump. Replacing the manifest makes a new dump valid.
 
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, bytes, checksum]`` of each
-tensor; ``state`` is everything else; the last line is the checksum of all the text before it.
+tensor; ``state`` is everything else; the last entry is the checksum of all the text before it.
 
 A state is plain (numbers, strings, lists, dicts, tensors): JSON and a list of tensors, no pickle. Values that JSON
 lacks become an object with one key that begins with ``$``: ``{"$tensor": 3}`` (index into the list), ``{"$float":
 "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``,
 ``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, ``{"$ordered": ...}``
 for a module's state dict with the ``_metadata`` that torch attaches, and ``{"$tree": ["SumSegmentTreeFp32", ...]}`` for
-the trees of TorchRL's prioritized sampler, which are C++ objects, with the numbers of their leaves.
+the trees of TorchRL's prioritized sampler, which are C++ objects, with the values of their leaves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SUFFIX_BYTES = len(_SUFFIX.format("0" * 24))
 
 
 class CheckpointError(ValueError):
-    """A dump cannot be written or read. The message names the file and the problem. Nothing has changed.
+    """A dump cannot be written or read; the message names the file and the problem, and nothing has changed.
 
     Example:
         >>> import tempfile
@@ -59,7 +59,7 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, O
 
 
 def checksum(data: np.ndarray | bytes) -> str:
-    """Return the CRC-32 of some bytes and the 64-bit sum of their words, as 24 hexadecimal digits; about 2 GB/s.
+    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24 hexadecimal digits; about 2 GB/s.
 
     Repeated dumps skip chunks with a known checksum. A CRC alone would miss one change in 4e9.
     """
@@ -149,7 +149,7 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest that a dump replaces; ``None`` if there is none, or a damaged or older one.
+        """Return the manifest that a dump replaces; ``None`` if it is missing, damaged or of an older version.
 
         A foreign manifest, or one of a newer version, is never replaced.
         """
@@ -271,7 +271,7 @@ def _tree(content: Any, tensor: Callable[[int], Any]) -> Any:
 
 
 _TREE_NAMES = "SumSegmentTreeFp32", "MinSegmentTreeFp32", "SumSegmentTreeFp64", "MinSegmentTreeFp64"
-# Without TorchRL's extension they are not there, or None.
+# Without TorchRL's C++ extension, these classes are missing or None.
 _TREES: dict[str, Any] = {name: getattr(samplers, name) for name in _TREE_NAMES if getattr(samplers, name, None)}
 
 _KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {

@@ -100,7 +100,7 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse values that only a forged dump contains and that the part would not check."""
+    """Refuse values that only a forged dump contains and that the buffer's parts would not check."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
@@ -143,7 +143,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore :func:`trajectories_of`, over the same rows. Other indices read the rows again.
+    """Restore :func:`trajectories_of` over the same rows; trajectory indices that were not saved read the rows again.
 
     Open trajectories with ids end here, because a new collector may reuse the ids for the next writes.
     """
@@ -202,7 +202,7 @@ def _is_here(device: torch.device) -> bool:
 class Rollback(ExitStack):
     """Loads states into parts. If the ``with`` block raises, the parts get their old states back.
 
-    Samplers with ``snapshot`` may have a large state and are not restored: they must come last.
+    Samplers with ``snapshot`` may have a large state and are not restored: load them last.
     """
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:

@@ -40,9 +40,10 @@ class Fit:
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Fit the newest of ``live`` written steps of a ring of ``saved`` steps into ``capacity``, oldest first.
+    """Choose the newest of ``live`` written steps, in a ring of ``saved`` steps, that fit into ``capacity`` steps.
 
-    ``cursor`` is the next position of the saved ring; ``None`` if the writer keeps no order of age.
+    ``cursor`` is the next position of the saved ring; ``None`` if the writer does not write in order of age.
+    If the capacity differs, the steps of a ring are sorted by age, the oldest first.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -92,7 +93,7 @@ class SavedRows:
         self.is_fresh = storage.rows is None or storage.rows.layout != self.layout  # whether rows must be allocated
         own = storage.scratch_dir
         self._replaces_file = self.is_fresh and own is not None and own.resolve() == reader.path.resolve()
-        # If the rows go to new memory, files are checked while they are read: a damaged one discards that memory.
+        # Files read into new memory are checked while they are read: if one is damaged, that memory is discarded.
         self._is_read_once = self.fit.is_same and self.is_fresh and not self._replaces_file
 
     @property
@@ -109,9 +110,10 @@ class SavedRows:
         if not self.is_fresh:
             return None
         storage = self.storage
-        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):  # no room for old and new
+        # There may be no room for both the reserved and the new rows.
+        if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):
             storage.release()
-        if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
+        if storage.scratch_dir is not None and self._replaces_file:  # the file left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
         rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
         if storage.scratch_dir is None:
@@ -142,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read rows if they, or those of the storage, are deduplicated."""
+        """Read the rows if the saved rows or ``rows`` are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

@@ -58,17 +58,17 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
 
 
 def reserve(storage: Any, schema: TensorDictBase) -> None:
-    """Allocate before the first write, for transitions that hold at least the keys of a schema.
+    """Allocate the rows before the first write, for transitions that hold at least the keys of ``schema``.
 
-    The first write may bring more keys, such as a policy's outputs. RAM is not touched until then, unless it is
-    page-locked.
+    If the first write has more keys, such as a policy's outputs, it allocates the rows again. RAM is
+    committed only as rows are written, unless it is page-locked.
 
     Args:
-        schema: a time step, ``[*lanes]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
+        schema: one time step, ``[*lanes]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
 
     Raises:
         RuntimeError: the rows are already allocated.
-        SchemaError: the schema has too few batch dims, no lanes, or an entry that cannot be packed.
+        SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry that cannot be packed.
     """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
@@ -77,7 +77,7 @@ def reserve(storage: Any, schema: TensorDictBase) -> None:
 
 
 def release(storage: Any) -> None:
-    """Free reserved rows; RuntimeError if rows have been written."""
+    """Free reserved rows; raise a RuntimeError if rows have been written."""
     if len(storage):
         raise RuntimeError("rows that have been written cannot be released: empty the buffer instead")
     storage.rows = storage._live = storage._storage = None
@@ -113,7 +113,7 @@ def make_rows(
             where = {"scratch_dir": scratch_dir, "shared": storage.shared, "offload": storage.offload}
             sparse = None if sections is None else (sections.likely, sections.fixed)
             memory = allocate_bytes(nbytes, place, purpose, **where, sparse=sparse)
-            # Longer rows cost more at their first write than faster reads would save soon.
+            # For longer rows, huge pages cost more at the first write than they save in reads.
             if dedup is None and layout.row_bytes <= mmap.PAGESIZE:
                 advise_huge_pages(memory)
         if storage.auto_cleanup and scratch_dir is not None:
@@ -136,7 +136,7 @@ def rows_in(
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Return rows in the file in ``scratch_dir`` or in shared memory; another process may have allocated them."""
+    """Map the rows in the file of ``scratch_dir`` or in shared memory; another process may have allocated them."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
     memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.memory(nbytes)
@@ -172,11 +172,11 @@ def allocate_bytes(
     offload: bool = False,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, uninitialised: in RAM, in a file, in shared memory, or page-locked for a device.
+    """Return ``[nbytes]`` uint8, uninitialised: on a device, in a file, in shared memory, or in page-locked RAM.
 
-    RAM is committed when pages are first written; other memory is committed at once. ``sparse`` memory, in RAM or in a
-    file, is zero-filled. Its first number says how many bytes will probably be used. After the second number of bytes
-    the file is a hole, which :class:`FileRoom` fills before writes.
+    RAM is committed when pages are first written; other memory is committed at once. ``sparse=(likely, at_once)``, for
+    RAM or a file, returns zeros: ``likely`` bytes will probably be used, and of a file only the first ``at_once`` bytes
+    are reserved on the disk. :class:`FileRoom` reserves the others before they are written.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -209,14 +209,14 @@ def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
 
 
 class FileRoom:
-    """Reserves disk space for holes of a file before they are written: a full disk is an error, not a crash."""
+    """Reserves disk space for holes of a file before they are written; otherwise a full disk could crash a write."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes
         self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve disk space for the first ``nbytes`` of a section; OSError if the disk is full."""
+        """Reserve the first ``nbytes`` of the section at offset ``section``; OSError if the disk is full."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return
@@ -241,7 +241,7 @@ def _make_file(scratch_dir: Path, nbytes: int, at_once: int) -> torch.Tensor:
     try:
         with open(path, "x+b", opener=partial(os.open, mode=0o644)) as file:
             if hasattr(os, "posix_fallocate"):
-                # A full disk is an error here instead of a crash at a later write.
+                # A full disk raises an error here, instead of a crash at a later write.
                 os.posix_fallocate(file.fileno(), 0, at_once)
             os.ftruncate(file.fileno(), nbytes)
     except FileExistsError as error:

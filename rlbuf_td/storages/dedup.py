@@ -1,4 +1,4 @@
-"""Observations that are stored once: the user's options, the keys chosen from them, and their memory layout."""
+"""Observations that are stored once: the user's options, the keys that they select, and the memory layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 Key: TypeAlias = tuple[str, ...]
 _COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
 _MIN_KEY_BYTES = 8  # a row holds two entry ids of 4 bytes instead of the key
-_MIN_BYTES = 16  # of all keys together, for "auto"
+_MIN_BYTES = 16  # "auto" deduplicates keys of at least this size: the repeating keys together, or one key alone
 _LOOK = 256  # time steps of the first write that "auto" compares
 ENTRY_IDS = "_entries"  # the key of the entry ids in a stored row
 _PAGE = 4096
@@ -34,7 +34,7 @@ class DedupGroup:
 
     keys: tuple[Key, ...]  # of the observation; the next observation has these keys under "next"
     pieces: int = 1  # entries per observation (frames of a stack)
-    dim: int = 0  # the dim of the key along which the pieces lie
+    dim: int = 0  # the dim of the key along which its frames lie
     has_next: bool = True  # whether rows hold a next observation
 
 
@@ -89,9 +89,9 @@ def choose_groups(
 ) -> tuple[DedupGroup, ...]:
     """Choose the keys that are stored once.
 
-    ``data`` is the first write, ``[T, *lanes, ...]``, in which ``"auto"`` looks for repeated observations. It is None
-    if the first write is one time step, which shows no repetition. ``"auto"`` then chooses all keys of 16 bytes or
-    more, in separate groups: a key that does not repeat takes no memory in the groups of others.
+    ``data`` is the first write, ``[T, *lanes, ...]``, in which ``"auto"`` looks for repeated observations. One step
+    (``data`` is None or has length 1) shows no repetition. ``"auto"`` then chooses all keys of 16 bytes or more, each
+    in a group of its own: if one of them does not repeat, the others are still stored once.
     """
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
@@ -145,7 +145,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Return whether the next observation equals that of the following row, in half of the rows or more."""
+    """Return whether in half of the rows or more the next observation equals the following row's observation."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -157,7 +157,7 @@ class DedupLayout:
     """A *stored row* holds entry ids instead of the deduplicated keys; the entries hold the observations."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
-        self.layout, self.chosen = layout, chosen  # layout of whole rows, as in batches; at least one group
+        self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
         leaves = _by_key(layout)
         paths = [path for group in chosen for key in group.keys for path in _sides(group, key)]
         self.deduplicated = {path: leaves[path] for path in paths}
@@ -169,7 +169,7 @@ class DedupLayout:
         self.stored = RowLayout(row, lead_dims=0)
         #: Indices of the leaves that are kept in the stored row, in its order.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
-        #: Indices of the leaves of each part of the groups: of the observation, and of the next one.
+        #: For each key of each group: the leaf index of the observation and, if stored, of the next observation.
         self.given = [
             tuple(layout.places[path] for path in _sides(group, key)) for group in chosen for key in group.keys
         ]
@@ -179,13 +179,13 @@ class DedupLayout:
     def chosen_for(
         cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
     ) -> DedupLayout | None:
-        """Return the layout that the options choose for rows, or None; ``data`` is the first write."""
+        """Return the layout that the options choose; None if no key is stored once. ``data`` is the first write."""
         chosen = choose_groups(options, _by_key(layout), data)
         return cls(layout, chosen) if chosen else None
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """Copies from a stored row to leaves, ``[R, 3]``: offset in the row, index of the leaf, bytes."""
+        """Copies from a stored row to leaves, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
@@ -212,7 +212,7 @@ class DedupLayout:
         for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
             for key, part in zip(group.keys, kernel.parts, strict=True):
                 width = part.inner * part.outer
-                ids = round(4 * cells * kernel.names * width / kernel.nbytes)  # in proportion to the keys' bytes
+                ids = round(4 * cells * kernel.names * width / kernel.nbytes)  # its share of the ids' bytes
                 saved[key] = cells * width * kernel.names - entries * width - ids
         return saved
 
@@ -249,16 +249,17 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Offsets of the parts of deduplicated rows in one block of memory, in bytes, each page-aligned.
+    """Page-aligned offsets, in bytes, of the parts of deduplicated rows in one block of memory.
 
     Rows come first, then the counters, then for each group the stack of free ids and the entries. The system commits
-    the memory as it is used. There is room for rows that share nothing and for the same number of replacements.
+    the memory as it is used. Each group has room for twice the entries of rows that share nothing: a write that
+    replaces all rows may need new entries before the old ones become free.
     """
 
     counters: int
     stacks: tuple[int, ...]
     entries: tuple[int, ...]
-    most: tuple[int, ...]  # entries of each group
+    most: tuple[int, ...]  # capacity of each group in entries
     fixed: int  # bytes before the stacks
     likely: int  # bytes used if each row shares its next observation
     total: int

@@ -1,7 +1,8 @@
 """Indices of rows, and the mapping between batches, their rows and their TD errors.
 
-A flat row is ``t`` when ``ndim=1`` and ``t * E + e`` when ``ndim=2``; its coordinates are ``(t, e)``. A batch has *row
-dims*, which index rows. If each row is itself a batch (a trajectory, for example), *inner dims* follow.
+A *flat row* is the number of a row: ``t`` when ``ndim=1`` and ``t * E + e`` when ``ndim=2``; its coordinates are
+``(t, e)``. The *row dims* of a batch index rows. If a row is itself a batch (a trajectory, for example), *inner dims*
+follow.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return views of the columns of all cells, ``[T, *lanes]``; None before the first write or without keys."""
+    """Return all rows as views, ``[T, *lanes]``; None before the first write, or if they are not a TensorDict."""
     rows = getattr(storage, "_storage", None)
     return rows if isinstance(rows, TensorDictBase) else None
 
@@ -46,10 +47,10 @@ def device_of(storage: Storage) -> torch.device:
 
 
 def lanes_of(storage: Storage) -> torch.Size:
-    """Return the dims after time, empty for ``ndim=1``."""
+    """Return the sizes of the dims after time, empty for ``ndim=1``."""
     if storage.ndim == 1:
         return torch.Size([])
-    lanes = getattr(storage, "lanes", None)  # takes a tenth of the time of a PackedStorage's shape
+    lanes = getattr(storage, "lanes", None)  # ten times as fast as a PackedStorage's ``shape``
     return lanes or storage.shape[1:]
 
 
@@ -66,10 +67,10 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 
 
 def moved(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a value as a tensor on a device, without waiting for a GPU.
+    """Return a value as a tensor on a device; a copy of pageable memory does not wait for the GPU.
 
-    The driver copies pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"). It
-    would read page-locked memory later, when the owner may have changed it.
+    The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"). It
+    would read page-locked memory later, when its owner may have changed it: such a copy waits.
     """
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
@@ -79,9 +80,9 @@ def moved(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torch.Tensor:
-    """Return an index as flat rows: an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]``.
+    """Convert an index (an int, flat rows, a tuple of one tensor per dim, or their stack ``[B, ndim]``) to flat rows.
 
-    The result is contiguous, ``[B]`` int64; rows of -1 ("skip") stay -1.
+    The result is contiguous, ``[B]`` int64; a row of -1 ("skip") stays -1.
     """
     if type(index) is torch.Tensor and index.ndim == 1 and index.dtype is torch.int64 and index.device == device:
         return index if index.is_contiguous() else index.contiguous()
@@ -120,7 +121,7 @@ def inner_dims(storage: Storage, dims: int) -> int:
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Merge the sampler's report into a new batch of one row dim, which has no other references yet."""
+    """Add the sampler's entries ``info`` to a new batch with one row dim, to which nothing else refers yet."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
@@ -134,7 +135,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Add the ``known`` entries that a batch lacks, unless its rows have changed."""
+    """Add the ``known`` entries that a transformed batch lacks, unless its batch size has changed."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -143,7 +144,7 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one TD error per row, ``[B]``, and its index, ``[B]`` or ``[B, ndim]``, for a batch of ``dims`` dims."""
+    """Return a TD error per row, ``[B]``, and the rows' index, ``[B]`` or ``[B, ndim]``, for ``dims`` batch dims."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
@@ -155,7 +156,7 @@ def by_row(
 
 
 def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
-    """Return ``[B, ...]`` of an entry of a batch with ``dims`` batch dims, ``inner`` of them within a row."""
+    """Return an entry's first value in each row, ``[B, ...]``; ``inner`` of ``dims`` batch dims lie within a row."""
     if dims == 1:
         return entry
     if dims == 0:

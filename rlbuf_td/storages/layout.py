@@ -1,4 +1,4 @@
-"""The layout of a transition as one row of bytes: pure bookkeeping, no storage.
+"""The layout of a transition as one row of bytes; a layout holds no data.
 
 Leaves are ordered by descending item size, which aligns each of them. Leaves of one dtype are neighbours: a block of
 rows becomes a TensorDict with one ``view`` and one ``split`` per dtype, whatever the number of leaves.
@@ -32,7 +32,7 @@ class _Group:
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (part, leaf, shape unless the part already has it)
+    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (part index, leaf index, leaf shape or None if 1-D)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowLayout:
             found.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
         if not found:
             raise SchemaError("cannot store a TensorDict that contains no tensor")
-        # An order independent of that of the keys: rows saved by one storage fit another.
+        # The leaves' order does not depend on the keys' order: rows saved by one storage fit another.
         self.leaves = tuple(sorted(found, key=_place))
         self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # index of each key's leaf
         self.root = _describe(data, lead_dims, (), self.places)
@@ -68,17 +68,18 @@ class RowLayout:
         for leaf in self.leaves:
             self.offsets[leaf.key] = self.data_bytes
             self.data_bytes += leaf.nbytes
-        #: ``[leaves, 2]``: offset of each leaf in a row, and its bytes, as kernels take them.
+        #: ``[leaves, 2]`` int64, for kernels: offset of each leaf in a row, and its size in bytes.
         self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
         align = max(8, self.leaves[0].dtype.itemsize)
         small, lines = (-(-max(1, self.data_bytes) // size) * size for size in (align, CACHE_LINE))
-        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # whole lines if cheap
+        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # cache lines if cheap
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
-        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # of the last blank leaves: lead dims and device
-        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # shapes of the last write's leaves
+        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last ``(lead, device)``
+        self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # lead dims, leaf shapes
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
-        self.carrier = torch.float32 if float_rows else torch.uint8  # a gather in the rows' common dtype saves a view
+        # Dtype of the stored matrix. If it is float32, the float32 leaves of a gathered batch need no view.
+        self.carrier = torch.float32 if float_rows else torch.uint8
 
     def _groups(self) -> Iterator[_Group]:
         start = 0
@@ -128,7 +129,7 @@ class RowLayout:
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; a further ``"index"`` is ignored."""
+        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; an unknown ``"index"`` is ignored."""
         leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -166,7 +167,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Sort key: item size, dtype, then "next" last with its reward first, so that n-step reads are adjacent."""
+    """Sort key: item size, dtype, then "next" last, its reward first: n-step samplers read neighbouring leaves."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
@@ -199,7 +200,7 @@ def _build(
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Put the leaves of ``data`` into their slots; return whether it has entries other than the ``reserved`` key."""
+    """Put the leaves of ``data`` into their slots; return whether it has other entries, besides ``reserved``."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -1,7 +1,8 @@
 """Available memory in RAM, shared memory, on a disk or a CUDA device, and the errors if it is too small.
 
-Every allocation checks it first, in well under a millisecond. Limits of control groups (containers, job schedulers)
-count as limits of the machine. If a system does not report a number, it is ``None`` and nothing is refused.
+Allocations of 1 MiB or more check it first, in well under a millisecond. Limits of control groups (containers, job
+schedulers) count as limits of the machine. If the system does not report a number, it is ``None`` and nothing is
+refused.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from rlbuf_td.storages.notebooks import TRANSITIONS
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-_WORTH_A_LOOK = 1 << 20  # bytes from which to check: a check takes some hundred microseconds
+_WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked; a check takes some hundred microseconds
 _SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class MemoryWarning(UserWarning):
-    """A full buffer will exceed the free memory. Silence the warning with ``warnings.filterwarnings``.
+    """A full buffer will exceed the free memory.
 
-    It is issued when rows or priorities are allocated; sizes that can never fit raise ``MemoryError`` instead.
+    The warning is issued when rows or priorities are allocated; silence it with ``warnings.filterwarnings``. Sizes that
+    can never fit raise ``MemoryError`` instead.
 
     Example:
         >>> import warnings
@@ -99,7 +101,7 @@ def _file_system(folder: Path, place: str) -> Room:
 
 
 def cuda(device: torch.device) -> Room:
-    """Return a CUDA device's memory (unknown without one); memory that torch caches counts as free."""
+    """Return a CUDA device's memory (unknown without CUDA); memory that torch caches counts as free."""
     if not torch.cuda.is_available():
         return Room(str(device), None, None)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -128,9 +130,10 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Check before an allocation whether the memory is available. On CUDA, the allocation itself raises.
+    """Raise a MemoryError, or an OSError for a file, if the memory of an allocation is not available.
 
-    ``lazily``: the memory is committed as it is written. It may then exceed the free memory, with a MemoryWarning.
+    CUDA devices are not checked: there the allocation itself raises. ``lazily``: the memory is committed as it is
+    written, so that it may exceed the free memory (with a MemoryWarning), but not the total.
     """
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
@@ -173,7 +176,7 @@ def _control_groups() -> Iterator[tuple[int, int]]:
     """Yield ``(limit, unused)`` of each control group that limits memory; reclaimable file cache counts as unused."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2: one tree for all
+        if not controllers:  # version 2: one tree for all controllers
             root, limit_file, used_file, prefix = _CGROUPS, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             root, prefix = _CGROUPS / "memory", "total_"

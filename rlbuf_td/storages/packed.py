@@ -45,33 +45,33 @@ class PackedStorage(LazyTensorStorage):
             in the same lane have equal bytes. Where they differ, as at the end of a trajectory, both are stored.
             ``True``: all keys at the root that also exist under ``"next"``. A list: these keys. ``"auto"``: the keys
             that repeat in at least half of the first write's rows and save memory; if that write is one time step, all
-            keys of 16 bytes or more, each by itself. Keys of less than 8 bytes, flags and rewards are always stored in
-            the row. A column, a slice or an int gives a copy of a deduplicated key instead of a view: edit it with the
-            methods of :class:`ReplayBuffer`, not those of TorchRL's own buffers.
-        frames: stacks of frames by key, ``{"pixels": 4}``, or with the dim of the frames (default 0),
-            ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the other frames
-            equal those of the previous row, else the whole stack; the same applies to the stack under ``"next"``.
+            keys of 16 bytes or more, each compared by itself. Keys of less than 8 bytes, flags and rewards are always
+            stored in the row. Reading a column, a slice or one time step copies deduplicated keys. To edit them, use
+            the methods of :class:`ReplayBuffer`; those of TorchRL's own buffers change only the copy.
+        frames: the number of frames in each stack, by key, ``{"pixels": 4}``, or with the dim of the frames (default
+            0), ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the others
+            equal the last frames of the previous row, else the whole stack. The same holds for the next observation.
         existsok: replace an existing file of rows in ``scratch_dir``; processes that use the old file keep it.
-        auto_cleanup: delete the file, and its folder if empty, with the storage or when the process ends.
+        auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             TorchRL's ``LazyMemmapStorage(n)`` is ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)``.
         shared_init: share the rows from the start, see :meth:`share_memory_`; the first writer allocates them.
-        cleanup_memmap: as in TorchRL, but ``shared_init`` makes no temporary files that ``False`` would keep.
-        compilable: as in TorchRL, not with sharing; ``torch.compile`` breaks its graph at every call in any case.
+        cleanup_memmap: ``False`` is refused with ``shared_init``, which makes no temporary files; otherwise no effect.
+        compilable: refused with sharing, as in TorchRL. ``torch.compile`` breaks its graph at every call of a storage.
         consolidated: no effect; the rows always lie in one block of memory.
 
-    A copy, pickled or deep, has its own rows in RAM or shared memory, never in the file of its original. A storage
-    that is sent to a spawned process keeps its rows: both processes read and write the same ones.
+    A copy, pickled or deep, has its own rows, in RAM if the original's are in a file. A CPU storage that is sent to a
+    spawned process keeps its rows: both processes read and write the same ones.
 
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows can never fit; with ``offload``: the RAM is not free or not lockable.
+        MemoryError: (on the first write) the rows can never fit; with ``offload``, RAM is not free or cannot be locked.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
         MemoryWarning: (on the first write) a full buffer will exceed the free RAM.
 
-    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write touches only its rows.
+    Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write of ``n`` rows is O(n * row_bytes).
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
     Differs from TorchRL's ``LazyTensorStorage``: a missing or unknown key is an error, and it only accepts TensorDicts
@@ -125,13 +125,13 @@ class PackedStorage(LazyTensorStorage):
         self.is_reserved = False  # whether rows were allocated for a schema; the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
-        self.process = os.getpid()  # the process that made it; processes forked from it have their own counters
+        self.process = os.getpid()  # the process that created this storage; forked ones have their own counters
         self.lock: Any = RLock()  # taken by every buffer over this storage
         self.make_counters()
         if shared_init or (self.dedup_options and shared):
             self.share_memory_()
 
-    # -- counters: 64 bits, per process until the rows are shared; the buffer's locks order the writes
+    # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes
 
     def make_counters(self) -> None:
         """Create the counters of a new storage, which TorchRL's constructor also sets."""
@@ -144,7 +144,7 @@ class PackedStorage(LazyTensorStorage):
 
     @_len.setter
     def _len(self, value: int) -> None:
-        if "_len_value" in self.__dict__:  # not yet, while TorchRL's constructor runs
+        if "_len_value" in self.__dict__:  # absent while TorchRL's constructor runs
             self._len_value.value = value
 
     def __len__(self) -> int:
@@ -153,11 +153,11 @@ class PackedStorage(LazyTensorStorage):
     def _bump_mutation_revision(self) -> None:
         self._mutation_revision_value.value += 1
 
-    # TorchRL's constructor sets these counters.
+    # TorchRL also sets this attribute; the counters replace it.
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
 
     def count_written(self, rows: Rows, steps: int, last: int) -> None:
-        """Count ``steps`` time steps as written; ``last`` is the newest one of this write."""
+        """Count the first ``steps`` time steps as written; ``last`` is the newest one of this write."""
         self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
@@ -219,8 +219,8 @@ class PackedStorage(LazyTensorStorage):
         """Return the transitions at ``index``, or one column of all of them.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time: the result is a view. Or a tensor, list, ``range`` or
-                array of integers of any shape, a boolean mask, or a tuple of one index per dim: fresh memory.
+            index: a key, an ``int`` or a ``slice`` along time gives a view. A tensor, list, ``range`` or array of
+                integers of any shape, a boolean mask, or a tuple of one index per dim gives fresh memory.
 
         Raises:
             RuntimeError: nothing has been written yet.
@@ -250,8 +250,8 @@ class PackedStorage(LazyTensorStorage):
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
         """Write ``[n, *lanes]`` transitions (``single``: ``[*lanes]``) from time step ``start`` on; wraps at the end.
 
-        ``start`` is at most the number of steps written so far; ``1 <= n <= T``. An ``"index"`` is not stored. Raises
-        ``SchemaError``, without writing anything, if the data does not match the rows.
+        ``start`` is at most the number of steps written so far; ``1 <= n <= T``. An entry ``"index"`` is not stored. If
+        the data does not match the rows, this raises a ``SchemaError`` and writes nothing.
         """
         rows, leaves, count = writes.admit(self, data, single, drop_index=True)
         writes.begin(self, start, count)
@@ -264,9 +264,9 @@ class PackedStorage(LazyTensorStorage):
 
         Args:
             cursor: an ``int``, ``slice``, integer tensor, array, list or ``range`` along time; or, to replace
-                transitions, a boolean mask or a tuple of one index per dim. The last row of a repeated position counts.
+                transitions, a boolean mask or a tuple of one index per dim. If positions repeat, the last row counts.
             data: the same number of transitions; a list of TensorDicts is stacked.
-            set_cursor: whether the write may append rows, without gaps.
+            set_cursor: whether the write may append rows; they must leave no gap.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
@@ -297,11 +297,11 @@ class PackedStorage(LazyTensorStorage):
     reserve = allocate.reserve
 
     def _init(self, data: TensorDictBase) -> None:
-        """Allocate for time steps like ``data``, which has no time dim; TorchRL's checkpointers call this."""
+        """Allocate rows for time steps like ``data``, which has no time dim; TorchRL's checkpointers call this."""
         writes.fix_rows(self, data, self.ndim - 1)
 
     def adopt(self, rows: Rows) -> None:
-        """Use ``rows`` from now on; TorchRL's ``_storage`` becomes a TensorDict of their views."""
+        """Use ``rows`` from now on; TorchRL's attribute ``_storage`` becomes a TensorDict of views of them."""
         self.rows, self._live = rows, None
         self.device = rows.matrix.device
         self._storage = rows.view()
@@ -345,7 +345,9 @@ class PackedStorage(LazyTensorStorage):
     state_dict = state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the content by a result of :meth:`state_dict`. Open trajectories with ids end.
+        """Replace the content by a result of :meth:`state_dict`.
+
+        Trajectories that have ids and are still open end here, because new collectors reuse the ids.
 
         Raises:
             SchemaError: the saved rows differ in keys, dtypes or shapes; nothing has changed.
@@ -355,12 +357,12 @@ class PackedStorage(LazyTensorStorage):
         state.end_trajectories(self)
 
     def dumps(self, path: str | Path) -> None:
-        """Save the content to a folder, by TorchRL's checkpointer."""
+        """Save the content to a folder with TorchRL's checkpointer."""
         super().dumps(path)
         state.save_cursor(self, path)
 
     def loads(self, path: str | Path) -> None:
-        """Replace the content by a folder that :meth:`dumps` saved. Open trajectories with ids end."""
+        """Replace the content by a dump of :meth:`dumps`; open trajectories end as in :meth:`load_state_dict`."""
         super().loads(path)
         state.load_cursor(self, path)
         state.end_trajectories(self)

@@ -41,23 +41,23 @@ def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in RAM, as a tensor of a CUDA device (without an index: of the current one).
+    """Return ``[nbytes]`` uint8 zeros in RAM, as a tensor of a CUDA device (without an index: the current device).
 
-    Kernels and copies of the device use it like the device's own memory, also in a graph. Its pages are committed and
+    Kernels and copies use it like the device's own memory, also in CUDA graphs. Its pages are committed and
     locked at once; they are unlocked and freed with the last tensor over them.
 
     Source: unified virtual addressing, CUDA C++ Programming Guide: memory that is registered on 64-bit Linux has the
     same address on the device. PyTorch-Direct (Min et al. 2021) feeds graph neural networks from RAM this way.
     """
-    runtime = torch.cuda.cudart()  # before memory is allocated: there may be no GPU
+    runtime = torch.cuda.cudart()  # first: without a GPU this raises before memory is allocated
     _unlock_waiting()
     index = torch.cuda.current_device() if device.index is None else device.index
-    area = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # whole pages, shared with no other memory
+    area = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # whole pages, which hold nothing else
     with suppress(OSError):  # an old Linux: a fork then copies the locked pages
         area.madvise(_WIPE_ON_FORK)
     memory = torch.frombuffer(area, dtype=torch.uint8)
     advise_huge_pages(memory)
-    take_pages(memory)  # by several threads; the driver would take the pages one by one
+    take_pages(memory)  # by several threads; the driver would populate the pages one by one
     with torch.cuda.device(index):  # the driver reports this device as the owner of the memory
         result = runtime.cudaHostRegister(memory.data_ptr(), nbytes, _PORTABLE | _MAPPED)
         if int(result):
@@ -81,13 +81,16 @@ class _Locked:
 
 
 def _unlock(memory: torch.Tensor, index: int, runtime: Any, process: int) -> None:
-    if os.getpid() == process:  # a forked process has zeros there, and no device
+    if os.getpid() == process:  # a forked process sees zeros there, and cannot use CUDA
         _waiting.append((memory, index, runtime))
         _unlock_waiting()
 
 
 def _unlock_waiting() -> None:
-    """Unlock unused memory; not during a capture, which unlocking would break: garbage collection may run any time."""
+    """Unlock unused memory, unless a CUDA graph is being captured.
+
+    Unlocking would break the capture, and garbage collection may call this function at any time.
+    """
     while not torch.cuda.is_current_stream_capturing():
         try:
             memory, index, runtime = _waiting.pop()

@@ -125,7 +125,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Refuse data, ``[*lead, ...]``, with a key that does not fit the rows; ``more``: other keys are allowed."""
+    """Refuse data, ``[*lead, ...]``, with a key that does not fit the rows; ``more``: allow unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():

@@ -30,7 +30,7 @@ _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_
 
 
 def pickled(storage: Any) -> dict[str, Any]:
-    """Return the pickled state: the content of a copy, or the location of shared rows for a spawned process."""
+    """Return the state to pickle: for a copy, the content; for a spawned process, where the shared rows are."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
         return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
@@ -73,7 +73,7 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def state_dict(storage: Any) -> dict[str, Any]:
-    """Return copies of the rows, on their device (offloaded ones: in RAM), and their layout, as serializable state."""
+    """Return serializable state: the layout, and copies of the rows on their device (of offloaded rows: in RAM)."""
     state, rows = snapshot(storage), storage.rows
     if rows is not None:  # the device may lack the memory for a copy of page-locked rows
         device = torch.device("cpu") if storage.offload else rows.matrix.device
@@ -110,7 +110,7 @@ def save_cursor(storage: Any, path: str | Path) -> None:
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
-    """Restore a result of :func:`save_cursor`; -1 if there is none: then only the writer knows the newest time step."""
+    """Restore the file of :func:`save_cursor`; without it, set -1: only the writer knows the newest time step."""
     file = Path(path, _CURSOR_FILE)
     last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
     storage._last_cursor_index_value.value = last
@@ -121,14 +121,14 @@ def end_trajectories(storage: Any) -> None:
     """End the open trajectories that have ids: after a load, new collectors and recorders reuse the ids."""
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
-        TrajectoryIndex.of(storage)  # attached now, to know the ends even if it is used later
+        TrajectoryIndex.of(storage)  # an index attached later would not know these ends
     for each in storage._attached_entities:
         if hasattr(each, "mark_load"):
             each.mark_load()
 
 
 def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
-    """Return layout, lanes and deduplication of the rows that :func:`load` would load; None without rows."""
+    """Return layout, lanes and deduplication of the rows that :func:`load` would load; None if there are no rows."""
     if "layout" not in state:
         if state.keys() != {"_len"}:  # the state before the first write
             raise ValueError(
@@ -147,7 +147,7 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return the deduplication of new rows for saved ones: the saved one, if the storage deduplicates at all."""
+    """Return the deduplication of new rows: the saved one if the storage deduplicates, else what its options choose."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
@@ -170,7 +170,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters after a load; the write clock continues, or counts all rows as rewritten."""
+    """Restore the counters after a load; with another capacity, the write clock counts all rows as rewritten."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -222,7 +222,7 @@ def rows_of_state(
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], len(matrix)
-    for group, found in zip(dedup.groups, entries, strict=True):  # earlier rows may have left entries
+    for group, found in zip(dedup.groups, entries, strict=True):  # overwritten rows may have left some
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)

@@ -20,7 +20,7 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 DONE_KEY = ("next", "done")
 TRAJ_KEY = ("collector", "traj_ids")
 _NO_NAMES = (torch.bool, torch.complex64, torch.complex128)
-_NEVER = -2  # a revision that no write follows: the next look-up rebuilds the boundaries
+_NEVER = -2  # a revision that no storage has: the next look-up rebuilds the boundaries
 
 
 class TrajectoryIndex:
@@ -35,9 +35,10 @@ class TrajectoryIndex:
 
     Args:
         storage: a storage of TensorDicts: :class:`PackedStorage`, or TorchRL's tensor or memory-mapped ones.
-        done_key: bool, one or more per row: the trajectory ends with this row. If it is not stored, the index combines
-            the terminated and truncated flags beside it.
-        traj_key: integer trajectory ids. Used if stored; flattened ``[E * T]`` batches need it.
+        done_key: key of the done flags, bool, one or more per row: if one is set, the trajectory ends with this row. If
+            the key is not stored, the index combines the ``"terminated"`` and ``"truncated"`` flags beside it.
+        traj_key: key of the trajectory ids, one integer per row; used if stored. Flattened ``[E * T]`` batches need it,
+            because rows of different environments follow each other there.
 
     Look-ups take written rows: flat ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``.
 
@@ -47,7 +48,8 @@ class TrajectoryIndex:
         RuntimeError: (on a look-up) nothing is stored.
 
     Cost: O(1) per row for look-ups (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes
-    per row. On CUDA 2 bytes, and a scan of all rows at the first look-up after a write. TorchRL has no such index.
+    per row. On CUDA, 2 bytes per row; a look-up reads the row's trajectory or, without Triton, the first one after a
+    write scans all rows. TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -94,11 +96,11 @@ class TrajectoryIndex:
     # -- look-ups
 
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return steps back, steps ahead and whether the trajectory has ended: ``[B]`` int64, int64 and bool."""
+        """Return steps back (int64), steps ahead (int64) and whether the trajectory has ended (bool), ``[B]`` each."""
         return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:
-        """Return how many steps before each row its trajectory begins, as far as stored: ``[B]`` int64."""
+        """Return how many rows of its trajectory are stored before each row: ``[B]`` int64."""
         return self.reach(index)[0]
 
     def steps_ahead(self, index: Any) -> torch.Tensor:
@@ -115,7 +117,7 @@ class TrajectoryIndex:
         return back + ahead + 1
 
     def boundaries(self) -> Boundaries:
-        """Return the boundaries, up to date, for kernels."""
+        """Return the up-to-date boundaries of trajectories, for kernels."""
         storage = self.storage
         if not len(storage):
             raise RuntimeError("cannot look up trajectories of an empty storage: extend the buffer first")
@@ -142,7 +144,7 @@ class TrajectoryIndex:
     # -- writes
 
     def mark_range(self, start: int, count: int) -> None:
-        """Record flat rows ``start, start + 1, ...``: whole time steps, written in this order."""
+        """Record a write of ``count`` flat rows from ``start`` on: whole time steps, in order."""
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
         boundaries = self._followed() or self._begun(start, count)
@@ -150,13 +152,16 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record rows written in this order: an int, ``[n]``, or ``[n * E, ndim]``; a -1 ends the sequence."""
+        """Record a write of rows, in this order: an int, ``[n]``, or ``[n * E, ndim]``.
+
+        -1 stands for a skipped row: the row after it does not continue a trajectory.
+        """
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
         boundaries = self._followed() or self._begun(0, len(np.unique(steps[steps >= 0])))
         if boundaries is None or not len(steps):
             return
-        steps = np.where(steps < 0, -2, steps)  # -2 + 1 is no step: a skipped row has no successor
+        steps = np.where(steps < 0, -2, steps)  # -2 + 1 is not a step: no row follows a skipped one
         for run in np.split(steps, np.flatnonzero(np.diff(steps) != 1) + 1):
             if run[0] < 0:
                 boundaries.head.fill_(-1)
@@ -204,10 +209,10 @@ class TrajectoryIndex:
         return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
-        """Return the boundaries if this write brings them up to date; otherwise the next look-up rebuilds them.
+        """Return the boundaries if this write brings them up to date; else None: the next look-up rebuilds them.
 
         The storage counts its mutations. A reported write raises the count by one (the second part of a write that
-        wraps, by none). A higher count means that changes were not reported.
+        wraps does not raise it). A higher count means that changes were not reported.
         """
         storage = self.storage
         revision = int(storage._mutation_revision)
@@ -312,14 +317,14 @@ class TrajectoryIndex:
     # -- state
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the state that rows do not contain: where the writer wrote out of order."""
+        """Return a copy of the boundaries: the rows do not show where the writer wrote out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
     def part(self) -> None:
-        """End all open trajectories: rows that are written next follow none of the stored ones."""
+        """End all open trajectories: rows that are written next continue none of the stored ones."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self.boundaries().head.fill_(-1)
 
@@ -332,7 +337,7 @@ class TrajectoryIndex:
                 self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Restore :meth:`state_dict`, over a storage that holds the same rows; otherwise the rows are read again.
+        """Restore :meth:`state_dict` over the same rows; if it is empty, the next look-up reads the rows again.
 
         Raises:
             ValueError: the state is of another size; this index is unchanged.

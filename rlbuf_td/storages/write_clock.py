@@ -12,16 +12,17 @@ from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-#: Entry of a prioritized batch: the clock at which each row was sampled, ``[B]`` int64.
+#: Entry of a prioritized batch: the clock's count when the row was sampled, ``[B]`` int64.
 SAMPLED_AT = "sampled_at"
-#: Positions in the clock's numbers: time steps written, the last written time step, and 1 if times are per row.
+#: Positions in the clock's numbers: time steps written, the last written time step, 1 if rows have own times.
 NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
     """Return the rows of a batch, -1 for rows rewritten since they were sampled, and the number of these.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` is the :data:`SAMPLED_AT` of ``dims`` dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` is the batch's entry :data:`SAMPLED_AT`, and
+    ``dims`` the number of batch dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -43,16 +44,16 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 
 
 class WriteClock:
-    """Counts the time steps written to a storage, and tells for any row whether it has been rewritten since.
+    """Counts the time steps written to a storage, and tells whether a row has been rewritten since it was sampled.
 
     While a ring writes in order, the count alone tells the age of each row. From the first write out of order (at given
-    rows, or by a writer that keeps the best ones) the clock stores the time of each row, 8 bytes per row. The count
+    rows, or by a writer that keeps the best ones) the clock stores each row's write time, 8 bytes per row. The count
     never decreases; it has 64 bits, and differences stay correct when it wraps.
     """
 
     def __init__(self) -> None:
         self.numbers = SharedNumbers("q", [0, -1, 0])  # indices NOW, LAST and BY_ROW
-        self._newest: tuple[Any, int] = (None, 0)  # the most recent stamps, and the clock when they were made
+        self._newest: tuple[Any, int] = (None, 0)  # the newest stamps, and the clock at that time
         self._written: torch.Tensor | None = None  # int64, by flat row; used if the number BY_ROW is 1
 
     @property
@@ -87,19 +88,19 @@ class WriteClock:
         numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Record a write of ``count`` time steps or rows, at flat rows in any order."""
+        """Record a write at the flat rows ``cells``, in any order, and advance the clock by ``count``."""
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Count all rows as rewritten; a ring of ``steps`` time steps continues after ``last``."""
+        """Count all rows as rewritten; the next write of a ring of ``steps`` time steps is expected after ``last``."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Use this shared memory, ``[N]`` int64, for the times of rows as soon as they are needed."""
+        """Use this shared memory, ``[N]`` int64, for the rows' write times once they are needed."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
@@ -136,9 +137,9 @@ class WriteClock:
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
-        """Restore :meth:`state_dict`, over the same rows of ``steps`` time steps, the last of which is ``last``.
+        """Restore :meth:`state_dict` over the same ``steps`` time steps, of which ``last`` is the last written one.
 
-        A clock that has counted before treats all batches as stale, because its count may equal that of the state.
+        If this clock has counted already, all rows count as rewritten: batches may hold stamps of either clock.
         """
         if self.numbers[NOW]:
             self.numbers[NOW] = max(self.numbers[NOW], state["now"])

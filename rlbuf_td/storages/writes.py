@@ -86,7 +86,10 @@ def as_tensordict(data: Any) -> TensorDictBase:
 
 
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write at flat rows, or of time steps (default: all); refuse a write to a parent's file."""
+    """Announce a write at flat rows ``cells``, or of ``count`` time steps from ``start`` on (0: all).
+
+    Refuses to write to a file of rows that the parent process also uses.
+    """
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
@@ -105,7 +108,7 @@ def admit(
 ) -> tuple[Rows, list[torch.Tensor], int]:
     """Return the rows, the checked leaves of transitions, and the number of time steps.
 
-    The first write allocates the rows, without an ``"index"`` if ``drop_index``.
+    The first write allocates the rows; ``drop_index`` excludes the entry ``"index"`` from them.
     """
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
@@ -172,7 +175,9 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
 
 
 def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-    """Let ``change`` edit, in place, a TensorDict of the rows at an index of a tensor ``[T, *lanes]``.
+    """Call ``change`` with a TensorDict of the rows in ``region``, which it edits in place.
+
+    ``region`` is an index of a tensor ``[T, *lanes]``; None: all written rows.
 
     Raises:
         IndexError: the region is out of range; nothing has been written.
@@ -195,7 +200,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Set entries, ``[B, ...]`` by key, of flat rows; of a repeated row, the last value counts.
+    """Set entries, ``[B, ...]`` by key, of flat rows; if a row is repeated, its last value counts.
 
     This does not update the trajectory index: the caller does so if an entry ends a trajectory.
 

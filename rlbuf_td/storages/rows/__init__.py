@@ -1,4 +1,4 @@
-"""Rows in memory: the interface, and rows that hold all of their bytes. They keep no counters and import no TorchRL."""
+"""Rows in memory, without counters and without TorchRL: the interface, and rows that hold all of their bytes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Rows(ABC):
     range raises ``IndexError`` on the CPU. Callers check leaves before they write them.
     """
 
-    dedup: DedupLayout | None = None  # the layout of observations stored once; None: all rows are whole
-    is_mapped = False  # whether the rows lie in a file, whose pages are requested before rows are read
-    is_deferred = False  # whether only later writes reuse overwritten entries: a process may die in this one
+    dedup: DedupLayout | None = None  # the layout of observations stored once; None if there are none
+    is_mapped = False  # whether the rows lie in a file; a read first requests all pages that it needs
+    is_deferred = False  # whether a write leaves the entries that it frees to later writes, so that it can be undone
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
         self._use(matrix)
 
     def _use(self, matrix: torch.Tensor) -> None:
-        """Use ``[T, *lanes, bytes]``, of the carrier dtype, as the stored rows."""
+        """Use ``matrix``, ``[T, *lanes, width]`` in the carrier dtype, as the stored rows."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
@@ -81,7 +81,7 @@ class Rows(ABC):
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions with the ``"next"`` of the rows at others, ``[B]`` each."""
+        """Return the rows ``cells`` with the ``"next"`` of the rows ``last``: flat positions, ``[B]`` int64 each."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
@@ -104,7 +104,7 @@ class Rows(ABC):
         """Return all rows as a TensorDict of strided views, without the keys that are stored once."""
 
     def at_region(self, index: Any) -> TensorDict:
-        """Return the rows at any other tensor index: views, but fresh memory for keys that are stored once."""
+        """Return the rows at an index of a tensor ``[T, *lanes]``: views of them, but copies of deduplicated keys."""
         return self.view()[index]
 
     def column(self, path: tuple[str, ...]) -> Any:
@@ -116,7 +116,7 @@ class Rows(ABC):
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield parts of the rows that fit into memory, in order: the number of time steps, and their leaves."""
+        """Yield ``count`` time steps from ``first`` on, in parts that fit into memory: (length, leaves) each."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
 
     # -- writing
@@ -126,13 +126,13 @@ class Rows(ABC):
         """Write ``count`` time steps from ``start`` on, wrapping; ``leaves`` may be views of these rows."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions of any shape; of a repeated position, the last row counts."""
+        """Write at flat positions of any shape; if a position is repeated, the last row counts."""
         flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
         self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
 
     @abstractmethod
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions, ``[B]``; of a repeated position, the last row counts."""
+        """Write at flat positions, ``[B]``; if a position is repeated, the last row counts."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
         """Whether any of the leaves is a view of these rows."""
@@ -171,7 +171,7 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Clear all entry ids and return memory for entries of each group; the caller then calls :meth:`rebuild`."""
+        """Clear all entry ids, return memory for ``used`` entries per group; the caller then calls :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
@@ -183,14 +183,14 @@ class Rows(ABC):
                 at += count
 
     def forget(self) -> None:
-        """Free all entries; no row refers to one any more."""
+        """Clear all entry ids, and free all entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Find the free entries from the ids in the rows; ``used``: how many entries were restored."""
+        """Find the free entries, to which no row refers; ``used``: the number of entries per group, if known."""
 
 
 class PlainRows(Rows):
-    """Rows that hold all of their bytes, in a contiguous matrix ``[T, *lanes, row_bytes]`` in bytes."""
+    """Rows that hold all of their bytes, in a contiguous matrix of bytes, ``[T, *lanes, row_bytes]``."""
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
@@ -198,7 +198,7 @@ class PlainRows(Rows):
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
-        if backend_of(self.matrix) != "numba":  # views of one block: one launch
+        if backend_of(self.matrix) != "numba":  # one kernel: leaves are views of one block
             return self.layout.columns(
                 self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, self.flat.shape[1])
             )
@@ -216,7 +216,7 @@ class PlainRows(Rows):
 
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         head = min(count, self.steps - start)
-        if self.holds_any(leaves if count > 1 else leaves[:1]):  # for one row, torch refuses any other overlap
+        if self.holds_any(leaves if count > 1 else leaves[:1]):  # one row: torch refuses other overlaps
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
         if head == count:
             torch._foreach_copy_(self.layout.columns(self.matrix.narrow(0, start, count)), leaves)
@@ -233,7 +233,7 @@ class PlainRows(Rows):
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Convert negative positions, which count from the end; IndexError on the CPU if one is out of range."""
+    """Convert negative positions, which count from the end; on the CPU, refuse positions out of range."""
     if index.is_cuda:
         return index % max(1, size)
     if not index.numel():

@@ -26,7 +26,7 @@ class DedupRows(Rows):
 
     ``block`` has :attr:`Sections.total` bytes, initially zero. Off the CPU it has the first :attr:`Sections.fixed`
     bytes only; entries have their own memory, which grows by copies while the host waits.
-    ``make_room`` is called with each section that has to grow and the bytes it needs; it raises OSError on a full disk.
+    ``make_room(offset, nbytes)`` reserves the first bytes of the section at ``offset``; OSError if the disk is full.
     """
 
     dedup: DedupLayout
@@ -75,7 +75,7 @@ class DedupRows(Rows):
 
     @property
     def used(self) -> list[int]:
-        """Number of entries of each group that have memory, free ones included."""
+        """Number of entries of each group used so far, free ones included."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
@@ -258,7 +258,7 @@ class DedupRows(Rows):
         return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        if self.is_deferred or dedup != self.dedup:  # if deferred, a load may have to be undone
+        if self.is_deferred or dedup != self.dedup:  # if deferred, a load must be undoable
             return False
         return all(count <= room for count, room in zip(used, self._sections.most, strict=True))
 
@@ -281,7 +281,7 @@ class DedupRows(Rows):
 
 
 def grows(device: torch.device) -> bool:
-    """Whether a device allocates memory at once, so that entries have to grow by copies."""
+    """Whether a device commits memory at allocation, so that the memory of entries has to grow by copies."""
     return device.type != "cpu"
 
 

@@ -20,15 +20,15 @@ class Guarded(Protocol):
 
     def entered(self) -> None: ...
     def leaving(self, failed: bool) -> bool: ...  # returns whether the work is finished
-    def recover(self) -> None: ...  # a process has died with the lock, or left work unfinished
+    def recover(self) -> None: ...  # a process died with the lock, or left a write unfinished
 
 
 class ProcessLock:
-    """Admits one thread of one process at a time; reentrant; released when a process dies with it.
+    """A reentrant lock that admits one thread of one process at a time, and is released if its holder dies.
 
     It consists of an ``RLock`` (or ``thread_lock``) and of a POSIX record lock on a nameless file, shared with forked
-    processes and with spawned ones that receive it. The system releases the record lock of a process that dies. A mark
-    stays behind, so that the next holder calls ``guarded.recover``. Cost: two system calls, some 2 us.
+    processes and with spawned ones that receive it. If the holder dies, the system releases the record lock. The
+    holder's id stays in shared memory: the next holder calls ``guarded.recover``. Cost: two system calls, some 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
@@ -36,7 +36,7 @@ class ProcessLock:
             reason = "it has no POSIX record locks"
             raise RuntimeError(f"several processes cannot share a buffer on this system: {reason}{PROCESSES}")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
-        self._inside = SharedNumbers("q", [0]).share_memory_()  # the process that holds it or died with it; 0: none
+        self._inside = SharedNumbers("q", [0]).share_memory_()  # id of the holder, living or dead; 0: none
         self._guarded = guarded
         self._begin(thread_lock or threading.RLock())
 
@@ -63,9 +63,9 @@ class ProcessLock:
                 self._guarded.recover()
                 self._inside[0] = 0
             self._guarded.entered()
-            self._inside[0] = self._process  # last: a process that dies before has changed nothing
+            self._inside[0] = self._process  # last: a process that dies earlier has changed nothing
         except BaseException:
-            self._leave()  # keeps the mark, if there was one
+            self._leave()  # keeps the id in shared memory, if there was one
             raise
         return self
 

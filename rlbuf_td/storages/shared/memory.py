@@ -48,10 +48,10 @@ class NamelessFile:
 
 
 class SharedNumbers:
-    """64-bit numbers of this process, visible after :meth:`share_memory_` to its forks and to spawned receivers.
+    """64-bit numbers that forked processes, and spawned ones that receive them, share after :meth:`share_memory_`.
 
-    A copy has its own numbers. There is no locking; integers (``kind="q"``; ``"d"``: floats) wrap at 2**63. Hot paths
-    use the memory ``values``, which sharing replaces.
+    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). A copy has its own numbers. There is no
+    locking. Hot paths use the array ``values`` directly; :meth:`share_memory_` replaces it by a shared one.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")
@@ -80,7 +80,7 @@ class SharedNumbers:
     def __getstate__(self) -> tuple[str, Any]:
         if get_spawning_popen() is None:
             return self._kind, self.values[:]
-        return self._kind, reduce_ctype(self.share_memory_().values)  # existing picklers do not know its type
+        return self._kind, reduce_ctype(self.share_memory_().values)  # a pickler made earlier does not know the type
 
     def __setstate__(self, state: tuple[str, Any]) -> None:
         kind, values = state

@@ -1,4 +1,4 @@
-"""Rows that several processes use (the first writer allocates them, the others map them), and a journal of writes."""
+"""Rows that several processes use, and a journal of writes; the first writer allocates rows, the others map them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbuf_td.storages.shared.lock import ProcessLock
 from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
 
 _PAGE = 4096
-#: Phases: nothing is being written; rows are being written; rows are complete, counters and listeners follow.
+#: Phases: no write; rows and counters are being written; both are complete, but listeners may not be notified yet.
 IDLE, WRITING, WRITTEN = range(3)
 _PHASE, _START, _COUNT, _COUNTERS = range(4)
 _MOST_COUNTERS = 16
@@ -33,13 +33,13 @@ class Counter(Protocol):
 class Journal:
     """The write in progress, in shared memory.
 
-    The journal saves the counters when a process takes the lock, and readable rows before they are overwritten. If a
-    process dies before the new rows and counters are complete, :meth:`undo` restores the old ones: nothing has been
-    written. Afterwards the write counts as done, and the remaining work can safely be repeated.
+    The journal saves the counters when a process takes the lock, and written rows before they are overwritten. If a
+    process dies before the new rows and counters are complete, :meth:`undo` restores the old ones, as if the write had
+    not begun. After that point the write counts as done, and the remaining work can safely be repeated.
 
     The journal belongs to the process that holds the lock. It is valid only while the lock is marked as held: from the
-    end of :meth:`entered` until the work is done. The invariant behind it: a process dies between two stores, so a
-    store to a single number, made after other stores, proves that those were made.
+    end of :meth:`entered` until the work is done. Invariant: the phase is stored last, in a single store, and a process
+    dies between two stores. The new phase therefore proves that everything stored before it is complete.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Journal:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the memory of the rows, ``[N, width]``, and the memory for saved rows and their positions."""
+        """Set the rows' memory, ``[N, width]``, and the memory for copies of overwritten rows and their positions."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
@@ -65,7 +65,7 @@ class Journal:
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Announce a write of ``count`` rows from ``start`` on, wrapping; only the first ``live`` rows are readable."""
+        """Announce a write of ``count`` rows from ``start`` on, wrapping; only the first ``live`` rows need saving."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -76,7 +76,7 @@ class Journal:
         words[_PHASE] = WRITING
 
     def begin_at(self, cells: torch.Tensor) -> None:
-        """Announce a write at readable flat rows, in any order."""
+        """Announce a write at flat rows ``cells``, in any order."""
         cells = cells.unique()
         count = len(cells)
         self._cells[:count] = cells
@@ -121,7 +121,7 @@ class SharedRows:
         self._storage = storage
         self._rows, self._beside = NamelessFile(), NamelessFile()
         self._described = SharedNumbers("q", [0]).share_memory_()  # size of the rows' description in bytes; 0: none yet
-        self._has_rows = False  # in this process
+        self._has_rows = False  # whether this process maps the rows
         self.lock = ProcessLock(self, storage.lock)
 
     # -- memory
@@ -139,7 +139,7 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows if necessary; return the memory for the times of their writes, ``[N]`` int64."""
+        """Describe the rows for other processes; return the memory for the rows' write times, ``[N]`` int64."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
@@ -191,7 +191,7 @@ def share(storage: Any) -> Any:
 
     Rows in RAM move to shared memory. Before the first write, the first process to write allocates the rows.
     The storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
-    Cost: a copy of all rows, then of the rows that each write overwrites.
+    Cost: one copy of all rows in RAM; later, each write also copies the rows that it overwrites.
 
     Raises:
         ValueError: the rows are on a CUDA device.
@@ -210,7 +210,7 @@ def share(storage: Any) -> Any:
         storage.numbers.share_memory_()
         clock = storage.clock.numbers.share_memory_().counters()
         shared.journal.watch(storage._len_value, storage._last_cursor_index_value, *clock)
-        storage.is_reserved, rows = False, storage.rows  # from now on no process may replace them
+        storage.is_reserved, rows = False, storage.rows  # reserved rows can no longer be replaced
         if rows is not None and storage.scratch_dir is None:
             moved = find_rows(storage, rows.layout, rows.shape, rows.dedup)
             storage.adopt(moved)
