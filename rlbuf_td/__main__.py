@@ -19,7 +19,7 @@ OPERATIONS = (
 
 
 def _number(low: int, high: int = 10**15) -> Callable[[str], int]:
-    """Return a converter of texts such as ``1000`` and ``1e3`` to whole numbers within bounds."""
+    """Return a parser of whole numbers from ``low`` to ``high``, written as ``1000`` or ``1e3``."""
 
     def convert(text: str) -> int:
         try:
@@ -126,7 +126,7 @@ COMMANDS = {
 
 
 def _module_of(options: argparse.Namespace) -> str:
-    """Return the module whose ``main`` runs the command; modules of other commands may have missing dependencies."""
+    """Return the module whose ``main`` runs the command; others are not imported: they may lack dependencies."""
     if options.command == "demo":
         return f"cli.demos.{options.algo}"
     if options.command == "bench" and options.device != "cpu":

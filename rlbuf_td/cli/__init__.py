@@ -1,7 +1,7 @@
-"""The commands of ``python -m rlbuf_td``, scripts to run and to read.
+"""The commands of ``python -m rlbuf_td``: scripts to run and to read.
 
-``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers, and ``bench/`` times them beside other
-libraries. ``plan`` and ``doctor`` are the ``main`` functions of :mod:`rlbuf_td.diagnostics`.
+``demos/`` trains DQN, PPO and Ape-X agents with this package's buffers, and ``bench/`` times the buffers beside
+those of other libraries. ``plan`` and ``doctor`` are the ``main`` functions of :mod:`rlbuf_td.diagnostics`.
 """
 
 from __future__ import annotations

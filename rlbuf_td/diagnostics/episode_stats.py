@@ -32,7 +32,7 @@ class Steps(NamedTuple):
 
     shape: tuple[int, int]  # time steps, lanes
     strides: tuple[int, int]  # in rows, along time and lanes
-    columns: list[torch.Tensor | None]  # trajectory ids, ends, metrics, reasons: contiguous, one number per row
+    columns: list[torch.Tensor | None]  # trajectory ids, done, metrics, reasons: contiguous, one number per row
     ready: Any  # the CUDA event after which the columns are on the host; None: already there
 
 
@@ -44,17 +44,17 @@ class EpisodeStats:
     sum of the rewards seen.
 
     **Which steps form an episode.** With trajectory ids (TorchRL's collectors store them under ``("collector",
-    "traj_ids")``), the steps with the same id, even in flattened data and in batches of alternating workers. An open
-    episode without a step for 1,000 writes is dropped. Without ids, the steps of a lane up to one that is done.
+    "traj_ids")``): the steps with the same id, even in flattened data and in batches of alternating workers. An open
+    episode without a step for 1,000 writes may be dropped. Without ids: the steps of a lane up to the next ``done``.
 
     Args:
         keys: further metrics, one number per step, and how to reduce the steps of an episode: ``"sum"``, ``"mean"`` or
-            ``"last"``, as in ``{("next", "speed"): "mean"}``. A sequence of keys is summed.
+            ``"last"``, as in ``{("next", "speed"): "mean"}``. For a sequence of keys, each is summed.
         window: the number of episodes in :meth:`summary`.
         prefix: the prefix of the names in :meth:`summary`.
-        reasons: keys of further flags, one per step, read where an episode ends: ``[("next", "success")]``.
+        reasons: keys of further flags, one per step, read at the end of an episode: ``[("next", "success")]``.
         history: the number of episodes kept for plots and :meth:`history`; at least ``window``.
-        reward_key: the key of rewards. Of the next three flags one suffices; missing ones are derived from the others.
+        reward_key: the key of rewards. One of the next three flags suffices; missing flags are derived.
         done_key: the key of ``done``.
         terminated_key: the key of ``terminated``.
         truncated_key: the key of ``truncated``.
@@ -63,8 +63,8 @@ class EpisodeStats:
     Raises:
         ValueError: an argument is out of range, or two metrics have the same name.
 
-    Cost: O(rows) per write. Numbers on CUDA are copied to the host without waiting, and counted when they arrive. Steps
-    are counted in the process that writes: if a collector's worker extends the buffer, in the worker's copy.
+    Cost: O(rows) per write. Numbers on CUDA are copied to the host without waiting, and counted when they arrive. If a
+    collector's worker extends the buffer, only the worker's own copy of the statistics counts the steps.
 
     Example:
         >>> from tensordict import TensorDict
@@ -127,15 +127,15 @@ class EpisodeStats:
         self._keys[self._keys >= 0] = _FREE
 
     def update(self, data: TensorDictBase, *, time_dim: int | None = -1) -> None:
-        """Count steps.
+        """Count the steps of a write.
 
         Args:
-            data: batch size ``[T]``, ``[E, T]`` as from collectors, or with more lane dims.
+            data: the steps, with batch size ``[T]``, ``[E, T]`` as from collectors, or with more lane dims.
             time_dim: the batch dim of time; ``None``: the data is one step, and all its batch dims are lanes.
 
         Raises:
             KeyError: rewards, ends or metrics are missing; nothing has been counted.
-            ValueError: a key does not have one number per step, or there is no such dim; nothing has been counted.
+            ValueError: a key lacks one number per step, or ``time_dim`` is no batch dim; nothing has been counted.
         """
         self.record(self.read(data, time_dim=time_dim))
 
@@ -172,7 +172,7 @@ class EpisodeStats:
         return x.to(kind)
 
     def _implied(self, data: TensorDictBase, key: Key) -> torch.Tensor:
-        """Return a missing flag, derived from the other two, or from the only one."""
+        """Return a missing flag, derived from the other flags."""
         done, terminated, truncated = (None if (x := leaf_of(data, k)) is None else x.bool() for k in self._flags)
         known = [x for x in (done, terminated, truncated) if x is not None]
         if key not in self._flags or not known:
@@ -183,7 +183,7 @@ class EpisodeStats:
         other = truncated if key == self._flags[1] else terminated
         if other is not None:
             return ended & ~other
-        return ended if key == self._flags[1] else torch.zeros_like(ended)  # without both, episodes terminate
+        return ended if key == self._flags[1] else torch.zeros_like(ended)  # with done alone, all ends are terminations
 
     def record(self, steps: Steps) -> None:
         """Count steps returned by :meth:`read`: the second half of :meth:`update`."""

@@ -3,14 +3,14 @@
 ``rb.health()`` returns the numbers of :func:`health`. Numbers that do not apply to a buffer are omitted:
 
 - ``rows``: the number of stored rows; ``fill``: their share of the capacity.
-- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: ages of the rows of the last batch when it was drawn, in time
-  steps written since; 0 for the newest row.
+- ``age_p10``, ``age_p50``, ``age_p90``, ``age_max``: ages of the last batch's rows at the draw: how many time
+  steps had been written after each; 0 for the newest row.
 - ``effective_sample_size``: ``(sum w)^2 / sum w^2`` of the last batch's importance weights ``w``; ``effective_share``:
   this number divided by the batch size. ``weight_max_over_median``: the largest weight divided by the median.
 - ``top_mass``: the probability of the 1 % most probable rows; 0.01 if all rows are equally probable.
 - ``priority_p10``, ``priority_p50``, ``priority_p90``, ``priority_max``: the magnitudes of the rows' TD errors.
-- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (an
-  error would make the host wait); the affected rows keep their priorities.
+- ``refused_priorities``: the number of NaN or infinite TD errors that a prioritized sampler on CUDA has ignored (to
+  raise an error, the host would have to wait for the GPU); the affected rows keep their priorities.
 - With ``count_replays=True``: ``replays_mean`` and ``replays_max``: how often a stored row has been drawn since it was
   written; ``never_sampled``: the share of rows that have never been drawn.
 """
@@ -81,7 +81,7 @@ def rows_of(index: Any, storage: Storage) -> torch.Tensor:
 def health(
     storage: Storage, sampler: Sampler, writer: Writer, last_draw: LastDraw | None, replays: ReplayCount | None
 ) -> dict[str, float]:
-    """Return the numbers listed in this module's docstring; O(N log N) with priorities or counts, else O(B log B)."""
+    """Return the numbers listed in this module's docstring; O(N log N) with priorities, else O(N)."""
     rows = len(storage)
     report = {"rows": float(rows), "fill": rows / storage.max_size}
     if last_draw is not None:
@@ -115,7 +115,7 @@ def _quantiles(name: str, x: torch.Tensor | None) -> dict[str, float]:
 
 
 def ages(storage: Storage, writer: Writer, last_draw: LastDraw) -> torch.Tensor | None:
-    """Return the time steps written after each row of a batch until its draw, ``[B]``; ``None`` unless in a ring."""
+    """Return how many time steps were written between each row and the draw, ``[B]``; ``None`` without a ring."""
     if not isinstance(writer, RoundRobinWriter) or not len(storage):
         return None
     index, _, cursor = last_draw
@@ -139,7 +139,7 @@ def probabilities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
 
 
 def priorities(storage: Storage, sampler: Sampler) -> torch.Tensor | None:
-    """Return the magnitudes of the TD errors of all stored rows that have one, float64; ``None`` without priorities."""
+    """Return the magnitudes of all stored TD errors, float64; ``None`` if the sampler has no priorities."""
     sampler = unwrapped(sampler)
     if not isinstance(sampler, Prioritized):
         return None

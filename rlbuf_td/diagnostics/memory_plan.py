@@ -99,7 +99,7 @@ class MemoryPlan:
         return "\n".join(ways)
 
     def _needs(self, place: Room) -> list[tuple[Room, int]]:
-        """Return the memory that the buffer needs, as places with bytes, if its rows are in ``place``."""
+        """Return the places that the buffer uses if its rows are in ``place``, each with the bytes it takes there."""
         if place.place == self.memory.place:
             return [(place, self.total)]
         return [(place, self.rows), (self.memory, self.priorities + self.trajectories)]
@@ -147,15 +147,15 @@ def plan(
     Args:
         source: an environment (TorchRL's, or Gymnasium's, single or vectorised), a TensorDict with one transition
             (``[]``, or ``[E]`` for a time step of ``E`` lanes), or a storage or buffer that has been written to.
-        capacity: in transitions; default: that of the storage.
+        capacity: the number of transitions; default: the capacity of the storage.
         sampler: ``"uniform"``, ``"proportional"``, ``"rank"``, a sampler class or a sampler; default: the buffer's,
             else uniform.
         device: the device of the rows; default: that of the storage, else ``"cpu"``.
         scratch_dir: a folder, for rows in a memory-mapped file.
         shared: rows in shared memory.
         offload: rows in RAM that the CUDA device reads, priorities and trajectory index on the device.
-        share_next: as for :class:`PackedStorage`; counted as if each row shared its next observation (``"auto"``: all
-            keys that may be shared). The additional observation per trajectory is not counted.
+        share_next: as for :class:`PackedStorage`. The plan assumes that every row shares its next observation
+            (``"auto"``: all keys that may be shared), and omits the additional observation of each trajectory.
         frames: as for :class:`PackedStorage`.
 
     Returns:

@@ -25,7 +25,7 @@ def to_array(value: Any) -> np.ndarray:
 
 
 def fill_(column: np.ndarray, value: Any, key: Key) -> None:
-    """Copy a value into a column of its shape and of the same kind of dtype (float64 into float32, for example)."""
+    """Copy a value into a column of the same shape, cast as NumPy's "same_kind" allows (float64 to float32)."""
     array = value if type(value) is np.ndarray else to_array(value)
     if array.shape != column.shape:
         raise SchemaError(f"{show_key(key)} came with shape {array.shape}, expected {column.shape}")

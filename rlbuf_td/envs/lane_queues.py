@@ -14,7 +14,7 @@ _FIRST_STEPS = 16
 class LaneQueues:
     """For each lane: one row that is being filled, and a queue of filled rows. Lanes advance independently.
 
-    Take either time steps or stretches, not both. ``example``: transitions ``[E]`` with the keys of the rows.
+    Use either :meth:`take_step` or :meth:`take_stretch`, not both. ``example``: transitions ``[E]`` with the row keys.
     """
 
     def __init__(self, example: TensorDict) -> None:
@@ -34,7 +34,7 @@ class LaneQueues:
         self.pending = 0  # number of rows in all queues
 
     def _block(self, rows: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Return ``rows`` zeroed rows, in the layout's form and as words of 8 bytes."""
+        """Return ``rows`` zeroed rows as a tensor in the layout's form, and as an array of 8-byte words."""
         words = np.zeros((rows, self.layout.row_bytes // 8), np.int64)
         return torch.from_numpy(words.view(np.uint8)).view(self.layout.carrier), words
 
@@ -83,7 +83,7 @@ class LaneQueues:
 
     def take_stretch(self, lane: int) -> TensorDict:
         """Remove and return all rows of a lane, ``[n]``, in fresh memory."""
-        count = int(self._tails[lane])  # the head is always 0
+        count = int(self._tails[lane])  # without take_step, the head is always 0
         rows, words = self._block(count)
         words[...] = self._ring[:count, lane]
         self._tails[lane] = 0

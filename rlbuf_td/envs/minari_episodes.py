@@ -18,7 +18,7 @@ TRAJECTORY = ("collector", "traj_ids")
 
 
 def open_dataset(dataset: Any) -> Any:
-    """Return a Minari data set; a name refers to a data set on this machine."""
+    """Return a Minari data set; a string is the name of a data set on this machine."""
     if isinstance(dataset, str):
         return minari().load_dataset(dataset)
     if not hasattr(dataset, "iterate_episodes"):
@@ -91,7 +91,7 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
 
 
 def _values(space: Any, before: Any, after: Any, path: tuple[str, ...]) -> Any:
-    """Return the arrays ``[n, ...]`` of a space; with values ``after`` each step, ``[n + 1, ...]``."""
+    """Return the arrays of a space: ``[n, ...]``, or ``[n + 1, ...]`` with the values ``after`` each step."""
     if before is None:
         raise SchemaError(f"the rows have no {show_key(path)}, which is in the given space: pass the rows' own spaces")
     kind = type(space).__name__

@@ -44,8 +44,9 @@ def schema_of(source: Any, *, extras: Any = None) -> TensorDict:
         ``"1"``, ... for a tuple. A Dict observation is at the root; any other one has the key ``"observation"``.
 
     Raises:
-        SchemaError: names the part that has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``).
-        TypeError: the source is of another type.
+        SchemaError: a part has no fixed size in bytes (``Text``, ``Graph``, ``Sequence``, ``OneOf``), or an extra lacks
+            the leading dims.
+        TypeError: ``source`` is none of the above.
 
     Cost: O(keys). Environments are not reset or stepped.
 
@@ -125,7 +126,7 @@ def entries(value: Any) -> dict[str, Any] | None:
 
 
 def tensors_of(value: Any, name: str, *path: str) -> Any:
-    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors that share the memory."""
+    """Convert nested dicts and tuples of arrays and numbers to nested dicts of tensors, without a copy if possible."""
     parts = entries(value)
     if parts is not None:
         return {key: tensors_of(part, name, *path, key) for key, part in parts.items()}
@@ -159,7 +160,7 @@ def autoreset_mode_of(env: Any, given: Any, single: bool) -> str:
 
 
 def paths_of(env: Any, schema: TensorDict, single: bool) -> tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]]:
-    """Return the keys of the parts of observation and action, each with its path in Gymnasium's values."""
+    """Return the keys of the observation and of the action, each with its path in Gymnasium's nested values."""
     space = env.observation_space if single else env.single_observation_space
     whole = not isinstance(space, sys.modules["gymnasium"].spaces.Dict)
     after = [key[1:] for key, _ in walk(schema) if key[0] == "next" and key not in _RESULTS]

@@ -15,9 +15,9 @@ _NEXT, _HAS_READ, _LOADS = range(3)
 
 
 class TrajectoryNumbers:
-    """Assigns the trajectory numbers of a storage to all recorders that write to it; attached to the storage.
+    """Gives unique trajectory numbers to all recorders that write to a storage; attached to the storage.
 
-    Once the storage is shared, the recorders of all its processes get different numbers.
+    Once the storage is shared, the numbers are unique across its processes.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -26,11 +26,11 @@ class TrajectoryNumbers:
 
     @property
     def loads(self) -> int:
-        """Number of loads that replaced the rows: earlier trajectories do not continue."""
+        """How often a load has replaced the rows; no trajectory continues across a load."""
         return self._numbers.values[_LOADS]
 
     def take(self, count: int, key: tuple[str, ...] | None) -> np.ndarray:
-        """Return new numbers, ``[count]``, greater than those stored under ``key``; O(rows) after a load, else O(1)."""
+        """Return ``count`` new numbers, larger than any under ``key``; O(rows) at first or after a load, else O(1)."""
         with getattr(self.storage, "lock", nullcontext()):
             first, numbers = self._numbers[_NEXT], self._numbers
             rows = None if numbers[_HAS_READ] else stored_rows(self.storage)

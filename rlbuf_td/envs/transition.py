@@ -25,18 +25,18 @@ def make_transition(
         action: the action.
         reward: a number, ``[E]`` for E environments, or with further dims for several rewards. NumPy and Python numbers
             become float32, TorchRL's dtype for rewards; a floating tensor keeps its dtype.
-        next_obs: the true next observation; at an autoreset ``final_obs``, not the first one of the next episode.
-        terminated: bool, a flag or ``[E]``. Its shape is the batch size of the result.
-        truncated: bool, same shape.
-        **extras: more entries for the root, such as a policy's outputs; a dict ``next`` has entries for ``"next"``.
+        next_obs: the true next observation; at an autoreset ``final_obs``, not the next episode's first observation.
+        terminated: a bool, or bools of shape ``[E]``. This shape is the batch size of the result.
+        truncated: as ``terminated``, of the same shape.
+        **extras: more entries for the root, such as a policy's outputs; a dict ``next`` adds entries to ``"next"``.
 
     Returns:
         a TensorDict of batch size ``[]`` or ``[E]``, for :meth:`ReplayBuffer.add`, with ``("next", "reward")``,
         ``("next", "terminated")``, ``("next", "truncated")`` and ``("next", "done")`` of ``[1]`` or ``[E, 1]``.
 
     Raises:
-        SchemaError: names an entry that does not consist of numbers, lacks the leading dim E, or has the key of
-            another entry.
+        SchemaError: an entry (named in the message) does not consist of numbers, lacks the leading dim E, or has the
+            key of another entry.
 
     Cost: O(entries), about 20 us; only flags and rewards are copied.
 

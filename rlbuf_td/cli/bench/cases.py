@@ -20,7 +20,7 @@ from rlbuf_td import GymnasiumRecorder, PackedStorage, ReplayBuffer, RolloutBuff
 Calls = dict[str, Callable[[], object]]
 
 LEAF_ROWS = 100_000
-LANES, RECORDED_ROWS = 16, 16_000  # soon full, so that no new pages are needed
+LANES, RECORDED_ROWS = 16, 16_000  # soon full: writes then need no new memory pages
 GAMMA, LMBDA, EPOCHS = 0.99, 0.95, 4
 LEAVES = {"leaves-12": 4, "leaves-3": 1}  # number of parts of each observation
 SHAPES = ((8, 2048), (4096, 32), (1, 128))
@@ -36,7 +36,7 @@ OPERATIONS = {
 
 
 def dict_rows(count: int, parts: int) -> TensorDict:
-    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes in total."""
+    """Return nested observations of 3 x ``parts`` leaves, uint8, float32 and int64, 336 bytes per row."""
     camera = torch.randint(256, (count, 48), dtype=torch.uint8)
     joints, counts = torch.randn(count, 40), torch.randint(9, (count, 16))
 
@@ -56,7 +56,7 @@ def leaves(parts: int, batch: int) -> Calls:
 
 
 class Replayed(VectorEnv):
-    """Environments with HalfCheetah's shapes in next-step mode, which replay precomputed steps."""
+    """Environments with HalfCheetah's shapes in next-step mode, which return precomputed steps."""
 
     def __init__(self, steps: int = 1_000, ends: float = 0.01) -> None:
         self.num_envs, self.metadata = LANES, {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -78,7 +78,7 @@ class Replayed(VectorEnv):
 
 
 def record() -> Calls:
-    """Return a recorded step for both sides; TorchRL's is a hand-made TensorDict of flat rows, reset steps included."""
+    """Return a call per side that steps and stores; TorchRL's stores hand-made flat rows, reset steps included."""
     env, action = Replayed(), np.zeros((LANES, 6), np.float32)
     recorder = GymnasiumRecorder(ReplayBuffer.from_env(env, RECORDED_ROWS), env)
     recorder.reset()
@@ -100,7 +100,7 @@ def record() -> Calls:
 
 
 def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
-    """Return a rollout like HalfCheetah's, ``[E, T]``, with all values; half of its ends are truncations."""
+    """Return a rollout like HalfCheetah's, ``[E, T]``, with all values; about half of its ends are truncations."""
     shape = (lanes, steps)
     done = torch.rand(*shape, 1) < p
     terminated = done & (torch.rand(*shape, 1) < 0.5)
@@ -122,7 +122,7 @@ def rollout_of(lanes: int, steps: int, p: float = 0.005) -> TensorDict:
 
 
 def gae(lanes: int, steps: int) -> dict[str, Calls]:
-    """Return a call of both sides for each form of TorchRL's GAE, on the same tensors."""
+    """Return, for each form of TorchRL's GAE, calls of it and of ours on the same tensors."""
     data = rollout_of(lanes, steps)
     after = data["next"]
     values = (data["state_value"], after["state_value"], after["reward"], after["done"], after["terminated"])
@@ -140,7 +140,7 @@ def gae(lanes: int, steps: int) -> dict[str, Calls]:
 
 
 def ppo(lanes: int, steps: int, batch: int) -> Calls:
-    """Return one data step of both sides with precomputed values: no network runs and nothing is learned."""
+    """Return a call per side for PPO's data step with precomputed values: no network runs, nothing is learned."""
     data = rollout_of(lanes, steps)
     ours = RolloutBuffer(steps, lanes, batch_size=batch, epochs=EPOCHS, gamma=GAMMA, lmbda=LMBDA)
     advantages = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
@@ -166,7 +166,7 @@ def ppo(lanes: int, steps: int, batch: int) -> Calls:
 
 
 def on_policy(operations: Sequence[str], batch: int) -> Iterator[tuple[str, int, str, Calls]]:
-    """Yield every on-policy case: the operation, its rows, their shape as text, and a call for each side."""
+    """Yield each on-policy case: the operation, its number of rows, their shape as text, and a call per side."""
     for lanes, steps in SHAPES:
         for operation, calls in gae(lanes, steps).items():
             if operation in operations:

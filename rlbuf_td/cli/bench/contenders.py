@@ -21,7 +21,7 @@ from rlbuf_td.cli.bench.timing import OURS
 
 ALPHA, BETA, EPS = 0.6, 0.4, 1e-6
 CHUNK_BYTES = 1 << 26
-SAMPLED, ERRORS = 64, 3  # batches that updates alternate between, and sets of TD errors for each
+SAMPLED, ERRORS = 64, 3  # batches that updates cycle through, and sets of TD errors for each
 
 
 def small_rows(count: int) -> TensorDict:
@@ -83,7 +83,7 @@ class Contender(ABC):
         """Set the TD error of every row."""
 
     def take_turns(self, batches: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Update several batches in turn: as in training, rows are then not in the caches and TD errors are new."""
+        """Let updates cycle through batches: as in training, rows are not in the caches and TD errors are new."""
         self.sampled = in_turn([(batch, error) for error in errors for batch in batches])
         self.td_errors = in_turn(errors)
 

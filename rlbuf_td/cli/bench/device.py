@@ -47,7 +47,7 @@ def cycle(rb: Any, td_error: torch.Tensor, device: torch.device | None = None) -
 
 
 def with_errors(td_error: torch.Tensor, batch: TensorDictBase) -> TensorDictBase:
-    """Return the batch with TD errors, in place of a learner."""
+    """Write TD errors into a batch, as a learner does."""
     return batch.set("td_error", td_error)
 
 
@@ -67,7 +67,7 @@ def samples(device: torch.device, rows: int, seconds: float) -> Timed:
 
 
 def from_host(device: torch.device, rows: int, seconds: float) -> Timed:
-    """Time batches of rows in RAM that the host copies or the device reads."""
+    """Time batches from rows in RAM, copied by the host or read by the device."""
     td_error, what = torch.rand(BATCH, device=device), "rows in RAM: proportional, sample + update"
     rb = buffer(rows, ProportionalSampler(rows), torch.device("cpu"))
     yield f"{what}, rb.sample().to(device)", wall(cycle(rb, td_error, device), seconds), "us"

@@ -116,7 +116,7 @@ class Cpprb(Contender):
 
 
 class Flashbax(Contender):
-    """Flashbax's item buffers, uniform and prioritized, compiled by JAX; each call donates their state."""
+    """Flashbax's item buffers, uniform and prioritized, compiled by JAX; each write donates their state."""
 
     name = "Flashbax"
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from rlbuf_td.cli.bench.timing import OURS, Timing
 
-# Markers differ in form, also in greyscale.
+# Markers differ in form, for prints in greyscale.
 _LOOKS: dict[str, dict[str, Any]] = {
     "TorchRL": {"marker": "o", "color": "#c8500a", "label": "TorchRL"},
     "TorchRL + our parts": {
@@ -42,8 +42,8 @@ def draw(timings: Sequence[Timing], batch: int) -> Figure:
     """Return a figure of the width of a paper's column: one line per operation, one mark per library, on a log axis.
 
     Args:
-        timings: for small rows, those of the largest buffers are drawn.
-        batch: rows in a batch, for the axis label.
+        timings: the results to draw; of those for small rows, only the results of the largest buffers are drawn.
+        batch: rows per batch, for the axis label.
 
     Raises:
         ValueError: there are no timings.

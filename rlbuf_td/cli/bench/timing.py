@@ -17,7 +17,7 @@ CALLS = 16  # per block, each after a learner's step
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call for each contender, one number per block; the blocks were interleaved.
+    """Microseconds per call for each contender, one number per block; the contenders' blocks alternate.
 
     ``blocks``: each call follows a learner's step. ``tight``: calls follow each other directly.
     """
@@ -32,11 +32,11 @@ class Timing:
         return statistics.median(self.blocks[name])
 
     def ratio(self, name: str) -> float:
-        """Return the median time of ``name`` after a learner's step, relative to this package's."""
+        """Return the median ratio of the times of ``name`` and this package after a learner's step, over blocks."""
         return _ratio(self.blocks, name)
 
     def tight_ratio(self, name: str) -> float:
-        """Return the same ratio in a tight loop."""
+        """Return the median ratio of the times of ``name`` and this package in a tight loop, over blocks."""
         return _ratio(self.tight, name)
 
 

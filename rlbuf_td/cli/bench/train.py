@@ -1,8 +1,8 @@
 """``python -m rlbuf_td train``: time whole training scripts with TorchRL's buffers and with this package's.
 
-Both sides of a pair run the same script from the same seed, in turns; only the buffer differs. DQN uses prioritized
-replay with a small network, so that replay is a larger share of the work. SAC uses uniform replay: both sides draw the
-same rows and end with bitwise equal weights. PPO runs epochs over rollouts with GAE.
+Both sides run the same script from the same seed, one after the other; only the buffer differs. DQN uses prioritized
+replay; ``small-dqn`` has a smaller network, so that replay is a larger share of the work. SAC uses uniform replay: both
+sides draw the same rows and end with bitwise equal weights. PPO runs epochs over rollouts with GAE.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def replay(side: str, batch: int, *, prioritized: bool) -> TensorDictReplayBuffe
 def learn_by_replay(
     clock: Clock, rb: Any, collector: Collector, learn: Callable[[TensorDictBase], object], updates: int
 ) -> None:
-    """Write each collected batch, and learn ``updates`` times after it."""
+    """Write each collected batch; after each write, learn from ``updates`` sampled batches."""
     prioritized = isinstance(rb.sampler, PrioritizedSampler)
     for data in collector:
         with clock.in_buffer():

@@ -59,7 +59,7 @@ class Actor:
         self.buffer, self.steps = buffer, iter(collector)
 
     def collect(self, weights: dict[str, torch.Tensor]) -> TensorDict:
-        """Write some steps, waiting while the learner is behind; return the ends of episodes."""
+        """Write some steps, which may wait for the learner; return their done flags and episode rewards."""
         self.policy.load_state_dict(weights)
         data = next(self.steps)
         self.buffer.extend(data.exclude(*LEFT_OUT))
@@ -87,7 +87,7 @@ def train(env_name: str, shards: int, collectors: int, steps: int, seed: int, ou
             try:
                 with run.in_buffer():
                     batch = buffer.sample(wait=True, timeout=0.05)
-            except TimeoutError:  # a finished collector waits for new work
+            except TimeoutError:  # an actor may have finished and need new work
                 continue
             learner.learn(batch)
             with run.in_buffer():

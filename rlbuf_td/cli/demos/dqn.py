@@ -25,7 +25,7 @@ from rlbuf_td.cli import UsageError
 from rlbuf_td.cli.demos.report import Run, prepare, tell
 
 CAPACITY = 50_000
-STEPS, EXPLORE = 59_904, 8_000  # whole batches of the collector
+STEPS, EXPLORE = 59_904, 8_000  # STEPS: a multiple of FRAMES
 FRAMES, UPDATES, WARM_UP = 256, 128, 1_024
 GAMMA, N_STEPS = 0.99, 3
 LEFT_OUT = ["collector", "action_value", "chosen_action_value"]  # not used by the loss

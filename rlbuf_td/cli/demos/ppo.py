@@ -33,7 +33,7 @@ class Settings:
     rollout_steps: int = 128
     gamma: float = 0.99
     reward_scale: float = 1.0
-    solved: float = float("inf")  # stop when the mean return of 20 training episodes reaches it
+    solved: float = float("inf")  # stop when the mean return of the last 20 training episodes reaches it
 
 
 SETTINGS = {

@@ -41,7 +41,7 @@ class Clock:
             self._in_buffer += time.perf_counter() - begin
 
     def batches(self, items: Iterable[T]) -> Iterator[T]:
-        """Iterate over ``items``; count the time until each one is ready as spent in the buffer."""
+        """Iterate over ``items``; count the time until each item is ready as spent in the buffer."""
         iterator = iter(items)
         while True:
             with self.in_buffer():
@@ -119,7 +119,7 @@ def tell(run: Run, following: str) -> None:
 
 
 def prepare(options: argparse.Namespace, name: str) -> Path:
-    """Create the folder of a run and return it; limit torch to one thread, since more would wait for each other.
+    """Create the folder of a run and return it; limit torch to one thread, since more are no faster here.
 
     Raises:
         UsageError: there is no such device or environment, or the folder cannot be created.

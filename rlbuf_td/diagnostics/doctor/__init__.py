@@ -23,7 +23,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
     """Read all rows of a buffer and report faults, each with example rows and a remedy.
 
     Nothing is changed. A row's next observation must be the following row's observation, unless the trajectory ends
-    there. If this rule fails, or holds across an end, the report gives the reason. Rows are read in blocks.
+    there. If this rule fails, or holds across an end, the report gives the probable reason. Rows are read in blocks.
 
     Args:
         source: a buffer of this package or of TorchRL; a storage of TensorDicts; a TensorDict of rows ``[T]`` or
@@ -36,7 +36,7 @@ def check(source: Any, *, space: Any = None, ignore: str | Sequence[str] = ()) -
         The findings, the most serious first; ``report.healthy`` if there are none. ``print`` it.
 
     Raises:
-        TypeError: ``source`` or ``space`` is of another type.
+        TypeError: ``source`` or ``space`` is none of the above.
         ValueError: the buffer is empty, ``ignore`` contains an unknown code, or the saved buffer cannot be read.
         FileNotFoundError: no buffer is saved at the path.
 

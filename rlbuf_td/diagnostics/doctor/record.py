@@ -24,8 +24,8 @@ Key: TypeAlias = tuple[str, ...]
 # Keys that may be stored at the root and under "next" although they are not observations.
 _NOT_OBSERVED = {"reward", "done", "terminated", "truncated", "state_value", "index"}
 _BLOCK_BYTES = 4 << 20  # a block fits into a cache
-_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # floats closer than this are one value, computed twice
-_HASHED = 256  # elements of a value that its hash includes
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # tolerances: floats this close count as equal
+_HASHED = 256  # the most elements of a value that its hash includes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAMED = 5  # a finding names at most this many rows
 
@@ -58,7 +58,7 @@ class Record:
         self.lanes, self.rows = torch.Size(lanes).numel(), len(storage)
         self.steps = self.rows // self.lanes
         self.shape = (self.steps, *lanes)
-        #: The rows of each key, ``[T, E, ...]`` with at least three dims: views, or read when indexed.
+        #: The rows of each key, ``[T, E, ...]`` with at least three dims: views, or a :class:`SharedColumn`.
         self.columns: dict[Key, Any] = {
             key: value[: self.steps].view(self.steps, self.lanes, *(value.shape[storage.ndim :] or (1,)))
             for key, value in walk(rows)
@@ -71,9 +71,9 @@ class Record:
         cursor = storage._last_cursor_index  # None: the storage does not know
         is_ring = self.steps == len(rows) and cursor is not None and 0 <= cursor < self.steps
         newest = int(cursor) if is_ring else self.steps - 1
-        #: Whether the order of rows is known: they are in time order, with flags or ids.
+        #: Whether the rows are in time order, with flags or ids that mark the ends of trajectories.
         self.knows_ends = False
-        #: ``[T, E]`` bool on the CPU: the lane continues with step ``t + 1`` of the ring, in any trajectory.
+        #: ``[T, E]`` bool on the CPU: step ``t + 1`` of the ring was written next in the lane, in any trajectory.
         self.paired = torch.ones(self.steps, self.lanes, dtype=torch.bool, device="cpu")
         self.paired[newest] = False
         #: ``[T, E]`` bool on the CPU: the next row of the lane does not continue this row's trajectory.
@@ -96,14 +96,14 @@ class Record:
             for rows in torch.arange(self.rows, device="cpu").split(1 << 16):
                 _, ahead, ended = index.reach(rows.to(device))
                 cut[rows] = ahead.cpu() == 0
-                paired[rows] &= ~cut[rows] | ended.cpu()  # other rows were written out of order
+                paired[rows] &= ~cut[rows] | ended.cpu()  # a cut without an end: the next row was written out of order
         except TypeError as error:
             self.skipped.append(f"trajectories: {error}")
             return
         self.knows_ends = True
 
     def _flags(self, *names: str) -> list[Key]:
-        """Return the keys under "next" with one of these names, sorted by name, then by depth."""
+        """Return the keys under "next" with one of these names, in the order of the names, then by depth."""
         found = [key for key in self.columns if key[0] == "next" and key[-1] in names]
         return sorted(found, key=lambda key: (names.index(key[-1]), len(key)))
 
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def main(self) -> list[Key]:
-        """The observed keys of more than one number, without counters and flags; if none exist, all observed keys."""
+        """The observed keys with several numbers per row, so no counters and flags; if there are none, all observed."""
         return [key for key in self.observed if self.columns[key].shape[2:].numel() > 1] or self.observed
 
     def at(self, key: Key, flat: torch.Tensor) -> torch.Tensor:
@@ -209,8 +209,8 @@ def open_source(source: Any) -> tuple[Storage, Sampler | None, Writer | None]:
 
 
 def _open_saved(path: Path) -> Storage:
-    """Return the rows saved by ``dumps(path)`` of a buffer or storage; TorchRL's stay on the disk."""
-    if (path / "manifest.json").is_file():  # of this package's
+    """Return the rows saved by ``dumps(path)`` of a buffer or storage; those of TorchRL are memory-mapped."""
+    if (path / "manifest.json").is_file():  # saved by this package
         found = open_checkpoint(path)
         if found.storage is not None:
             return found.storage
@@ -233,7 +233,7 @@ def _open_saved(path: Path) -> Storage:
 
 
 def _storage_of(rows: TensorDictBase, length: int, cursor: int | None = None) -> Storage:
-    """Return a storage of rows ``[T, *lanes]``, ``length`` of them written; a ring would continue at ``cursor``."""
+    """Return a storage of rows ``[T, *lanes]``, ``length`` of them written; ``cursor``: the ring's next step."""
     storage = TensorStorage(rows, ndim=max(1, rows.ndim))
     storage._len = length  # TorchRL counts time steps until the storage is first used
     if cursor is not None:

@@ -1,6 +1,6 @@
 """Findings and reports of the doctor, with a title, an explanation and a remedy for each code.
 
-The check that finds a fault fills in the words in braces.
+Explanations and remedies have fields in braces, which the check that finds the fault fills in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Finding:
     key: tuple[str, ...] | None  # the affected key, if it is a single one
     rows: tuple[Row, ...]  # the first few affected rows, as the storage indexes them: t, or (t, e) with lanes
     count: int  # number of affected rows
-    of: int  # number of rows checked
+    of: int  # number of rows checked; for some codes, of ends or trajectories
     explanation: str  # the observed fault and its meaning
     remedy: str
 
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; false if there are none."""
+    """The findings of :func:`~rlbuf_td.diagnostics.doctor.check`, the most serious first; an empty report is false."""
 
     findings: tuple[Finding, ...]
     rows: int  # the number of rows read
@@ -78,7 +78,7 @@ class Report:
 
 
 class Fault(NamedTuple):
-    """The texts of a finding."""
+    """The title, explanation and remedy of a finding."""
 
     summary: str
     explanation: str

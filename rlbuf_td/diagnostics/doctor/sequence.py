@@ -18,9 +18,9 @@ from rlbuf_td.storages.trajectory_index import TRAJ_KEY
 
 _AT_ONCE = 4_096  # rows
 _SAMPLED = 256  # rows that suffice to identify the kind of a fault
-_FEW = 32  # fewer rows than this may all be of one kind by chance
-_LONG = 10_000  # this many steps without an end are a finding
-_SOME_ENDS = 8  # number of ends by trajectory id without a flag that make a finding
+_FEW = 32  # fewer rows may all be of one kind by chance
+_LONG = 10_000  # time steps: this many without an end are a finding
+_SOME_ENDS = 8  # fewer changes of the trajectory id without a flag are no finding
 _STACK = "store lanes as a dim of their own: PackedStorage(..., ndim=2), and extend with batches [E, T]"
 
 
@@ -29,8 +29,8 @@ class Flow:
     """Whether rows continue each other, as flags ``[T, E]`` bool on the CPU."""
 
     broken: torch.Tensor  # the next observation is not the following row's, though the trajectory continues
-    unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's, not the row's own
-    apart: torch.Tensor  # the next observation is not the following row's, whatever the flags say
+    unbroken: torch.Tensor  # the trajectory ends, yet the next observation is the following row's (and not this row's)
+    apart: torch.Tensor  # the next observation is not the following row's, with or without an end
     inside: torch.Tensor  # the trajectory continues with the following row
     ends: torch.Tensor  # the trajectory ends, and another follows
 
@@ -76,7 +76,7 @@ def _ends(record: Record, flow: Flow | None, ended: torch.Tensor) -> Iterator[Fi
         return
     ids, count = record.columns.get(TRAJ_KEY), int(one_step.sum())
     trajectories = int((record.cut & record.paired).sum()) if ids is None else ids.unique().numel()
-    if count >= _FEW and count >= 0.9 * trajectories:  # half of a short game's trajectories may have one step
+    if count >= _FEW and count >= 0.9 * trajectories:  # in short games, half of the trajectories may have one step
         yield record.finding("one-step-trajectories", one_step, trajectories)
 
 
@@ -173,9 +173,9 @@ def _shifted(record: Record, flow: Flow, done: torch.Tensor) -> Finding | None:
 
 
 def _ids_show_ends(record: Record, flow: Flow) -> bool:
-    """Whether trajectory ids mark ends, instead of pieces of several lanes stored one after the other.
+    """Whether changes of the trajectory id mark ends, not the borders between pieces of several lanes.
 
-    The id of a finished trajectory never returns, and the trajectories rarely all have the same length.
+    The id of a finished trajectory never appears again, and the trajectories rarely all have the same length.
     """
     cuts = (flow.ends & flow.apart).T.flatten().nonzero()[:, 0]
     ids = record.columns.get(TRAJ_KEY)
@@ -186,7 +186,7 @@ def _ids_show_ends(record: Record, flow: Flow) -> bool:
 
 
 def _is_no_chance(record: Record, flow: Flow) -> bool:
-    """Whether ends without a break are a fault: if most ends have none, or if observations rarely repeat."""
+    """Whether ends without a break are no coincidence: most ends have none, or observations rarely repeat."""
     if 2 * int(flow.unbroken.sum()) >= int(flow.ends.sum()):
         return True
     values = hashes(record, record.main)
@@ -194,7 +194,7 @@ def _is_no_chance(record: Record, flow: Flow) -> bool:
 
 
 def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
-    """Return the finding about ends without a break; it depends on the jumps of observations at and after them."""
+    """Return the finding about ends without a break, chosen by the jumps of observations at and after them."""
     where, of = flow.unbroken, int(flow.ends.sum())
     here, after = _jumps(record, where, flow.inside)
     if not max(here, after):
@@ -207,9 +207,10 @@ def _unbroken(record: Record, flow: Flow, one_step: torch.Tensor) -> Finding:
 
 
 def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[float, float]:
-    """Return the distances of observations at the flagged rows and after them, as multiples of the usual distance.
+    """Return the median distance to the next observation of flagged rows, and of the rows after them.
 
-    A distance that a tenth of the usual rows exceed (a hundredth for fewer than 4 flagged rows) counts as 0.
+    The unit is the mean distance within trajectories. A median up to the 0.9 quantile of these distances (0.99 for
+    fewer than 4 flagged rows) counts as 0.
     """
     usual, rows = _spread(inside), _spread(where)
     if not len(usual):
@@ -233,10 +234,10 @@ def _jumps(record: Record, where: torch.Tensor, inside: torch.Tensor) -> tuple[f
 
 
 def _one_step_rows(record: Record, ended: torch.Tensor) -> torch.Tensor:
-    """Return which rows are a trajectory of their own, ``[T, E]``; for the oldest row this is unknown."""
+    """Return which rows are trajectories of one step, ``[T, E]``; without ids, the oldest row is never one."""
     alone = ended & ended.roll(1, 0) & record.paired.roll(1, 0)
     ids = record.columns.get(TRAJ_KEY)
-    if ids is not None:  # rows of several lanes may alternate: a returning id is a longer trajectory
+    if ids is not None:  # rows of several lanes may alternate: count all rows with the id
         _, inverse, counts = ids[..., 0].cpu().unique(return_inverse=True, return_counts=True)
         alone |= (counts == 1)[inverse] & record.paired
     return alone

@@ -19,8 +19,8 @@ from rlbuf_td.storages.indexing import attached
 
 Interval = tuple[torch.Tensor, torch.Tensor]
 _MANY = 1_000  # in fewer rows a column may be constant by chance
-_SIDE = 8  # side of the smallest image
-_SAMPLED = 256
+_SIDE = 8  # pixels along the smallest side of an image
+_SAMPLED = 256  # time steps that decide whether a column is one-hot or an image
 _DRAWS, _ROWS = 2.0, 100  # fewer draws per row, or fewer rows, are not significant
 
 
@@ -84,7 +84,7 @@ def _may_be_constant(record: Record, key: Key) -> bool:
 
 
 def _is_one_hot(record: Record, key: Key) -> bool:
-    """Whether a column holds only zeros and ones; some of its elements may rarely be 1."""
+    """Whether a column holds only zeros and ones: an element that is rarely 1 may be constant by chance."""
     sample = record.columns[key][:: max(1, record.steps // _SAMPLED)]
     return bool(((sample == 0) | (sample == 1)).all())
 
@@ -102,7 +102,7 @@ def _is_image(record: Record, key: Key) -> bool:
 
 
 def usage_findings(record: Record, source: Any, storage: Storage, sampler: Sampler | None) -> Iterator[Finding]:
-    """Yield faults in the draws and updates of rows, if the buffer counts draws."""
+    """Yield rows that are never drawn, if the buffer counts draws, and priorities that are never updated."""
     replays, drawn = attached(storage, ReplayCount), None
     if replays is not None:
         counts = replays.counts()[: record.rows].view(record.steps, record.lanes).cpu()

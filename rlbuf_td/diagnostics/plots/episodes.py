@@ -23,15 +23,16 @@ from rlbuf_td.writers import RolloutWriter
 
 
 def plot_episodes(stats: EpisodeStats) -> Figure:
-    """Plot each metric of the recorded episodes over the steps, and the share of each way in which episodes end.
+    """Plot each metric of the recorded episodes over the steps, and how often episodes end for each reason.
 
-    Each dot is an episode; the line is the mean of the last ``stats.window`` episodes, the band their deviation.
+    Each dot is an episode; the line is the mean of the last ``stats.window`` episodes, and the band is
+    their standard deviation.
 
     Args:
         stats: statistics of episodes, such as ``rb.episode_stats``.
 
     Returns:
-        A figure with one panel per metric, and one for the shares of the ways to end.
+        A figure with one panel per metric, and one for the share of each reason.
 
     Raises:
         RuntimeError: no episode has ended.
@@ -77,7 +78,7 @@ def plot_episodes(stats: EpisodeStats) -> Figure:
 
 
 def _running(values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and population deviation of the last ``window`` values at each value."""
+    """Return, for each value, the mean and population deviation of the last ``window`` values up to it."""
     shift = values.mean()  # for accuracy: the deviation is a difference of squares
     total, squares = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values - shift, (values - shift) ** 2))
     end = np.arange(1, len(values) + 1)
@@ -149,7 +150,7 @@ def plot_trajectory(rb: ReplayBuffer, row: Any, *, keys: Sequence[NestedKey] | N
         keys: the keys to plot; default: reward, action, and the first observation with at most 64 numbers.
 
     Returns:
-        A figure with a panel per key, over time steps from the row.
+        A figure with one panel per key; its time axis counts steps from the row.
 
     Raises:
         IndexError: there is no row at this position.

@@ -39,7 +39,7 @@ def empty_figure(height: float) -> Picture:
 
 
 def panels(rows: int, columns: int, height: float, *, sharex: bool = False) -> tuple[Picture, list[Axes]]:
-    """Return a figure and its panels, row by row; ``height`` of a panel in inches."""
+    """Return a figure and its panels, row by row; ``height``: inches per row."""
     figure = empty_figure(rows * height + 0.35)
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
 

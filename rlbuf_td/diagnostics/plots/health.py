@@ -19,7 +19,7 @@ from rlbuf_td.storages.indexing import attached, lanes_of
 def plot_health(rb: ReplayBuffer) -> Figure:
     """Plot :meth:`ReplayBuffer.health`: ages and weights of the last batch, probabilities and draws of all rows.
 
-    A panel is omitted if the buffer lacks its numbers: weights and probabilities need priorities, draws need
+    A panel is omitted if the buffer lacks its numbers: ages need a ring, weights need priorities, and draws need
     ``count_replays=True``.
 
     Args:
@@ -31,7 +31,7 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     Raises:
         RuntimeError: nothing has been sampled yet.
 
-    Cost: O(N log N) with priorities or counts.
+    Cost: O(N log N).
 
     Example:
         >>> import torch
@@ -60,6 +60,10 @@ def plot_health(rb: ReplayBuffer) -> Figure:
     if replays is not None:
         counts = style.numbers_of(replays.counts()[: len(storage)])
         draws.append(lambda axes: _draw_replays(axes, counts, report["never_sampled"]))
+    if not draws:
+        raise RuntimeError(
+            "there is no health to plot: the writer keeps no order of time, and the sampler no priorities"
+        )
     figure, axes = style.panels(-(-len(draws) // 2), min(2, len(draws)), 1.6)
     for draw, each in zip([*draws, Axes.remove], axes, strict=False):
         draw(each)
@@ -112,13 +116,13 @@ def _draw_replays(axes: Axes, counts: np.ndarray, never: float) -> None:
 
 
 def plot_priorities(rb: ReplayBuffer) -> Figure:
-    """Plot the magnitudes of the TD errors of all rows, and their probabilities.
+    """Plot the magnitudes of all TD errors, and the probabilities of the rows.
 
     Args:
         rb: a buffer with a prioritized sampler, wrapped or not.
 
     Returns:
-        A figure with two panels: a histogram, and the probabilities in descending order.
+        A figure with two panels: a histogram of magnitudes, and the probabilities in descending order.
 
     Raises:
         TypeError: the buffer's sampler has no priorities.
