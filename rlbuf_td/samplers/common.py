@@ -56,7 +56,7 @@ def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
 
 
 class Replaceable(type(Sampler)):  # type: ignore[misc]
-    """Metaclass that makes ``replacement=False`` return a ``without_replacement``, as in TorchRL."""
+    """Metaclass: ``cls(replacement=False)`` creates a ``cls.without_replacement`` instead, as in TorchRL."""
 
     def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
@@ -70,10 +70,10 @@ class StatefulSampler(Sampler):
     """The attributes that ``repr`` shows."""
 
     _setting_names: ClassVar[tuple[str, ...]] = ()
-    """The saved attributes that a user may change between draws."""
+    """The attributes that a user may change between draws; states contain them."""
 
     needs_order: bool = False
-    """Whether rows must be in time order."""
+    """Whether the sampler needs a writer that stores rows in time order."""
 
     def _changed(self) -> None:
         """Update derived values after a change of a setting."""
@@ -103,7 +103,7 @@ class StatefulSampler(Sampler):
         return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """Adapt a saved state to moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state
 
     def dumps(self, path: str | Path) -> None:
@@ -114,7 +114,7 @@ class StatefulSampler(Sampler):
         """Restore a state that :meth:`dumps` saved; no code is executed.
 
         Raises:
-            CheckpointError: the files are missing, damaged or foreign; this sampler is unchanged.
+            CheckpointError: the files are missing, damaged or of another class; this sampler is unchanged.
         """
         self.load_state_dict(load_state(path, type(self).__name__))
 
@@ -136,7 +136,7 @@ class RowSampler(StatefulSampler):
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; otherwise as :meth:`sample`."""
+        """Draw ``batch_size`` flat rows; return them, ``[B]`` int64 on the storage's device, with the report."""
 
     @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
@@ -185,16 +185,16 @@ def _no_storage() -> None:
 class GraphCapturable(ABC):
     """A sampler whose draws can be recorded in a CUDA graph by :meth:`ReplayBuffer.capture`.
 
-    A graph repeats its launches with the same arguments. Values that the host may change (number of rows, beta ...)
-    are therefore read from device memory.
+    A graph repeats its kernels with the recorded arguments. A recorded draw therefore reads the values that the host
+    may change (number of rows, beta ...) from device memory.
     """
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
 
-        Called before each launch of the graph, under the buffer's lock. Returns the settings that are fixed in a graph:
-        if they differ from the last result, the graph is recorded again.
+        The buffer calls it before each launch of the graph, while it holds its lock. Returns the settings that a
+        recorded graph cannot change: if they differ from the last result, the graph is recorded again.
         """
 
     def forget_order(self) -> None:  # noqa: B027
@@ -229,7 +229,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check for whole numbers; it accepts NumPy floats, which schedulers set."""
+    """Return a check for whole numbers of at least ``least``; it accepts NumPy floats, which schedulers set."""
 
     def check(name: str, value: Any) -> int:
         number = float("nan") if isinstance(value, bool) else float(value)
@@ -250,7 +250,7 @@ def one_of(*choices: Any) -> Callable[[str, Any], Any]:
 
 
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
-    """Return TD errors, one or one per row, as ``[rows]`` float32 or float64, contiguous, on ``device``."""
+    """Return TD errors (one per row, or one for all) as ``[rows]`` float32 or float64, contiguous, on ``device``."""
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")

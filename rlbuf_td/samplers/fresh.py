@@ -1,4 +1,4 @@
-"""A wrapper that puts rows that no batch has contained yet at the front of each batch."""
+"""A wrapper that begins each batch with new rows."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.kernels.recency import QUEUE
-from rlbuf_td.samplers.common import setting, whole
+from rlbuf_td.samplers.common import OneStorage, setting, whole
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages import PackedStorage
 from rlbuf_td.storages.trajectory_index import DONE_KEY
 from rlbuf_td.storages.write_clock import NOW
 
 Interval: TypeAlias = tuple[int, int]
-_ALL = [(1 << 62, 0)]  # the ages of all rows, however many there are, as a half-open interval
+_ALL = [(1 << 62, 0)]  # an interval that contains the ages of all rows, for any number of rows
 
 
 class FreshQueue:
-    """The *fresh* rows of a storage, as :mod:`rlbuf_td.kernels.recency.fresh_cpu` defines them."""
+    """The rows that :class:`FreshRowsSampler` calls *fresh*; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
 
     def __init__(self) -> None:
         record = np.zeros(1, QUEUE)
         self.state, self.address = record[0], record.ctypes.data  # a view, and its address for kernels
-        self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage last looked at
-        self.rows: Any = None  # its rows
+        self.storage: Callable[[], Any] = _nothing  # a weak reference to the storage of the last call
+        self.rows: Any = None  # the rows of this storage
+        self.serves = OneStorage()
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Restart at the next look with the rows of these ages as fresh: half-open intervals, oldest first."""
+        """Make exactly the rows of these ages fresh, from the next call on; half-open intervals, oldest first."""
         self.state["began"] = 0
         self._keep(ages)
 
     def _keep(self, intervals: Sequence[Interval]) -> None:
-        """Store the intervals, with room for the largest possible number: two of them are at least one row apart."""
+        """Store the intervals, with room for as many as can exist: there is at least one row between two of them."""
         state = self.state
         capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
         self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
@@ -55,6 +56,7 @@ class FreshQueue:
         """Use this storage from now on; return its number of rows, newest time step and clock."""
         rows = storage.rows
         if rows is not self.rows or self.storage() is not storage:
+            self.serves.claim(storage)
             self.storage, self.rows = ref(storage), rows
             if rows is not None:
                 self.state["steps"], self.state["lanes"] = rows.steps, rows.cells // rows.steps
@@ -63,19 +65,19 @@ class FreshQueue:
         return live, newest, storage.clock.numbers.values[NOW]
 
     def look(self, storage: Any) -> None:
-        """Give numbers to the rows that have been written since the last look."""
+        """Give numbers to the rows written since the last call of this method or :meth:`take`."""
         numbers = self.follow(storage)
         if self.rows is not None:
             loops("recency.fresh_cpu").look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
-        """Return up to ``most`` fresh rows, flat, newest first. They stop being fresh."""
+        """Return up to ``most`` fresh rows (flat rows, newest first), which are no longer fresh afterwards."""
         found = np.empty(most, np.int64)
         count = loops("recency.fresh_cpu").take(self.address, *self.follow(storage), most, found.ctypes.data)
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of the fresh rows, for :meth:`begin`: unlike positions, ages do not change with a load."""
+        """Return the ages of fresh rows for :meth:`begin`: a load into another capacity changes positions, not ages."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)
@@ -88,7 +90,8 @@ class FreshQueue:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.state[()] = saved["state"]
+        for name, number in zip(QUEUE.names or (), saved["state"], strict=True):
+            self.state[name] = number
         self._keep(saved["intervals"])
 
 
@@ -97,24 +100,26 @@ def _nothing() -> None:
 
 
 class FreshRowsSampler(SamplerWrapper):
-    """Begin each batch with *fresh* rows, which no batch has contained yet; the wrapped sampler draws the others.
+    """Begin each batch with *fresh* rows, which no batch has begun with yet; the wrapped sampler draws the others.
 
-    Each row is fresh in exactly one batch, unless it is replaced before. If ``fresh`` rows are written between two
-    batches, the next batch contains them all. With ``fresh=1`` and one update per step, this is combined experience
-    replay. Inside a :class:`SequenceSampler` with ``boundary="shift"``, it is the online queue of DreamerV3.
+    A row stays fresh until it is taken for the front of a batch, or replaced. If at most ``fresh`` rows are written
+    between two batches, the next batch begins with all of them. With ``fresh=1`` and one update per step, this is
+    combined experience replay. Inside a :class:`SequenceSampler` with ``boundary="shift"``, it is the online queue of
+    DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
     the number of fresh rows. The wrapped sampler draws the other B - f rows, which may include fresh ones. All rows
-    have the importance weights of the wrapped sampler: on purpose, these do not correct for the fresh rows.
+    have the importance weights of the wrapped sampler. By design, the weights do not correct for drawing fresh rows
+    more often.
 
     Args:
-        sampler: the wrapped sampler, which draws the other rows. Priorities, writes and settings are passed to it.
+        sampler: the wrapped sampler, which draws the other rows. It also handles priorities, writes and state.
         fresh: the largest number of fresh rows in a batch; may be set at any time.
 
-    If processes share a buffer, each counts as fresh the rows that none of its own batches has contained.
+    If processes share a buffer, a row is fresh for each process until one of this process's batches begins with it.
 
     Raises:
-        ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer keeps no order of time.
+        ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.
         TypeError: the sampler is a wrapper (wrap it the other way: ``HindsightSampler(FreshRowsSampler(...))``); (when
             sampling) the storage is not a :class:`PackedStorage`.
 
@@ -145,8 +150,12 @@ class FreshRowsSampler(SamplerWrapper):
     def _changed(self) -> None:
         self.queue.state["fresh"] = self.fresh
 
+    def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
+        """Refuse a CUDA graph: the host knows which rows are fresh."""
+        raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
+
     def watch(self, storage: Storage) -> None:
-        """Record which rows are stored, for example after a load; this sampler needs no trajectories."""
+        """Record which rows are already stored, for example after a load; this sampler needs no trajectories."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 
@@ -166,16 +175,16 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue.begin(_ALL)
         self.sampler._empty()
 
-    # -- state: ages of fresh rows, because a load into another capacity changes positions
+    # -- state
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of the wrapped sampler, the setting, and the ages of the fresh rows."""
+        """Return the state of the wrapped sampler, the setting ``fresh``, and the ages of the fresh rows."""
         return super().snapshot() | {
             "undrawn": torch.tensor(self.queue.ages(), dtype=torch.int64, device="cpu").view(-1, 2)
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; the rows must be loaded before the next draw or write.
+        """Restore a result of :meth:`state_dict`; the storage must be loaded before the next draw or write.
 
         Raises:
             ValueError: the state is of another sampler; this sampler is unchanged.

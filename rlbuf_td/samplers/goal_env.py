@@ -27,18 +27,18 @@ def gymnasium_reward_fn(
     Args:
         env: a Gymnasium environment, wrapped or not, with ``compute_reward(achieved_goal, desired_goal, info)``
             (gymnasium-robotics' environments have it), or TorchRL's wrapper of one.
-        goal_key: the desired goal, at the batch's root.
-        achieved_goal_key: the achieved goal, in ``"next"``.
-        info_keys: names of entries in ``info``, with their keys in the batch.
+        goal_key: the key of the desired goal, at the batch's root.
+        achieved_goal_key: the key of the achieved goal, in ``"next"``.
+        info_keys: maps names of entries of ``info`` to keys of the batch, whose values they get.
         vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once per row.
 
     Returns:
-        A function from a batch ``[B]`` to its rewards, ``[B]``, with the environment's dtype.
+        A function from a batch ``[B]`` to its rewards, ``[B]``, with the dtype that ``compute_reward`` returns.
 
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
-    Cost: one call of ``compute_reward`` per batch; if rows are on CUDA, copies to the host.
+    Cost: one call of ``compute_reward`` per batch (or per row); if rows are on CUDA, copies to the host and back.
 
     Example:
         >>> import numpy as np
@@ -62,20 +62,20 @@ def gymnasium_terminated_fn(
     info_keys: Mapping[str, NestedKey] | None = None,
     vectorized: bool = False,
 ) -> TransitionFn:
-    """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls ``compute_terminated``.
+    """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls an environment's ``compute_terminated``.
 
     Args:
-        env: as for :func:`gymnasium_reward_fn`; also ``goal_key``, ``achieved_goal_key`` and ``info_keys``.
-        goal_key: see ``env``.
-        achieved_goal_key: see ``env``.
-        info_keys: see ``env``.
+        env: an environment as for :func:`gymnasium_reward_fn`, with ``compute_terminated``.
+        goal_key: the key of the desired goal, at the batch's root.
+        achieved_goal_key: the key of the achieved goal, in ``"next"``.
+        info_keys: maps names of entries of ``info`` to keys of the batch, whose values they get.
         vectorized: whether ``compute_terminated`` takes a batch of goals. Otherwise it is called once per row; most
             environments, such as those of gymnasium-robotics, need this.
 
     Raises:
         TypeError: the environment has no ``compute_terminated``.
 
-    Cost: a call of the environment, or one per row.
+    Cost: one call of ``compute_terminated`` per row, or per batch if ``vectorized``.
 
     Returns:
         A function from a batch ``[B]`` to flags, ``[B]`` bool.

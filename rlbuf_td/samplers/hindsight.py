@@ -35,17 +35,17 @@ class _Bound:
     """Columns that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
-    outcomes: torch.Tensor  # the column, [T * E, ...]
-    rows: Rows | None  # set if outcomes are deduplicated, so that they have no column
+    outcomes: torch.Tensor  # the column of achieved goals in "next", [T * E, ...]
+    rows: Rows | None  # all rows, if achieved goals are deduplicated and have no column; else None
     goal_keys: list[tuple[str, ...]]
 
 
 class HindsightSampler(SamplerWrapper):
-    """Hindsight relabelling: for a share of the drawn rows, an outcome that was reached later becomes the goal.
+    """Hindsight relabelling: a share of the drawn rows gets a goal that was achieved, by default one achieved later.
 
-    The goal of a relabelled row is the ``("next", achieved_goal_key)`` of a row of the same trajectory. It is written
-    at the root and in ``"next"``. The reward, and optionally ``terminated`` and ``done``, are recomputed. The batch
-    entry ``"relabeled"``, ``[B]`` bool, marks relabelled rows.
+    The goal of a relabelled row is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. It is
+    written at the root and in ``"next"``. The reward, and optionally ``terminated`` and ``done``, are recomputed. The
+    batch entry ``"relabeled"``, ``[B]`` bool, marks relabelled rows.
 
     Args:
         sampler: draws the rows. It also handles priorities, writes and state.
@@ -53,20 +53,21 @@ class HindsightSampler(SamplerWrapper):
             not change the batch. :func:`gymnasium_reward_fn` makes one from a Gymnasium goal environment.
         her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k goals per transition correspond to
             ``k / (k + 1)``: 0.8 for 4.
-        strategy: the row of the trajectory that provides the goal: ``"future"``, the row itself or a later one;
-            ``"final"``, the last one so far; ``"episode"``, any; ``"random"``, any row of the buffer. Or a mixture,
-            ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally likely.
-        future_gamma: below 1, ``"future"`` prefers near rows: the row k steps ahead, within the trajectory, has a
-            probability proportional to ``future_gamma**k``. With the return's discount factor, goals follow the
-            discounted state occupancy (contrastive RL). 0 to 1.
-        goal_key: the desired goal, of any shape; also updated in ``"next"`` if it is stored there.
-        achieved_goal_key: the achieved goal, of the same dtype and shape, stored in ``"next"``.
-        reward_key: the reward. A relabelled reward has its dtype and shape.
-        terminated_fn: as ``reward_fn``, but returns whether the transition ends the episode under the new goal, bool.
-            The result replaces ``terminated`` beside the reward; ``done`` becomes ``terminated | truncated``.
-            Without this function, flags stay as stored.
+        strategy: which row provides the goal. In the row's trajectory: ``"future"``, the row itself or a later one;
+            ``"final"``, the last row so far; ``"episode"``, any row. ``"random"``: any row of the buffer. Or a mixture
+            with probabilities, ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally
+            likely.
+        future_gamma: 0 to 1. Below 1, ``"future"`` prefers near rows: the row k steps ahead, within the trajectory, has
+            a probability proportional to ``future_gamma**k``. If this is the discount factor of the return, goals
+            follow the discounted state occupancy (contrastive RL).
+        goal_key: the key of the desired goal, of any shape; also updated in ``"next"`` if it is stored there.
+        achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired goal's dtype and shape.
+        reward_key: the key of the reward. New rewards are converted to its dtype and shape.
+        terminated_fn: takes the same batch as ``reward_fn``, and returns whether each transition ends the episode under
+            the new goal, bool. The result replaces ``terminated`` beside the reward; ``done`` becomes
+            ``terminated | truncated``. Without this function, flags stay as stored.
         only_finished: relabel only rows of trajectories that have ended (``"random"`` goals are not affected).
-        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
 
     ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
 
@@ -79,9 +80,9 @@ class HindsightSampler(SamplerWrapper):
     Cost: O(B) plus the wrapped draw. Randomness: the buffer's generator, else torch's default one.
 
     Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
-    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Unlike TorchRL's
-    ``HERReplayBuffer``, goals are outcomes (``"next"``), each row is chosen independently, goals never cross lanes or
-    the write head, and unfinished trajectories take part.
+    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Differs from TorchRL's
+    ``HERReplayBuffer``: goals are read from ``"next"``, each row is relabelled independently of the others, goals never
+    cross lanes or the write head, and rows of unfinished trajectories are relabelled, too.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -155,7 +156,7 @@ class HindsightSampler(SamplerWrapper):
         flat: torch.Tensor,
         owner: torch.Tensor | None,
     ) -> TensorDictBase:
-        """Read rows and give them the goals that ``uniform`` selects for the drawn rows."""
+        """Read the rows ``flat``, with the goals that ``uniform`` selects for their drawn rows; see ``Read``."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:

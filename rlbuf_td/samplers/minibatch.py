@@ -17,17 +17,18 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
     ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts again. A write restarts the
-    epochs. This class is a ``SamplerWithoutReplacement``, as TorchRL's on-policy trainers require, and draws the same
-    rows for equal seeds. Unlike TorchRL's, it counts epochs, and does not finish an epoch after its rows were replaced.
+    epochs. This class is a ``SamplerWithoutReplacement``, as TorchRL's on-policy trainers require. With the same seed,
+    it draws the same rows as TorchRL's class. Unlike that class, it counts epochs, and a write ends the current epoch.
 
     Args:
         epochs: how often each row is drawn, at least 1. May be set at any time.
-        shuffle: a new order in each epoch; ``False``: the order of the rows (time first, then lanes).
+        shuffle: whether each epoch has a new random order. Otherwise rows come in storage order: time step by time
+            step, and within a time step lane by lane.
         drop_last: drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
-        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) with ``drop_last``, there are fewer
-            rows than in a batch; or the sampler serves another buffer.
+        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) ``drop_last`` is set and there are
+            fewer rows than in a batch, or the sampler serves another buffer.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) per batch, and one permutation per epoch.
@@ -45,7 +46,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     epochs: int = setting(whole(1))
     shuffle: bool = setting(lambda _, value: bool(value))
-    _order: Tensor | None = None  # the rows in the order of this epoch; None: not yet drawn
+    _order: Tensor | None = None  # all rows in the order of this epoch; None: the order is not drawn yet
     _position = 0
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
@@ -82,7 +83,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order[start:stop].clone(), {}
 
     def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
-        """Move on by one batch of ``rows`` rows; return the order of its epoch, and where it starts and stops there."""
+        """Advance by one batch of the ``rows`` stored rows; return its epoch's order, and its start and end in it."""
         order = self._order
         if order is None or rows != self.len_storage or not order.is_cpu:
             order = self.order(storage)
@@ -90,7 +91,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._position = stop = min(start + batch_size, rows)
         ends = stop == rows or (self.drop_last and rows - stop < batch_size)
         if ends:
-            # Draw the next order now, as TorchRL does: equal seeds then give equal later numbers.
+            # Draw the next order now: the generator then has the same state as with TorchRL's class.
             self._order, self._position = self._new_order(storage), 0
             self._epoch = (self._epoch + 1) % self.epochs
         self._ran_out = ends and self._epoch == 0
@@ -100,7 +101,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order, start, stop
 
     def order(self, storage: Storage) -> Tensor:
-        """Return all rows in the order of the next draw's epoch; the same object throughout the epoch."""
+        """Return all rows in the order of the current epoch; the same tensor object throughout the epoch."""
         self._serves.claim(storage)
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
@@ -133,23 +134,23 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._order = None
 
     def begin_pass(self) -> bool:
-        """Begin a run through all epochs, or continue a loaded one; return whether a batch is left to draw."""
+        """Begin a ``for`` loop over all epochs, or continue a loaded one; return whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
         return not self.ran_out
 
     def end_pass(self) -> None:
-        """End a run through all epochs, whether finished or abandoned."""
+        """End a ``for`` loop over all epochs, whether it was finished or left early."""
         self._in_pass = False
 
     def rewind(self, place: dict[str, Any]) -> None:
-        """Restore a :meth:`snapshot` taken since the epochs began; later batches are drawn again."""
+        """Return to a :meth:`snapshot` of the same run of epochs; the batches after it are drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the settings and the position in the epoch, with the order itself instead of a copy."""
+        """Return the settings, the position in the epoch, and the order of its rows, which is not copied."""
         names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
         return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
@@ -157,7 +158,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         """Restore a result of :meth:`state_dict`.
 
         Raises:
-            ValueError: the order is not one of all rows, or the position is invalid; this sampler is unchanged.
+            ValueError: the order lacks or repeats rows, or the position is invalid; this sampler is unchanged.
         """
         order, rows = state_dict["order"], int(state_dict["len_storage"])
         epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
@@ -173,7 +174,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for moved rows; if any row moved, the epochs restart."""
+        """Adapt a saved state to moved rows: if any row moved, the epochs restart."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

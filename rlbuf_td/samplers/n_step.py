@@ -25,8 +25,8 @@ class _Bound:
     """Columns and keys that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
-    reward: torch.Tensor  # the column, [T * E, ...]
-    ends: list[tuple[str, ...]]  # the flags, any of which ends a trajectory
+    reward: torch.Tensor  # the column of rewards, [T * E, ...]
+    ends: list[tuple[str, ...]]  # the keys of the flags, any of which ends a trajectory
 
 
 class NStepSampler(SamplerWrapper):
@@ -35,29 +35,30 @@ class NStepSampler(SamplerWrapper):
     .. math:: r = \sum_{k=0}^{m-1} \gamma^k r_{t+k}, \quad m = \min(n, \text{steps to the end of the trajectory})
 
     ``("next", "reward")`` becomes this sum (computed in float64). All other entries of ``"next"`` (observation, done,
-    terminated, truncated ...) are those of the last row used. ``"steps_to_next_obs"`` is ``m``, with which TorchRL's
-    losses discount. The sum stops at the trajectory's end or at the write head. A shorter sum is also correct: learners
-    bootstrap from its ``"next"``, unless terminated.
+    terminated, truncated ...) are those of the last of the m rows. ``"steps_to_next_obs"`` is ``m``, with which
+    TorchRL's losses discount. The sum stops at the trajectory's end or at the newest row. A sum of fewer than n rewards
+    is also correct: learners bootstrap from its ``"next"``, unless that state is terminal.
 
     Args:
-        sampler: draws the rows: any sampler, or a :class:`HindsightSampler`. In this case the new goal applies to all
-            rewards of a sum, which stops where ``terminated_fn`` says that the goal ends the episode.
-        n_steps: the largest number of rewards, at least 1.
+        sampler: draws the rows: a sampler of rows, or a :class:`HindsightSampler`. With hindsight, the new goal applies
+            to all rewards of a sum, and the sum stops where ``terminated_fn`` says that the goal ends the episode.
+        n_steps: n, the largest number of rewards in a sum, at least 1.
         gamma: the discount factor, 0 to 1.
-        reward_key: the reward, of floating dtype, in ``"next"``.
-        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+        reward_key: the key of the reward, of floating dtype, in ``"next"``.
+        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
 
     ``n_steps`` and ``gamma`` may be set at any time and apply from the next draw.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or ``reward_key`` is not in ``"next"``.
         KeyError: (at the first draw) the reward or the ends of trajectories are not stored.
-        TypeError: the wrapped sampler draws sequences or n-step transitions.
+        TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) rewards are not
+            floating point numbers.
 
-    Cost: O(B * n). With hindsight, the rows of all steps are read.
+    Cost: O(B * n). With hindsight, all n rows of each sum are read completely.
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. Unlike with TorchRL's ``MultiStep``, the
-    buffer stores one-step rows: n may change during training, and priorities belong to the first row.
+    buffer stores one-step transitions: n may change during training. A priority belongs to the first row of the sum.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -115,7 +116,7 @@ class NStepSampler(SamplerWrapper):
         if read is None:
             total, taken, last = sums_ahead(boundaries, flat, bound.reward, n, self.gamma)
             batch = joined_at(storage, flat, last)
-        else:  # a revision may change rewards and flags: read all rows of all steps
+        else:  # the wrapped sampler may change rewards and flags: let it read the rows of all steps
             window, ahead = windows(boundaries, flat, n, boundaries.lanes, len(bound.reward))
             batch, first = read(flat, owner), torch.arange(len(flat), device=flat.device)
             steps = read(window.flatten(), (first if owner is None else owner).repeat_interleave(n))

@@ -1,4 +1,4 @@
-"""Priorities independent of TorchRL's protocol: the law of the draws, and the state that all laws share."""
+"""The priorities of a storage's rows, and the base of the laws that convert them to probabilities."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; the 
 
 
 class Law(ABC):
-    """Abstract conversion of magnitudes of TD errors to probabilities of flat rows, ``[B]`` int64."""
+    """Abstract conversion of magnitudes of TD errors to probabilities; its methods take flat rows, ``[B]`` int64."""
 
     table: Any
     """The magnitudes of all rows (-1 without a priority), in the data structure that the law draws from."""
     blank: ClassVar[dict[str, float]]
-    """The tensors of the table that determine its state, with their values for rows without a priority."""
+    """The names of the table's tensors that determine its state; values: the content for a row without a priority."""
     min_priority = 0.0
     """Smaller magnitudes count as this one."""
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
@@ -41,14 +41,17 @@ class Law(ABC):
 
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Draw one row per uniform number, with weights; RuntimeError (on the CPU) if there is no row to draw."""
+        """Return a row and its weight for each uniform number; RuntimeError (on the CPU) if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Set the importance weights of the rows ``flat``; on entry, ``weight[0]`` is that of ``drawn``, ``[1]``."""
+        """Write the importance weights of the rows ``flat`` to ``weight[:len(flat)]``, as in the batch of ``drawn``.
+
+        ``drawn``, ``[1]``, is the first row of this batch; ``weight[0]`` is its weight before the call.
+        """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
         weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).to(weight.dtype)
@@ -67,21 +70,21 @@ class Law(ABC):
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy the tensors that determine the state, for the current alpha, into the table."""
+        """Copy saved tensors (those named in ``blank``, with weights for the current alpha) into the table."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings for graphs; return the largest magnitude as a tensor, and the settings fixed in a graph."""
+        """Copy settings for graphs; return the largest magnitude (None on the CPU) and what is fixed in a graph."""
 
 
 class Priorities:
     """The priorities of the rows of one storage.
 
     Args:
-        law: stores the magnitudes, and draws.
-        capacity: the number of rows; it grows with a larger storage.
-        device: the device that the user requests; it must be that of the rows.
-        within_buffer: new rows enter with the largest magnitude now stored instead of the largest seen.
+        law: stores the magnitudes, and draws rows.
+        capacity: the number of rows; it grows to that of the storage.
+        device: the device that the user requests, which must be that of the rows; None: that of the rows.
+        within_buffer: whether new rows enter with the largest magnitude now stored instead of the largest ever seen.
     """
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
@@ -101,7 +104,7 @@ class Priorities:
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):  # a device tensor, which keeps the largest magnitude seen before
+        if isinstance(value, Tensor):  # on a device: raise it to the largest magnitude seen before
             before = self.largest
             if value is not before:
                 value.clamp_(min=before)
@@ -136,7 +139,10 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set the priorities of rows below ``rows`` (default: all); ``counts``: remember the largest for new rows."""
+        """Set priorities; refuse rows that are not below ``rows`` (default: the capacity).
+
+        ``counts``: whether these priorities count for the largest magnitude seen, which new rows get.
+        """
         if storage is not None:
             self.follow(storage)
         self.law.weigh()
@@ -193,7 +199,7 @@ class Priorities:
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
     def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
-        """Return saved tensors for ``capacity`` rows, on the CPU: the saved ``rows``, then rows without a priority."""
+        """Select ``rows`` (None: all) of saved tensors, and append rows without a priority up to ``capacity``."""
         found = {}
         for name, like in self.tensors(self.law.make(capacity, "meta")).items():
             kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]
@@ -211,7 +217,7 @@ class Priorities:
         """Restore a saved state.
 
         Raises:
-            ValueError: it has a smaller capacity or is of another law; nothing has changed.
+            ValueError: the state has a smaller capacity, is of another law or not finite; nothing has changed.
         """
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")

@@ -39,8 +39,8 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
     """Abstract base of the prioritized samplers.
 
-    It is a TorchRL ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but creates
-    none of its C++ trees. TD errors are raw, of either sign: their magnitude counts. A subclass chooses the law.
+    It inherits from TorchRL's ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but
+    creates none of its C++ trees. TD errors may have either sign: the magnitude counts. A subclass chooses the law.
     """
 
     stratified: bool = setting(one_of(True, False))
@@ -96,11 +96,12 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
 
         Args:
             index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
-            priority: the same number of raw TD errors, or one for all. The sampler applies magnitude, eps and alpha.
-            storage: the storage of the rows, required if ``index`` holds coordinates; unwritten rows are refused.
+            priority: ``[B]`` TD errors of either sign, or one for all rows, before eps and alpha are applied.
+            storage: the storage of the rows, required if ``index`` holds coordinates. If it is given, rows that are
+                not yet written are refused.
 
         Raises:
-            ValueError: wrong shape, or NaN or infinite errors (on CUDA such rows are skipped and counted).
+            ValueError: wrong shape, or NaN or infinite errors (on CUDA, such errors are skipped and counted).
             IndexError: a row is out of range (on CUDA it is skipped).
             TypeError: the index does not hold integers.
 
@@ -113,7 +114,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         self.priorities.enter(index, storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return ``|td_error|`` of rows, ``[B]`` float64; -1 for a row without a priority.
+        """Return the last ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority.
 
         Raises:
             IndexError: a row is out of range (on the CPU).

@@ -72,41 +72,43 @@ class ProportionalLaw(Law):
 
 
 class ProportionalSampler(Prioritized):
-    r"""Draws rows in proportion to the power ``alpha`` of their TD error.
+    r"""Draws rows in proportion to the magnitude of their TD error, to the power ``alpha``.
 
     .. math::
         P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
         w_i = (N P(i))^{-\beta} / \max_j w_j
 
     Args:
-        max_capacity: number of rows; it grows to the storage's ``max_size``.
-        alpha: exponent of the priorities, at least 0; 0 is uniform.
+        max_capacity: the number of rows that can have a priority, at least 1; it grows to the storage's ``max_size``.
+        alpha: exponent of the priorities, at least 0; 0 draws uniformly.
         beta: exponent of the importance weights, at least 0; 1 corrects fully. Alpha and beta may be set at any time,
             also by TorchRL's ``ParameterScheduler``.
         eps: added to every magnitude, so that a row with a TD error of 0 is drawn again. The default is TorchRL's.
         dtype: accepted for compatibility, float32 or float64; weights are always float64.
-        stratified: draw one row from each of ``B`` segments of equal mass (lower variance, equal expected counts)
-            instead of independent rows. Any part of the batch has rows from all segments.
-        weight_norm: divide the weights by the ``"buffer"``'s largest one (as in TorchRL), by the ``"batch"``'s, or by
-            nothing (``None``).
-        reduction: how TorchRL's buffers reduce several TD errors of a row to one.
-        device: must be the device of the rows, where priorities are stored.
+        stratified: draw one row from each of ``B`` segments of equal probability (lower variance, equal expected
+            counts) instead of independent rows. Consecutive rows of the batch come from distant segments, so that a
+            minibatch of it is balanced, too.
+        weight_norm: what the importance weights are divided by: the largest weight in the ``"buffer"`` (as in
+            TorchRL), the largest in the ``"batch"``, or nothing (``None``).
+        reduction: how the buffer reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or
+            ``"median"``.
+        device: the device of the rows, where priorities are stored; another device is refused.
         max_priority_within_buffer: new rows enter with the highest magnitude now stored, not the highest ever seen.
-            Finding it is O(N) whenever the highest row was replaced or lowered.
-        min_priority: smaller magnitudes count as this one, at least 0. LAP (loss-adjusted prioritized replay) is
+            Each time the row with this magnitude is replaced or gets a lower one, the search for the next is O(N).
+        min_priority: at least 0; smaller magnitudes count as this one. LAP (loss-adjusted prioritized replay) is
             ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber loss.
 
-    New rows enter with the highest magnitude seen so far (if none: 1.0, or a higher ``min_priority``). TD errors are
-    raw: the sampler takes the magnitude.
+    New rows enter with the highest magnitude seen so far (if none: 1.0, or a higher ``min_priority``). TD errors may
+    have either sign: the sampler takes the magnitude.
 
     **Loss-adjusted replay.** Importance weights undo part of the effect of priorities; LAP omits them (``beta=0``).
-    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss of rows drawn this way has the expected gradient of the PAL
-    loss of uniformly drawn rows: :math:`\delta^2 / 2\lambda` if :math:`|\delta| \le 1`, else
+    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss over prioritized draws has the same expected gradient as the
+    PAL loss over uniform draws. The PAL loss is :math:`\delta^2 / 2\lambda` if :math:`|\delta| \le 1`, else
     :math:`|\delta|^{1 + \alpha} / ((1 + \alpha) \lambda)`, where :math:`\lambda` is the mean of :math:`p_j^\alpha`.
 
     Raises:
         ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or ``device`` is not
-            that of the rows; (on an update) a TD error is NaN or infinite, and nothing has changed.
+            that of the rows; (on an update, on the CPU) a TD error is NaN or infinite, and nothing has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
         MemoryError: the priorities can never fit into memory.
 
@@ -180,8 +182,8 @@ class ProportionalSampler(Prioritized):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`, also of TorchRL's ``PrioritizedSampler``.
 
-        TorchRL's trees hold weights, from which TD errors are recovered. With alpha = 0 this is impossible: every row
-        then gets the largest one.
+        TorchRL's trees hold weights, from which magnitudes of TD errors are recovered. With alpha = 0 all weights are
+        equal: every row then gets the largest magnitude seen.
 
         Raises:
             ValueError: the state has a smaller capacity or is of another sampler; this sampler is unchanged.

@@ -12,7 +12,7 @@ from rlbuf_td.samplers.common import RowSampler
 
 
 class Queue(Protocol):
-    """The writer of a queue, which counts the waiting rows."""
+    """The methods of a writer that :class:`QueueSampler` calls."""
 
     @property
     def waiting(self) -> int: ...
@@ -20,7 +20,7 @@ class Queue(Protocol):
 
 
 class QueueSampler(RowSampler):
-    """Takes the oldest waiting rows, in order, each exactly once.
+    """Takes the rows in the order in which they were written, each exactly once.
 
     Args:
         writer: the :class:`QueueWriter` of the same buffer.
@@ -28,7 +28,8 @@ class QueueSampler(RowSampler):
     Raises:
         queue.Empty: (when sampling) fewer rows wait than a batch needs; none has been taken.
 
-    Cost: O(B). TorchRL's ``ConsumingSampler`` draws randomly from the remaining rows, and has no capacity.
+    Cost: O(B). TorchRL's ``ConsumingSampler`` draws the remaining rows in random order, and a write to a full buffer
+    replaces rows that have not been drawn.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer
@@ -48,7 +49,9 @@ class QueueSampler(RowSampler):
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
-        waiting = self.writer.waiting
+        waiting, steps = self.writer.waiting, storage.max_size
+        if batch_size > steps:
+            raise ValueError(f"a queue of {steps} rows never holds a batch of {batch_size}: enlarge it")
         if waiting < batch_size:
             raise Empty(f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}")
         return self.writer.take(batch_size), {}

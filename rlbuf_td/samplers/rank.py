@@ -20,10 +20,10 @@ _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place,
 
 
 class LawOfRanks(Law):
-    """Weights ``rank ** -alpha`` over rows in the order of their magnitudes.
+    """Gives each row the weight ``rank ** -alpha``, by the rank of its magnitude.
 
     Attributes:
-        ranks: the probabilities of ranks for the current alpha.
+        ranks: the probability of each rank, for the current alpha.
     """
 
     table: rank_order.RankOrder
@@ -77,26 +77,26 @@ class RankSampler(Prioritized):
 
     .. math:: P(i) = r_i^{-\alpha} / \sum_{r=1}^N r^{-\alpha}, \quad w_i = (N P(i))^{-\beta} / \max_j w_j
 
-    where :math:`r_i` is 1 for the row with the largest ``|td_error|``; equal ones are ranked by row index, ascending.
-    Ranks are exact at every draw.
+    where the rank :math:`r_i` is 1 for the row with the largest ``|td_error|``. Rows with equal ``|td_error|`` are
+    ranked in the order of their row indices. Ranks are exact at every draw, unless ``stale_updates`` is set.
 
     Args:
-        alpha: exponent of the ranks, at least 0; 0 is uniform.
+        alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: off the CPU, where a sort gives the order, sort again only after more updates than this number;
-            0 is exact. New rows are ranked immediately. On the CPU the order is always exact.
+        stale_updates: how many updates of priorities may pass on a GPU before the rows are sorted again, at least 0;
+            with 0 ranks are exact. New rows are ranked immediately. On the CPU ranks are always exact.
 
-    New rows enter with the highest magnitude seen so far (1.0 if none). TD errors are raw: the sampler takes the
-    magnitude, as float32.
+    New rows enter with the highest magnitude seen so far (1.0 if none). TD errors may have either sign: the sampler
+    takes the magnitude, as float32.
 
-    Raises: as :class:`ProportionalSampler`; a draw needs a row with a priority.
+    Raises: as :class:`ProportionalSampler`, but a row with the priority 0 can be drawn.
 
-    Cost: O(B log N) to draw, O(B (128 + log N)) to update and, at most once per N / 3 updated rows, O(N); O(1) to
-    change alpha. 15 to 27 bytes per row, about 22 after random updates. Off the CPU: a sort of all rows after each
-    change, O(B) to draw, 20 bytes per row.
+    Cost: O(B log N) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows; O(1) to
+    change alpha. 15 to 27 bytes per row, about 22 after random updates. On a GPU: a sort of all rows after each change,
+    O(B) to draw, 20 bytes per row.
 
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. Theirs sorts only
-    from time to time and rounds segments to whole ranks; here both are exact. TorchRL has no such sampler.
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. The paper's version
+    sorts only from time to time and rounds segments to whole ranks; here both are exact. TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -147,7 +147,7 @@ class RankSampler(Prioritized):
         return rank_order.cumulative(self.alpha, n)
 
     def segments(self, k: int) -> Tensor:
-        """Return the first and the last rank of each of the ``k`` segments of equal mass, ``[k, 2]`` int64. O(k).
+        """Return the first and the last rank of each of ``k`` segments of equal probability, ``[k, 2]`` int64. O(k).
 
         A rank on the boundary of two segments is drawn from both, in proportion to its share in each. Raises ValueError
         if ``k`` is less than 1, RuntimeError if no row has a priority.
@@ -173,7 +173,7 @@ class RankSampler(Prioritized):
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the size of the priorities of ``capacity`` rows in bytes, without scratch memory for a sort on CUDA.
+        """Return the size of the priorities of ``capacity`` rows in bytes, without the temporary memory of CUDA sorts.
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)

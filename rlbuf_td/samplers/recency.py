@@ -31,6 +31,8 @@ def _half_life(name: str, value: Any) -> float:
 
 
 def _window(name: str, value: Any) -> int | None:
+    if isinstance(value, float) and 1 <= value < inf:
+        value = int(value)  # TorchRL's schedulers set fractions
     return None if value is None else whole(1)(name, value)
 
 
@@ -40,33 +42,34 @@ class RecencySampler(RowSampler, GraphCapturable):
     .. math::
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
-    is the probability that a drawn row is :math:`k` time steps old (0: the newest), where :math:`h` is ``half_life``
-    and :math:`n` is ``window``, or the number of stored time steps if smaller. All lanes are equally likely.
+    is the probability that a drawn row is :math:`k` time steps old (0: the newest). Here :math:`h` is ``half_life``,
+    and :math:`n` is ``window`` or the number of stored time steps, whichever is smaller. All lanes are equally likely.
 
     Args:
-        half_life: the age in time steps at which a row is half as likely as the newest one, positive; infinite: all
+        half_life: the age in time steps at which a row is half as likely as the newest one, positive. If infinite, all
             ages in the window are equally likely.
-        window: only this number of newest time steps may be drawn; ``None``: all.
+        window: the number of newest time steps that may be drawn, at least 1; ``None``: all.
         age_key: the key of a number that increases over time, such as ``"policy_version"``, which TorchRL's collectors
             write with ``track_policy_version=True``. The age of a row is then the largest stored number minus the
-            row's own, in any order of rows. ``half_life`` and ``window`` count policy versions; rows of equal age are
-            equally likely.
+            row's own number, and ``half_life`` and ``window`` count in its unit, such as policy versions. Rows may
+            be in any order; rows of equal age are equally likely.
 
-    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers. For *emphasizing recent
-    experience*, set ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where N is
-    the number of stored time steps.
+    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers; a fractional window is rounded
+    down. For *emphasizing recent experience* (ERE), set
+    ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K. Here N is the number of
+    stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
 
     Raises:
         ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer does not write rows in time
             order.
         RuntimeError: (when sampling) the buffer is empty.
-        SchemaError: (when sampling) rows do not have one number at ``age_key``.
+        SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
 
-    Cost: O(B), independent of the number of rows: the age of a row is its distance from the newest one in the ring.
-    With ``age_key`` O(B log N), plus O(N) after a write or a change of settings; CUDA graphs cannot capture it.
+    Cost: O(B), independent of the number of rows: the age of a row is its distance from the newest row in the ring.
+    With ``age_key``: O(B log N), plus O(N) after a write or a change of settings; CUDA graphs cannot capture it.
 
     Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019
-    (the window). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
+    (ERE). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -90,14 +93,14 @@ class RecencySampler(RowSampler, GraphCapturable):
     def __init__(self, half_life: float = inf, window: int | None = None, *, age_key: NestedKey | None = None) -> None:
         self.half_life, self.window, self.age_key = half_life, window, age_key
         self.needs_order = age_key is None
-        self._mass: tuple[Any, Tensor | None] = (None, None)  # for age_key: a state, and its cumulative weights
+        self._mass: tuple[Any, Tensor | None] = (None, None)  # age_key: a state of the buffer, its cumulative weights
         self._numbers: DeviceScalars | None = None  # in the order of _in_graph; CUDA graphs read them
 
     def _changed(self) -> None:
         self.log_decay = -log(2.0) / self.half_life
 
     def span(self, steps: int) -> int:
-        """Return how many of the stored time steps may be drawn."""
+        """Return how many of ``steps`` stored time steps may be drawn."""
         return steps if self.window is None else min(steps, self.window)
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
@@ -108,7 +111,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         uniform = uniform_numbers(batch_size, self._rng, device)
         if self.age_key is not None:
             mass = self._mass_by_age(storage)
-            below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not lead past the last row
+            below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
             return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
         law: tuple[Any, ...] = self._law(storage, rows // lanes)
         if backend_of(uniform) != "numba":
@@ -181,7 +184,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return self._settings()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the settings; ValueError if one is out of range (the sampler is then unchanged)."""
+        """Restore the settings; ValueError if one of them is out of range, and the sampler is unchanged."""
         with self._set({name: state_dict[name] for name in self._setting_names}):
             pass
 

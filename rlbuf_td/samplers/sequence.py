@@ -20,58 +20,59 @@ from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
 _priority = one_of("max", "mix")
-_ROUNDS = 200  # maximum number of draws for windows that fit, on the CPU
-_BLIND_ROUNDS = 8  # on CUDA, where the host does not check whether all fit
+_ROUNDS = 200  # "strict": the largest number of draws until all windows fit, on the CPU
+_BLIND_ROUNDS = 8  # the number of draws on CUDA, where the host does not check whether all windows fit
 
 
 class SequenceSampler(SamplerWrapper):
     """Expands every drawn row, its *anchor*, to a window: ``burn_in`` rows before it, ``length`` rows from it on.
 
-    Windows never cross a trajectory's beginning or end, a lane or the write head. A batch is flat, ``[B * L]`` with
-    ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect. ``batch_size``
-    counts rows, as with TorchRL's ``SliceSampler``: it must be a multiple of ``L``.
+    Windows never cross a trajectory's beginning or end, a lane or the write head. A batch of B windows is flat,
+    ``[B * L]`` with ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect.
+    ``batch_size`` counts rows, as with TorchRL's ``SliceSampler``: it must be a multiple of ``L``.
 
-    Each batch has three more entries, ``[B * L]``; the masks are bool:
+    Each batch has three more entries for its ``B * L`` rows; the masks are bool:
 
     - ``"mask"``: False for padding, which repeats the first or last row of the trajectory.
-    - ``"burn_in_mask"``: the row lies before the anchor: run the network over it, but exclude it from the loss.
-    - ``"anchor_index"``: the index of the window's anchor.
+    - ``"burn_in_mask"``: True for the first ``burn_in`` rows of a window: run the network over them, but exclude them
+      from the loss.
+    - ``"anchor_index"``: the index of the window's anchor, ``[B * L, ndim]`` if ``ndim > 1``.
 
-    If the rows have the following flags, they are set so that TorchRL's modules treat windows separately. ``"is_init"``
-    is set at the first row and the first unpadded row: a recurrent module starts there from the row's stored state.
-    ``truncated`` and ``done`` are set at the last unpadded row, as by ``SliceSampler``. Entries of the wrapped
-    sampler's report (``"priority_weight"``) are repeated for all rows of a window.
+    If the rows have the following flags, the sampler sets them so that TorchRL's modules treat windows separately.
+    ``"is_init"`` is set at the first row and the first unpadded row: a recurrent module starts there from the row's
+    stored state. ``truncated`` and ``done`` are set at the last unpadded row, as by ``SliceSampler``. Entries of the
+    wrapped sampler's report, such as ``"priority_weight"``, are repeated for all rows of a window.
 
     Args:
-        sampler: draws the anchors: any sampler, or a :class:`HindsightSampler` or :class:`NStepSampler`. A hindsight
-            goal applies to the whole window.
-        length: rows from the anchor on, at least 1.
-        burn_in: rows before the anchor.
+        sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`. A
+            hindsight goal applies to the whole window.
+        length: the number of rows from the anchor on, at least 1.
+        burn_in: the number of rows before the anchor, at least 0.
         boundary: what to do if the trajectory ends within ``length``. ``"pad"``: pad with copies of its last row.
             ``"shift"``: begin earlier, as far as the trajectory extends, and pad the remaining rows. ``"strict"``:
             draw other anchors until all windows (burn-in included) fit.
         priority: how the anchor's priority is computed from the TD errors of a window, without padding and burn-in:
             ``"max"``; or ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
-        eta: the share of the largest magnitude, 0 to 1.
-        init_key: the flag of rows that begin a trajectory.
-        done_key, traj_key: where trajectories end, as for :class:`TrajectoryIndex`.
+        eta: the share of the largest magnitude, 0 to 1; may be set at any time.
+        init_key: the key of the flag of rows that begin a trajectory.
+        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
 
     Raises:
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
         KeyError: (at the first draw) the ends of trajectories are not stored.
-        RuntimeError: (``"strict"``) hardly any window fits. On CUDA, where this check would make the host wait, such
-            windows stay in the batch, and their ``"mask"`` is False.
+        RuntimeError: (when sampling, ``"strict"``) hardly any window fits. On CUDA, where this check would make the
+            host wait, windows that do not fit stay in the batch, and their ``"mask"`` is False.
 
-    Cost: O(B * L). In this package's buffer ``update_tensordict_priority`` takes whole batches and sets the priorities
-    of the anchors. TorchRL's buffers pass no anchors; then the first rows after burn-in count as anchors, so use
-    ``"pad"`` or ``"strict"`` there.
+    Cost: O(B * L). In this package's buffer, ``update_tensordict_priority`` takes whole batches and sets the priorities
+    of the anchors. TorchRL's buffers do not pass the anchors to the sampler, which then sets the priorities of the
+    first rows after burn-in. With ``"shift"``, these may not be the anchors: use ``"pad"`` or ``"strict"`` there.
 
     Unlike TorchRL's ``SliceSampler``, it wraps a sampler of rows, and pads by default. Corresponding arguments:
-    ``slice_len`` is ``length``, ``end_key`` is ``done_key``, ``num_slices`` is ``batch_size`` over ``length``, and
-    ``strict_length``, ``pad_output`` and ``span`` are ``boundary`` (``"strict"`` matches their defaults). There is
-    no ``end_keys`` or ``truncated_key`` (flags are beside ``done_key``); no ``step_key``, ``ends`` or ``trajectories``
-    (the storage provides them); no ``fragmented``, ``cache_values``, ``compile`` or ``use_gpu`` (the trajectory index
-    is updated with every write).
+    ``slice_len`` is ``length``, ``end_key`` is ``done_key``, ``num_slices`` is ``batch_size / L``, and ``boundary``
+    replaces ``strict_length``, ``pad_output`` and ``span`` (``"strict"`` matches their defaults). ``end_keys`` and
+    ``truncated_key`` are not needed, because the flags lie beside ``done_key``; ``step_key``, ``ends`` and
+    ``trajectories``, because the storage provides them; ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu``,
+    because every write updates the trajectory index.
 
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
 
@@ -117,7 +118,7 @@ class SequenceSampler(SamplerWrapper):
 
     @property
     def window(self) -> int:
-        """Rows per window, ``burn_in + length``."""
+        """The number of rows in a window, ``burn_in + length``."""
         return self.burn_in + self.length
 
     def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
@@ -127,7 +128,7 @@ class SequenceSampler(SamplerWrapper):
     def batch_of(
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """See :class:`SamplerWrapper`; the rows are anchors, which ``"strict"`` does not replace here."""
+        """See :class:`SamplerWrapper`; the rows are anchors, all of which are used, even if ``"strict"`` is set."""
         back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
         return self._expanded(storage, flat, info, back, ahead)
 
@@ -159,7 +160,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return them with the report and the steps that their trajectories extend back and ahead."""
+        """Draw anchors; return them, the report, and how many steps their trajectories extend back and ahead."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
@@ -171,7 +172,7 @@ class SequenceSampler(SamplerWrapper):
             if is_on_host and bool(fits.all()):
                 return anchors, info, back, ahead
             others, other_info = draw_from(self.innermost, storage, count)
-            # In a stratified draw, a position gets rows of one segment, where perhaps none fits: shuffle the positions.
+            # A stratified draw fills a position from one segment, where perhaps no window fits: shuffle the positions.
             order = permutation(count, self._rng, anchors.device)
             anchors = torch.where(fits, anchors, others[order])
             for key, value in info.items():
@@ -183,7 +184,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, info, back, ahead
 
     def _windows(self, storage: Storage, anchors: Tensor, back: Tensor, ahead: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat rows of windows, ``[B * L]``, and which of them are not padding, ``[B, L]``."""
+        """Return the flat rows of the windows, ``[B * L]``, and a mask that is False for padding, ``[B, L]``."""
         size = columns_of(storage).batch_size[: storage.ndim]
         lanes = size[1:].numel()
         if self.boundary == "shift":
@@ -214,7 +215,7 @@ class SequenceSampler(SamplerWrapper):
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` that splits windows."""
         inner = super().prepare_graph(storage, self._windows_of(batch_size))
-        # Here, outside the graph, the index reads rows whose writes were not reported.
+        # Let the trajectory index read rows that were written without a report to it, which a graph cannot do.
         self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
@@ -237,7 +238,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set priorities: of the anchors if the given rows are whole windows, else of the rows themselves."""
+        """Set the priorities of the anchors if the given rows are whole windows, else those of the rows themselves."""
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
@@ -254,7 +255,7 @@ class SequenceSampler(SamplerWrapper):
         super().update_priority(index, priority, storage=storage)
 
     def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
-        """Return one priority per window, ``[B]``, of the rows that are ``learned`` from."""
+        """Return one priority per window, ``[B]``, from the TD errors of the rows where ``learned`` is True."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
         largest = magnitude.amax(1)
         if self.priority_rule == "max":

@@ -19,17 +19,18 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
     """Draws every written row with equal probability.
 
     Args:
-        unique: draw no row twice within a batch (the batch is then an ordered sample without replacement).
-        replacement: as in TorchRL: ``False`` returns a :class:`MinibatchSampler`, which takes the other arguments.
+        unique: draw no row twice within a batch; every ordered selection of rows is then equally likely.
+        replacement: ``False`` creates a :class:`MinibatchSampler` from the other arguments instead, as TorchRL's
+            ``RandomSampler`` creates a ``SamplerWithoutReplacement``.
 
     Raises:
         RuntimeError: (when sampling) the buffer is empty.
-        ValueError: (when sampling) ``unique``, and there are fewer rows than in a batch.
+        ValueError: (when sampling) ``unique`` is set and there are fewer rows than in a batch.
 
-    Cost: O(B); ``unique=True`` O(B log B) on CUDA, where the host does not check the drawn rows.
+    Cost: O(B); with ``unique=True`` on CUDA O(B log B), so that the host need not wait for the drawn rows.
 
-    Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``; its
-    ``SamplerWithoutReplacement`` repeats no row within an epoch: :class:`MinibatchSampler` corresponds to it.
+    Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``. To
+    repeat no row within an epoch, as TorchRL's ``SamplerWithoutReplacement`` does, use :class:`MinibatchSampler`.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -45,7 +46,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
-        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, for recorded draws
+        self._rows_in_graph: DeviceScalars | None = None  # the number of rows, which CUDA graphs read
 
     def draw(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """See :class:`~rlbuf_td.samplers.common.RowSampler`."""
@@ -74,14 +75,14 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
             return distinct_rows(uniform_numbers(batch_size, generator, device), rows)
         if 8 * batch_size > rows:
             return torch.randperm(rows, generator=generator, device="cpu")[:batch_size].clone()
-        # Rejection: the first occurrences in an infinite sequence of draws are an ordered sample without replacement.
+        # Rejection: the first B distinct rows of an infinite sequence of draws are a sample without replacement.
         while drawn.shape[0] < batch_size:
             more = torch.randint(rows, (batch_size,), generator=generator, device="cpu")
             drawn = without_repetitions(torch.cat((drawn, more)))
         return drawn[:batch_size]
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses what :meth:`draw` does."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; ValueError if there are too few rows to be unique."""
         rows, device = len(storage), device_of(storage)
         if self.unique:
             self._refuse_more_than(rows, batch_size)

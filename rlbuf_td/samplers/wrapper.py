@@ -19,7 +19,10 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""Reads flat rows and revises them, given for each the drawn row that it belongs to (``None``: itself)."""
+"""``read(flat, owner)`` reads flat rows, and applies to each row the decisions for the drawn row that it belongs to.
+
+``owner`` holds, for each row, the position of that drawn row in the batch; None: the rows are the drawn rows.
+"""
 
 
 def _of_inner(name: str) -> Any:
@@ -35,14 +38,14 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 
     The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
     adds entries. A decision for a drawn row (a goal, for example) applies to every row that an outer wrapper reads for
-    it: n-step returns over hindsight sum the rewards of one goal. A subclass implements :meth:`_reviser`.
+    it: with hindsight, all rewards of an n-step sum are for the same goal. A subclass implements :meth:`_reader`.
 
     This package's buffer revises a batch before its transforms run. TorchRL's buffers merge the revised entries, which
     are part of the sampler's report, into the batch after the transforms.
 
-    Generator, writes, priorities, settings and state are delegated to the wrapped sampler. TorchRL's buffers pass
-    priorities only to a ``PrioritizedSampler``, so every wrapper is one, without its C++ trees; over a sampler without
-    priorities, updates do nothing.
+    The wrapped sampler handles the generator, writes and priorities. Its settings may be set on the wrapper, whose
+    state contains its state. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper is
+    one, but without its C++ trees. If the wrapped sampler has no priorities, updates of priorities do nothing.
     """
 
     needs_order = True
@@ -66,9 +69,9 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
-        """Make the decisions for drawn rows (flat, ``[B]``); return a function that reads and revises batches of them.
+        """Make the decisions for the drawn flat rows, ``[B]``; return a function that reads rows and applies them.
 
-        None means that nothing is revised.
+        Returns None if nothing is revised.
         """
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
@@ -92,12 +95,12 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     def batch_of(
         self, storage: Storage, flat: Tensor, info: dict[Any, Any]
     ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """As :meth:`draw_batch`, for given drawn rows, ``[B]``, and their report."""
+        """Do what :meth:`draw_batch` does, with given flat rows, ``[B]``, and their report instead of a draw."""
         read = self._reader(storage, flat)
         return flat, info, rows_at(storage, flat) if read is None else read(flat, None)
 
     def _bind(self, storage: Storage) -> Any:
-        """Look up what stays constant while the storage keeps its columns; :meth:`_bound_to` caches the result."""
+        """Look up what depends only on the storage's columns; :meth:`_bound_to` caches the result."""
 
     def _bound_to(self, storage: Storage) -> Any:
         columns = columns_of(storage)
@@ -147,7 +150,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
     mark_update = _of_inner("mark_update")
     forget_order = _of_inner("forget_order")
     _empty = _of_inner("_empty")
-    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's.")
+    reduction = property(lambda self: getattr(self.sampler, "reduction", "max"), doc="The wrapped sampler's reduction.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("sampler", "innermost"):
@@ -155,19 +158,19 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the settings of wrapped samplers there, because schedulers only know the outermost sampler."""
+        """Set an attribute on the sampler that defines it, because schedulers only know the outermost sampler."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
         object.__setattr__(self if part is None else part, name, value)
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> Any:
-        """Pass priorities to a prioritized sampler."""
+        """Pass priorities to the wrapped sampler; do nothing if it has none."""
         if self._is_prioritized:
             self.sampler.update_priority(index, priority, storage=storage)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of the wrapped sampler, and the settings."""
+        """Return the state of the wrapped sampler, and the settings of this one."""
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
@@ -185,7 +188,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
             self.sampler.load_state_dict(state_dict["sampler"])
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Return a saved state for moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """Adapt a saved state to moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
 
 
 def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
-    """Return rows with the ``"next"`` of other rows."""
+    """Return the rows ``flat`` with the ``"next"`` of the rows ``last``."""
     if isinstance(storage, PackedStorage):
         return storage.written_rows().joined_at(flat, last)
     return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
@@ -221,7 +224,7 @@ def columns_of(storage: Storage) -> TensorDictBase:
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
-    """Return one column of a storage of TensorDicts by flat rows, ``[T * E, ...]``, as a view; None if not stored.
+    """Return one column of a storage of TensorDicts as a view, ``[T * E, ...]`` by flat row; None if it is not stored.
 
     For a deduplicated key, the result is a tensor on the device "meta", without values.
     """

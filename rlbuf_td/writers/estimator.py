@@ -27,7 +27,7 @@ class Estimates(NamedTuple):
 
 @dataclass
 class RolloutEstimator:
-    """GAE over a TensorDict; the fields are arguments of :class:`~rlbuf_td.writers.RolloutWriter`."""
+    """GAE over a TensorDict; :class:`~rlbuf_td.writers.RolloutWriter` documents the fields, which are its arguments."""
 
     gamma: float
     lmbda: float
@@ -40,9 +40,9 @@ class RolloutEstimator:
     trajectory_key: NestedKey
 
     def estimate(self, rows: TensorDictBase, ndim: int, *, has_values: bool = True) -> Estimates:
-        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``; time and lanes are ``ndim`` dims.
+        """Return the estimates of a rollout ``rows``, ``[T, *lanes]``, where ``ndim`` counts time and lane dims.
 
-        ``has_values=False`` ignores the entry ``value_key``.
+        With ``has_values=False``, the entry ``value_key`` is only a placeholder, and the network computes the values.
         """
         lead = rows.batch_size[:ndim]
         reward = entry(rows, self.reward_key)
@@ -60,14 +60,14 @@ class RolloutEstimator:
         return Estimates(value, advantage, target, asked + more)
 
     def dtype(self, like: Tensor, *, has_values: bool) -> torch.dtype:
-        """Return the dtype of estimates: that of the values ``like``, else of the network, else of rewards."""
+        """Return the dtype of estimates: the network's if values are missing and one exists, else that of ``like``."""
         if not has_values and self.value_network is not None:
             like = next(self.value_network.parameters(), like)
         return like.dtype if like.is_floating_point() else torch.get_default_dtype()
 
     def _ends(self, rows: TensorDictBase, value: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-        """Return the steps that end a trajectory, and those that end an episode, in the shape of the values."""
-        # ``done`` has precedence over ``truncated``, which TorchRL's PPOTrainer sets for every step that it writes.
+        """Return two bool tensors of the values' shape: the step ends a trajectory; the step ends an episode."""
+        # ``done`` has precedence over ``truncated``, which TorchRL's PPOTrainer sets on every step that it writes.
         keys = self.done_key, self.terminated_key, self.truncated_key
         done, terminated, truncated = (self._flags(rows, key, value, ndim) for key in keys)
         if done is None:
@@ -98,7 +98,7 @@ class RolloutEstimator:
     def _next_values(
         self, rows: TensorDictBase, value: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, int]:
-        """Return the value after each step, and the number of network rows: one per interrupted trajectory."""
+        """Return the value of each next state, and the number of rows on which the network was called for them."""
         next_value = torch.cat((value[1:], torch.zeros_like(value[:1])))
         breaks = ends & ~terminated
         breaks[-1] = ~terminated[-1]
@@ -121,7 +121,7 @@ class RolloutEstimator:
     def _network_values(
         self, data: TensorDictBase, shape: torch.Size, index: tuple[Tensor, ...] | None = None
     ) -> Tensor:
-        """Return the network's values ``[*shape, *F]`` for ``data``, or for its rows at ``index``."""
+        """Return the network's values, ``[*shape, *F]``, for all of ``data``, or only for its rows at ``index``."""
         network = self.value_network
         if network is None:
             why = f"there is no {self.value_key!r} in the data" if index is None else "their trajectories break off"
@@ -140,7 +140,7 @@ class RolloutEstimator:
     def _scan(
         self, value: Tensor, next_value: Tensor, reward: Tensor, ends: Tensor, terminated: Tensor, ndim: int
     ) -> tuple[Tensor, Tensor]:
-        """GAE along dim 0. Reads lane-major data of a collector without a copy."""
+        """GAE along dim 0. Does not copy data that a collector stores lane by lane."""
         by_lane = ndim == 2 and not value.is_contiguous() and value.transpose(0, 1).is_contiguous()
         inputs = value, next_value, reward, ends, terminated
         tensors = ((x.transpose(0, 1) if by_lane else x).contiguous() for x in inputs)

@@ -1,4 +1,4 @@
-"""A writer whose rows wait in a ring until each has been taken once."""
+"""A writer whose rows wait in a ring until a sampler takes them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FILE = "queue.json"
 class QueueWriter(TimeWriter):
     """Writes rows that wait until a :class:`QueueSampler` takes them; a full queue refuses more.
 
-    The capacity of the storage ``[T]`` limits the waiting rows. :class:`ExperienceQueue` combines both parts, and
-    waits for free space.
+    The capacity of the storage ``[T]`` limits the number of waiting rows. :class:`ExperienceQueue` is a buffer with
+    this writer and sampler, whose writes wait for free space.
 
     Raises:
         queue.Full: (on writing) there is too little free space; nothing has changed.
-        ValueError: (on writing) there is nothing to write, or more rows than the capacity; (in a buffer) the
+        ValueError: (on writing) there is nothing to write, or there are more rows than the capacity; (in a buffer) the
             storage has lanes.
         SchemaError: (on writing) the data does not match the rows; nothing has changed.
 
@@ -69,7 +69,7 @@ class QueueWriter(TimeWriter):
         """Mark the oldest ``count`` rows as taken and return them, ``[count]`` int64; the caller holds the lock."""
         steps = self._storage._max_size_along_dim0()
         start = self.numbers[0] - self.waiting
-        self._taken_value.value = self.numbers[1] - self.waiting + count  # a single store: all rows are taken, or none
+        self._taken_value.value = self.numbers[1] - self.waiting + count  # atomic: all rows are taken, or none
         return torch.arange(start, start + count, device=self._storage.device) % steps
 
     def add(self, data: Any) -> int | torch.Tensor:

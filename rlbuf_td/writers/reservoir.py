@@ -20,16 +20,16 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 from rlbuf_td.writers.common import length_of, part_of, without_index
 
 _FILE = "reservoir.json"
-_LEAST, _MOST = 2.0**-54, 1 << 62  # bounds of a uniform number (its logarithm must be negative) and of later time steps
+_LEAST, _MOST = 2.0**-54, 1 << 62  # least uniform number u, so that log(1 - u) < 0; most skipped time steps
 
 
 class Choice(NamedTuple):
-    """The time steps of a write that are kept, and the state of the algorithm after it."""
+    """The time steps of a write that are kept, and the state of the algorithm after the write."""
 
-    filled: int  # number of first time steps, which fill free slots
-    slots: dict[int, int]  # slot -> position in the write, for later time steps that replace others
-    kept: list[tuple[int, int]]  # all (position, slot), including those that are replaced again in this write
-    following: int  # the next time step to keep, counted from the first ever written
+    filled: int  # number of time steps at the beginning of the write that fill free slots
+    slots: dict[int, int]  # slot -> position in the write, for later time steps, which replace stored ones
+    kept: list[tuple[int, int]]  # (position, slot) of later time steps, also of those that a still later one replaces
+    following: int  # the next time step to keep, counted from the first time step ever written
     log_threshold: float
 
 
@@ -39,22 +39,21 @@ class ReservoirWriter(Writer):
     The first T time steps fill the buffer. Once N have been written in total, each of them is stored with probability
     ``T / N``, and every set of T of them is equally likely. With ``ndim=2`` a time step is stored or dropped with all
     its lanes. Rows are not in time order: :class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler`
-    and ``rb.last`` need a :class:`RingWriter`. Transitions that store their ``"next"`` are complete.
+    and ``rb.last`` need a :class:`RingWriter`. A transition must store its own ``"next"`` if it is needed.
 
-    ``add`` and ``extend`` return -1 for dropped time steps; priority updates skip -1. :attr:`ReplayBuffer.write_count`
-    counts all time steps, stored or not.
+    ``add`` and ``extend`` return the index -1 for dropped time steps; priority updates skip this index.
+    :attr:`ReplayBuffer.write_count` counts all time steps, stored or not.
 
     Raises:
-        SchemaError: (on writing) the data does not match the rows, whether or not it would be stored; nothing has
-            changed.
-        ValueError: (on writing) there is nothing to write; (in a buffer) the sampler needs rows in order.
+        SchemaError: (on writing) the data does not match the rows, even if it would be dropped; nothing has changed.
+        ValueError: (on writing) there is nothing to write; (in a buffer) the sampler needs rows in time order.
 
-    Cost: per write O(1 + stored rows); of N time steps, O(T log(N / T)) are stored in total. Random numbers are drawn
-    for stored rows only, from the buffer's generator, else torch's default one.
+    Cost: O(1 + stored rows) per write. In total, O(T log(N / T)) of N time steps are stored. Random numbers are drawn
+    for stored time steps only, from the buffer's generator, else torch's default one.
 
     Source: Vitter: Random Sampling with a Reservoir, 1985; algorithm L: Li, Reservoir-Sampling Algorithms of Time
-    Complexity O(n(1 + log(N/n))), 1994. For average policies (NFSP, Heinrich and Silver 2016) and distillation. TorchRL
-    has no such writer.
+    Complexity O(n(1 + log(N/n))), 1994. Used for average policies (NFSP, Heinrich and Silver 2016) and distillation.
+    TorchRL has no such writer.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -69,7 +68,7 @@ class ReservoirWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        # Time steps written, the next one to keep once the buffer is full, and the bits of a float.
+        # The number of time steps written, the next one to keep, and the bits of the float64 ``log_threshold``.
         self.numbers = SharedNumbers("q", [0, 0, 0])
         self._write_count_value, self._following_value, self._threshold_value = self.numbers.counters()
 
@@ -82,7 +81,7 @@ class ReservoirWriter(Writer):
         self._write_count_value.value = count
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; its rows count as all time steps written so far.
+        """Write into ``storage`` from now on; the write count begins with the time steps that it already holds.
 
         Raises:
             ValueError: the writer belongs to another storage.
@@ -100,13 +99,13 @@ class ReservoirWriter(Writer):
     # -- the choice of time steps
 
     def choose(self, count: int, steps: int) -> Choice:
-        """Decide which of the next ``count`` time steps a reservoir of ``steps`` keeps; changes nothing."""
+        """Decide which of the next ``count`` time steps a reservoir of ``steps`` keeps, without changing its state."""
         written, following, bits = self.numbers
         (log_threshold,) = unpack("d", pack("q", bits))
         filled = max(0, min(steps - written, count))
         kept: list[tuple[int, int]] = []
         end = written + count
-        if end >= steps and not log_threshold:  # the reservoir is full with this write: begin
+        if end >= steps and not log_threshold:  # this write fills the reservoir: draw the first threshold
             log_threshold, following, _ = self._skip(steps, 0.0, max(steps, written) - 1)
         while end >= steps and following < end:
             at = following
@@ -115,10 +114,10 @@ class ReservoirWriter(Writer):
         return Choice(filled, {slot: at for at, slot in kept}, kept, following, log_threshold)
 
     def _skip(self, steps: int, log_threshold: float, at: int) -> tuple[float, int, int]:
-        """Return the next threshold, the time step after ``at`` to keep next, and a slot, all at random.
+        """Draw the next log threshold, the next time step after ``at`` to keep, and the slot of time step ``at``.
 
-        If every time step had a uniform number, the threshold would be the largest of the ``steps`` smallest ones. A
-        new time step is kept if its number is below the threshold.
+        Imagine a uniform random number for every time step. The threshold is the largest of the ``steps`` smallest
+        numbers so far; a new time step is kept if its number is below the threshold.
         """
         source = "cpu" if self._rng is None else self._rng.device
         shrink, ahead, place = torch.rand(3, dtype=torch.float64, generator=self._rng, device=source).tolist()
@@ -127,7 +126,7 @@ class ReservoirWriter(Writer):
         return log_threshold, at + 1 + int(min(skipped, _MOST)), min(int(place * steps), steps - 1)
 
     def note(self, written: int, choice: Choice) -> None:
-        """Update the state after a write that followed a choice."""
+        """Update the state after the write of a choice; ``written``: the number of time steps written in total."""
         (bits,) = unpack("q", pack("d", choice.log_threshold))
         for place, value in enumerate((written, choice.following, bits)):
             self.numbers[place] = value
@@ -147,7 +146,7 @@ class ReservoirWriter(Writer):
     def extend(self, data: Any) -> torch.Tensor:
         """Write ``[n, *lanes]`` time steps; return their index, ``[n]`` or ``[n * lanes, ndim]``.
 
-        The index is -1 for dropped time steps. If several get the same slot, the last one is stored.
+        The index is -1 for dropped time steps. If several time steps get the same slot, the last one is stored.
 
         Raises:
             ValueError: there is nothing to write.
@@ -206,7 +205,7 @@ class ReservoirWriter(Writer):
     # -- state
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        """Restart: earlier time steps no longer count, for either value of ``empty_write_count``."""
+        """Restart the sample and the write count, for either value of ``empty_write_count``."""
         for place in range(len(self.numbers)):
             self.numbers[place] = 0
 

@@ -9,11 +9,12 @@ class RingWriter(TimeWriter):
     """Writes along time; once the storage is full, new rows replace the oldest ones.
 
     A write may be longer than the storage: its newest rows are kept. Unlike TorchRL's writers, it does not store an
-    ``"index"`` in the data, has 64-bit counters, and moves none for a refused write. TorchRL's storages work, too.
+    ``"index"`` in the data, and has 64-bit counters, which a refused write leaves unchanged. The storage may be a
+    :class:`PackedStorage` or one of TorchRL's.
 
     Args:
         compilable: accepted for compatibility: writes break the graph of ``torch.compile`` in any case.
-        track_generations: as in TorchRL: count how often each slot was written, for ``update_if_present``.
+        track_generations: count how often each slot was written, as TorchRL's ``update_if_present`` needs.
 
     Cost: proportional to the rows written.
 

@@ -26,44 +26,45 @@ _FILE = "rollout.json"
 class RolloutWriter(TimeWriter):
     r"""Writes rollouts of T steps, ``[T]`` or ``[T, E]``, and adds advantages and value targets to each.
 
-    T is the storage's capacity along time. Steps come one by one (``add``), in parts or at once (``extend``). The last
-    step makes the rollout *complete*: it then also holds ``advantage`` and ``value_target`` (GAE,
-    :func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Before,
+    T is the storage's capacity along time. Steps are written one by one (``add``), or in parts or all at once
+    (``extend``). The last step makes the rollout *complete*: it then also holds ``advantage`` and ``value_target``
+    (:func:`~rlbuf_td.functional.generalized_advantage_estimate`), and ``state_value`` if the data had none. Until then,
     advantage and target are NaN. The next step begins a new rollout, which replaces the old one.
 
     **Values.** :math:`V(s_t)` is the ``state_value`` that the policy stored; without it, ``value_network`` is called
     once on all steps. Within a trajectory, :math:`V(s'_t)` is :math:`V(s_{t+1})`. Where a trajectory is interrupted
-    (truncated, or at the end of the rollout), the network is called on the true next observation: at most
-    E + (number of truncations) rows. A trajectory ends with a step that is ``done``, and where the collector's
-    ``("collector", "traj_ids")`` change. It may span rollouts. Estimates have the dtype of stored values, else that of
-    the network's parameters.
+    (truncated, or at the end of the rollout), the network is called on the true next observation, unless ``"next"``
+    holds a value: at most E + (number of truncations) rows. A trajectory ends at a step that is ``done``, or where the
+    collector's ``("collector", "traj_ids")`` change. It may span rollouts. Estimates have the dtype of stored
+    values, or of the network's parameters if no values are stored.
 
     Args:
         gamma: discount, in [0, 1].
         lmbda: decay of the trace, in [0, 1].
-        value_network: a TensorDict module that reads an observation and writes ``value_key``, without gradient. Not
-            needed if values are stored and every trajectory terminates within the rollout.
-        normalize_advantage: scale the stored advantages to mean 0 and deviation 1 over the rollout. Value targets use
-            the unscaled advantages.
-        value_key: values ``[..., *F]``, floating point.
-        advantage_key, value_target_key: where to store the estimates.
-        reward_key: rewards, of the values' shape.
-        done_key: the end of a trajectory, bool, of the values' shape or one per step. If missing: terminated or
-            truncated.
-        terminated_key: the end of an episode. If missing: done and not truncated.
-        truncated_key: an end of a trajectory that does not end the episode; read if one of the other two is missing.
-        trajectory_key: trajectory numbers, one per step; may be missing.
+        value_network: a TensorDict module that reads an observation and writes ``value_key``; it is called without
+            gradients. Not needed if all values are stored: ``value_key``, and for trajectories that do not terminate
+            within the rollout also ``("next", value_key)``.
+        normalize_advantage: scale the stored advantages to mean 0 and standard deviation 1 over the rollout. Value
+            targets use the unscaled advantages.
+        value_key: the key of values ``[T, *lanes, *F]``, floating point.
+        advantage_key, value_target_key: the keys under which the estimates are stored.
+        reward_key: the key of rewards, of the values' shape.
+        done_key: the key of ends of trajectories, bool, of the values' shape or one per step. If it is missing:
+            ``terminated | truncated``.
+        terminated_key: the key of ends of episodes, with the same shapes. If it is missing: ``done & ~truncated``.
+        truncated_key: the key of truncations, with the same shapes; used only if one of the other two is missing.
+        trajectory_key: the key of integer trajectory ids, one per step; may be missing.
 
     Attributes:
         value_rows: the number of rows on which the network was called for the last rollout.
 
-    Cost: O(rows), one network call on few rows, and a host synchronisation on CUDA to find them.
+    Cost: O(T * E) per rollout, and the network's calls; on CUDA, the host waits for the ends of trajectories.
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` is out of range; (on writing) values are missing and there is no network.
         SchemaError: (on writing) the data does not match the rows, or lacks an entry that the estimates need.
 
-    TorchRL's ``GAE``, in contrast, calls its network twice on all steps.
+    In contrast, TorchRL's ``GAE`` by default calls its network on all observations and on all next observations.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -102,7 +103,7 @@ class RolloutWriter(TimeWriter):
         self._has_values = True
 
     def register_storage(self, storage: Storage) -> None:
-        """Write into ``storage`` from now on; it must hold tensors (TypeError)."""
+        """Write into ``storage`` from now on; TypeError if it does not hold tensors."""
         if not isinstance(storage, TensorStorage):
             name = type(storage).__name__
             raise TypeError(f"a RolloutWriter needs a storage of tensors, such as PackedStorage, got {name}")
@@ -120,13 +121,13 @@ class RolloutWriter(TimeWriter):
 
     @property
     def is_estimated(self) -> bool:
-        """Whether every written step has its advantage, as in a complete rollout."""
+        """Whether every written step has its advantage: the rollout is complete, or :meth:`estimate` was called."""
         return self.is_complete or 0 < self._estimated_steps == self.steps
 
     def add(self, data: TensorDictBase) -> int | Tensor:
-        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``), and return its index. Raises as ``extend``."""
+        """Write one step (``[]``, or ``[*lanes]`` when ``ndim > 1``); return its index; errors: see :meth:`extend`."""
         steps = self._storage._max_size_along_dim0(single_data=data)
-        if steps == 1:  # a complete rollout, which is estimated before it is written
+        if steps == 1:  # the step is a complete rollout, which is estimated before the write
             index = self.extend(data.unsqueeze(0))
             return 0 if self._storage.ndim == 1 else index
         return self._write_part(super().add, data, 1, steps)
@@ -137,7 +138,7 @@ class RolloutWriter(TimeWriter):
         Raises:
             SchemaError: the data does not match the rows, or lacks an entry for the estimates; nothing has changed.
             ValueError: there are no steps, or more than fit into the rollout; or values are missing and there is no
-                network. Nothing has changed.
+                network; nothing has changed.
         """
         if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
             data = torch.stack(data)
@@ -212,7 +213,7 @@ class RolloutWriter(TimeWriter):
         self._estimated_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return cursor and counters, and how far the current rollout has been estimated."""
+        """Return the cursor, the counters, and the number of steps of the current rollout that are estimated."""
         progress = {"estimated_steps": self._estimated_steps, "has_values": self._has_values}
         return super().state_dict() | progress | {"value_rows": self.value_rows}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ INNER: dict[str, Any] = {
     "minibatch": lambda: MinibatchSampler(drop_last=True),
     "recency": lambda: RecencySampler(5.0),
 }
+
+
+def rows(first: int, count: int) -> TensorDict:
+    return TensorDict({"number": torch.arange(first, first + count)}, [count])
 
 
 class Numbered:
@@ -171,3 +177,25 @@ def test_what_it_does_not_serve_is_refused():
         FreshRowsSampler(HindsightSampler(UniformSampler(), lambda batch: batch["x"]))
     with pytest.raises(ValueError, match="a FreshRowsSampler needs rows in time order"):
         ReplayBuffer(sampler=FreshRowsSampler(UniformSampler()), writer=ReservoirWriter())
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copied", "pickled"])
+def test_a_copy_has_the_same_fresh_rows(again):
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 5), batch_size=6)
+    rb.extend(rows(0, 5))
+    rb.sample()
+    rb.extend(rows(5, 2))
+    other = again(rb)
+    for each in (rb, other):
+        assert each.sample()["number"][:2].tolist() == [6, 5]
+        assert each.sampler.queue.ages() == []
+
+
+def test_two_buffers_and_captured_steps_are_refused():
+    sampler = FreshRowsSampler(UniformSampler())
+    one = ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=2)
+    with pytest.raises(ValueError, match="one sampler per buffer"):
+        ReplayBuffer(storage=PackedStorage(10), sampler=sampler, batch_size=2)
+    one.extend(rows(0, 5))
+    with pytest.raises(TypeError, match="cannot capture a FreshRowsSampler"):
+        sampler.prepare_graph(one.storage, 2)

@@ -93,7 +93,7 @@ def test_settings_change_by_schedulers_and_are_saved(tmp_path: Path):
         ({"half_life": 0.0}, "half_life must be a positive number of time steps, or infinite, got 0.0"),
         ({"half_life": float("nan")}, "half_life must be"),
         ({"window": 0}, "window must be a whole number, at least 1"),
-        ({"window": 2.5}, "window must be a whole number, at least 1"),
+        ({"window": 0.5}, "window must be a whole number, at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
@@ -124,6 +124,25 @@ def test_draws_follow_the_law_of_policy_age_whatever_the_order_of_rows(half_life
     assert power(law[law > 0].numpy(), 50 * 8_000, bias=0.02) > 0.97
     assert_follows(torch.bincount(flat, minlength=len(law)), law)
     torch.testing.assert_close(rb.sampler.probability(torch.arange(len(rb)), storage=rb.storage), law)
+
+
+def test_fractions_of_a_window_are_rounded_down():
+    rb = buffer(RecencySampler(window=30), 0, 33)
+    scheduler = LinearScheduler(rb, "window", 3, 4)
+    for _ in range(3):
+        scheduler.step()
+    assert rb.sampler.window == 9  # 30 - 3 * 6.75 = 9.75
+    assert set(rb.sample()["time"].tolist()) <= set(range(24, 33))
+
+
+def test_policy_ages_that_are_written_back_count():
+    rb = ReplayBuffer(storage=PackedStorage(4), sampler=RecencySampler(window=1, age_key="version"), batch_size=8)
+    rb.extend(TensorDict({"version": torch.tensor([0, 0, 0, 5])}, [4]))
+    now = rb.storage.clock.now
+    assert set(rb.sample()["index"].tolist()) == {3}
+    update = TensorDict({"version": torch.tensor([9]), "index": torch.tensor([1])}, [1])
+    assert rb.write_back(update, ["version"], sampled_at=now) == 1
+    assert set(rb.sample()["index"].tolist()) == {1}
 
 
 def test_policy_age_needs_no_order_but_one_number_per_row():
