@@ -25,8 +25,8 @@ class Batches:
         spec: the properties of the buffers.
         layout: the layout of the rows.
         answers: the answers of the shards with draws, in the order of the shards.
-        known: the reports that the positions are based on.
-        rank: ``[batches, draws]`` int64: for each row of a batch, the number of its draw in the order of the shards.
+        known: for each shard, the report whose mass determined the draws; ``None``: a lost shard.
+        rank: ``[batches, draws]`` int64: for each draw of a batch, its place among all draws, sorted by shard.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Batches:
         return len(self.rank) - self.next
 
     def take(self, beta: float) -> TensorDict:
-        """Return the next batch, ``[B]``, as fresh memory."""
+        """Return the next batch, ``[B]``, in fresh memory."""
         rank, window = self.rank[self.next], self.spec.window_rows
         self.next += 1
         cells = rank if window == 1 else (rank[:, None] * window + torch.arange(window, device="cpu")).flatten()
@@ -75,9 +75,9 @@ def _handles(answers: dict[int, Answer], flat: dict[int, np.ndarray]) -> Tensor:
 
 
 def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tuple[Tensor, float, int]:
-    """Return P of the drawn rows, in the order of the shards, the smallest P of all rows, and the number of rows.
+    """Return P of each drawn row (sorted by shard), the smallest P of all rows, and the number of rows.
 
-    The client chooses a shard by the last reported mass; the shard draws by its current mass.
+    The client chooses a shard by its last reported mass; the shard chooses a row by its current mass.
     """
     total = sum(report.mass for report in known if report is not None)
     rows, least, parts = 0, inf, []
@@ -85,7 +85,7 @@ def probabilities(answers: dict[int, Answer], known: list[Report | None]) -> tup
         if report is None or not report.mass > 0.0:
             continue
         then = answers[place].before if place in answers else report
-        scale = report.mass / total / then.mass  # times p ** alpha: the probability of a row
+        scale = report.mass / total / then.mass  # P of a row is this scale times p ** alpha
         rows, least = rows + then.rows, min(least, scale * then.smallest)
         if place in answers and (drawn := answers[place].drawn) is not None:
             parts.append(scale * drawn.weight)

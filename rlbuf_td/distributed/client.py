@@ -36,7 +36,7 @@ class Draw(NamedTuple):
     size: int
     batches: int
     split: Split
-    known: list[Report | None]  # the reports that the positions are based on
+    known: list[Report | None]  # the reports whose masses determined the draws; None: a lost shard
     calls: dict[int, Any]
 
 
@@ -46,9 +46,9 @@ class Client:
     Args:
         connect: returns the handles of the shards' actors, the handle of the flow control or ``None``, and Ray.
         spec: the common properties of the buffers in the shards.
-        batch_size: of :meth:`sample`; default: the batch size of the buffers.
-        prefetch: number of batches that are requested ahead.
-        on_loss: ``"continue"`` without a lost shard, or ``"raise"`` a ``ShardLost``.
+        batch_size: the rows of a batch; ``None``: the batch size of the shards' buffers.
+        prefetch: batches per request; the next request is sent while these are used. 0: one batch, when it is needed.
+        on_loss: ``"continue"``: go on without a lost shard; ``"raise"``: raise a :class:`ShardLost`.
         home: the shard that this client writes to unless it is lost; ``None``: a random one.
     """
 
@@ -73,8 +73,8 @@ class Client:
         self.links.greet()
         self._home = home
         self._writer = random.SystemRandom().getrandbits(62)  # each copy of a client is a different writer
-        self._layout: tuple[RowLayout, bytes] | None = None  # of writes
-        self._rows: tuple[RowLayout, bytes, int] | None = None  # of batches
+        self._layout: tuple[RowLayout, bytes] | None = None  # of this client's writes
+        self._rows: tuple[RowLayout, bytes, int] | None = None  # of the rows in batches
         self._errors: list[tuple[np.ndarray, np.ndarray]] = []  # handles and TD errors for the next requests
         self._ready: Batches | None = None
         self._ready_size = 0
@@ -99,12 +99,12 @@ class Client:
         buffers, ``"priority_weight"``, ``[B]`` float32, holds the importance weights.
 
         Args:
-            batch_size: default: the buffer's.
+            batch_size: the rows of the batch; default: :attr:`batch_size`.
             wait: wait until there are rows and flow control admits the batch.
             timeout: the longest wait in seconds.
 
         Raises:
-            RuntimeError: there is no batch size; or, without ``wait``, there are no rows, or flow control refuses.
+            RuntimeError: there is no batch size; or, with ``wait=False``, all shards are empty or flow control refuses.
             TimeoutError: no batch was ready in time.
             ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
@@ -112,9 +112,16 @@ class Client:
         if size is None:
             raise RuntimeError("there is no batch size: pass it to sample, or to the constructor")
         deadline = inf if timeout is None else time.monotonic() + timeout
-        if self._flow is not None:
-            self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
-            wait = True  # rows that flow control has counted may not have arrived in a shard yet
+        if self._flow is None:
+            return self._take(size, wait, timeout, deadline)
+        self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
+        try:  # rows that flow control has counted may not have arrived in a shard yet
+            return self._take(size, True, timeout, deadline)
+        except BaseException:
+            self._flow.take_back.remote(sampled=size)
+            raise
+
+    def _take(self, size: int, wait: bool, timeout: float | None, deadline: float) -> TensorDictBase:
         while self._ready is None or not len(self._ready) or self._ready_size != size:
             if not self._fetch(size):
                 if not wait:
@@ -125,9 +132,9 @@ class Client:
         return self._ready.take(self.beta)
 
     def _fetch(self, size: int) -> bool:
-        """Receive the batches requested ahead, or request new ones; return whether there is a row to draw.
+        """Receive the batches requested ahead, or request new ones; return whether any shard has rows.
 
-        The next batches are requested as soon as the answers report the masses, so that the probabilities are exact.
+        With ``prefetch``, the next request follows at once: the masses that the answers report are then still current.
         """
         draw, self._ahead = self._ahead, None
         if draw is None or draw.size != size:
@@ -168,7 +175,7 @@ class Client:
         )
 
     def _request(self, fractions: dict[int, np.ndarray]) -> dict[int, Any]:
-        """Request draws at fractions of the shards' masses, with the queued TD errors; return the calls."""
+        """Send shards their draws, as fractions of their masses, with the queued TD errors; return the calls."""
         known = self.links.known
         largest = max((report.largest for report in known if report is not None), default=-1.0)
         layout = 0 if self._rows is None else self._rows[2]
@@ -191,7 +198,7 @@ class Client:
         return self.links.request(requests)
 
     def _pieces(self, draws: int) -> int:
-        """Return in how many pieces the answer to a request travels."""
+        """Return in how many pieces a shard returns its answer; 0: as one object in Ray's store."""
         if draws and self._rows is None:
             return 0
         row_bytes = 0 if self._rows is None else self._rows[0].row_bytes
@@ -228,16 +235,16 @@ class Client:
     # -- priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Send the TD errors of a batch with the next request to each of its shards.
+        """Queue the TD errors of a batch; the next request to each shard brings those of its rows.
 
-        TD errors of replaced rows, and of shards that have restarted, are skipped and counted.
+        TD errors of replaced rows, and of rows in shards that have restarted, are skipped and counted.
 
         Args:
             data: a batch of :meth:`sample`, or a part of one, with the buffers' ``priority_key`` set.
 
         Raises:
             KeyError: the batch has no TD errors, or no index.
-            ValueError: an error is NaN or infinite; nothing has been sent.
+            ValueError: a TD error is NaN or infinite; nothing has been sent.
         """
         spec = self.spec
         if not spec.is_prioritized:
@@ -263,14 +270,14 @@ class Client:
     def extend(self, data: TensorDictBase) -> None:
         """Send transitions, ``[n]`` or ``[E, T]`` as for the buffers, to the shard of this client.
 
-        Does not wait for the shard, unless flow control holds the write back or the shard does not keep up. If the
-        shard is lost, another one takes its place.
+        The call does not wait for the shard, unless flow control holds the write back or the shard does not keep up.
+        If the shard is lost, another one takes its place.
 
         Raises:
-            SchemaError: the data does not match the rows. If only the rows of other clients differ, one of the next
-                writes raises this error.
-            ValueError: there is nothing to write, or a TD error in the data is NaN or infinite.
-            ShardLost: as for :meth:`sample`.
+            SchemaError: the data does not match this client's earlier rows, or those of other clients. In the second
+                case, a later write may raise this error.
+            ValueError: the data has no rows, or a TD error in it is NaN or infinite.
+            ShardLost: a shard is lost and ``on_loss="raise"``, or all shards are lost.
         """
         spec = self.spec
         lead = data.batch_size[: spec.ndim]
@@ -287,7 +294,12 @@ class Client:
             refuse_errors(data.get(spec.priority_key))
         if self._flow is not None:
             self.links.engine.get(self._flow.insert.remote(lead.numel()))
-        place = self._shard_to_write()
+        try:
+            place = self._shard_to_write()
+        except BaseException:
+            if self._flow is not None:
+                self._flow.take_back.remote(inserted=lead.numel())
+            raise
         if not self.links.write(place, self._writer, self._layout[1], rows, lead) and len(self.links.live) > 1:
             self._home = next(other for other in self.links.live if other != place)
         if is_first:
@@ -311,12 +323,12 @@ class Client:
     # -- contents
 
     def __len__(self) -> int:
-        """Return the number of rows in all shards that can be drawn."""
+        """Return the number of rows in all shards, without those that are not yet written."""
         self.links.require_one()
         return sum(report.rows for report in self.links.ask("report").values())
 
     @property
     def write_count(self) -> int:
-        """The number of rows written to the shards, including those that wait for a draw."""
+        """The number of rows that the shards have received, including those that are not yet written."""
         self.links.require_one()
         return sum(report.written for report in self.links.ask("report").values())

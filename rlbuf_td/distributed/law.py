@@ -23,19 +23,19 @@ _BELOW_ONE = 1.0 - 2.0**-53
 class Split(NamedTuple):
     """The draws of a batch, in the order of the shards."""
 
-    rank: Tensor  # ``[B]`` int64: for each row of the batch, the number of its draw in the order of the shards
+    rank: Tensor  # ``[B]`` int64: for each row of the batch, the place of its draw among all draws, sorted by shard
     counts: Tensor  # ``[shards]`` int64: the number of draws from each shard
-    fractions: Tensor  # ``[B]`` float64 in [0, 1): the share of its shard's mass that lies before each draw
+    fractions: Tensor  # ``[B]`` float64 in [0, 1), sorted by shard: each draw's position in the mass of its shard
 
 
 def split(positions: Tensor, masses: Tensor) -> Split:
-    """Return the shard of each position in the total mass, and the fraction of the shard's mass before it.
+    """Split positions in the total mass into draws from shards, each at a fraction of the shard's mass.
 
     Args:
         positions: ``[B]`` float64, from 0 to the sum of the masses.
         masses: ``[shards]`` float64, at least one positive; a shard of mass 0 gets no draw.
     """
-    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position on the end
+    ends, last = masses.cumsum(0), int(masses.nonzero()[-1])  # rounding can put a position at the total mass
     place = torch.searchsorted(ends, positions, right=True).clamp_(max=last)
     order = torch.from_numpy(np.argsort(place.numpy().astype(np.uint16), kind="stable"))  # a radix sort
     fractions = ((positions - (ends - masses)[place]) / masses[place]).clamp_(0.0, _BELOW_ONE)[order]
@@ -45,11 +45,11 @@ def split(positions: Tensor, masses: Tensor) -> Split:
 
 
 def importance_weights(probability: Tensor, least: float, rows: int, beta: float, norm: str | None) -> Tensor:
-    """Return ``(N P) ** -beta``, ``[B]`` float32, divided by the largest one of all rows or of the batch, or by 1.
+    """Return ``(N P) ** -beta``, ``[B]`` float32, divided by the largest weight of all rows or of the batch, or by 1.
 
     Args:
         probability: P of the drawn rows, ``[B]`` float64.
-        least: the smallest P of all rows.
+        least: the smallest P of all rows in all shards.
         rows: N, the number of rows in all shards.
         beta: exponent, not negative.
         norm: ``"buffer"``, ``"batch"`` or ``None``, as for :class:`~rlbuf_td.ProportionalSampler`.

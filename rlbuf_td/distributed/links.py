@@ -25,7 +25,7 @@ RECOVERY = 60.0  # seconds to wait for a shard if all are lost
 _PROBE_EVERY = 0.2  # seconds between requests to a lost shard
 _PROBES = 15  # the most unanswered requests to a lost shard
 _IN_FLIGHT = 4  # the most unconfirmed writes to a shard
-_SLOW = 1.0  # seconds without a confirmed write after which a writer changes to another shard
+_SLOW = 1.0  # seconds that a write waits for a shard that does not keep up, before its client changes to another
 
 
 class ShardLost(RuntimeError):
@@ -41,7 +41,7 @@ class Links:
     Args:
         handles: the handles of the shards' actors.
         engine: Ray, or an object with its functions ``get`` and ``wait``.
-        on_loss: ``"raise"`` a :class:`ShardLost` when a shard is lost, or ``"continue"`` without it.
+        on_loss: ``"raise"``: raise a :class:`ShardLost` when a shard is lost; ``"continue"``: go on without it.
     """
 
     def __init__(self, handles: list[Any], engine: Any, on_loss: OnLoss = "continue") -> None:
@@ -52,7 +52,7 @@ class Links:
         self.lost_rows = [0] * len(handles)  # rows lost by restarts, and by writes that never arrived
         self.losses = 0
         self._last: list[Report | None] = [None] * len(handles)  # last reports, also of lost shards
-        self._probes: dict[int, tuple[float, list[Any]]] = {}  # for lost shards: the time of the last call, and calls
+        self._probes: dict[int, tuple[float, list[Any]]] = {}  # lost shards: time of the last request, open ones
         self._flights: dict[int, deque[tuple[Any, int]]] = {place: deque() for place in range(len(handles))}
 
     @property
@@ -68,7 +68,7 @@ class Links:
         self.heard[place] = time.monotonic()
 
     def lose(self, place: int) -> None:
-        """Mark a shard as lost, and start to ask whether it is back."""
+        """Mark a shard as lost; from now on, :meth:`revive` asks whether it is back."""
         if place not in self._probes:
             self.losses += 1
             self._probes[place] = -inf, []
@@ -101,7 +101,7 @@ class Links:
             raise ShardLost(f"none of {len(self.handles)} shards has answered for {RECOVERY:.0f} seconds")
 
     def _probe(self, place: int) -> None:
-        """Ask a lost shard for a report, again and again: Ray takes 2 s to refuse a call to a shard that restarts."""
+        """Send requests to a lost shard without waiting: Ray takes 2 s to refuse one while the shard restarts."""
         asked, probes = self._probes[place]
         if time.monotonic() - asked > _PROBE_EVERY:
             asked = time.monotonic()
@@ -111,18 +111,18 @@ class Links:
         for probe in answered:
             with suppress(RayActorError):
                 report, last = self.engine.get(probe), self._last[place]
-                if last is not None and last.incarnation == report.incarnation:  # it has only been slow
+                if last is not None and last.incarnation == report.incarnation:  # not restarted, only slow
                     self.patience = min(2 * self.patience, RECOVERY)
                 self.hear(place, report)
                 del self._probes[place]
                 return
 
     def start(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """Call a method of some shards, and return what :meth:`finish` takes."""
+        """Call a method of some shards; return the calls, for :meth:`finish`."""
         return {place: getattr(self.handles[place], method).remote(*given) for place, given in arguments.items()}
 
     def finish(self, calls: Mapping[int, Any], patience: float | None = None) -> dict[int, Any]:
-        """Return the answers; a shard without one counts as lost."""
+        """Return the answers; a shard that does not answer in time counts as lost."""
         answers, deadline = {}, time.monotonic() + (self.patience if patience is None else patience)
         for place, call in calls.items():
             try:
@@ -132,14 +132,14 @@ class Links:
         return answers
 
     def request(self, requests: Mapping[int, tuple[Request, int]]) -> dict[int, Any]:
-        """Send requests for draws, each with the number of pieces of its answer; :meth:`receive` takes the calls."""
+        """Send requests, each with the number of pieces for its answer; return the calls, for :meth:`receive`."""
         return {
             place: self.handles[place].answer.options(num_returns=pieces or 1).remote(pickle.dumps(request, 5), pieces)
             for place, (request, pieces) in requests.items()
         }
 
     def receive(self, calls: Mapping[int, Any]) -> dict[int, Answer]:
-        """Return the answers to requests for draws, and remember the reports in them."""
+        """Return the answers to requests for draws, and keep the reports in them."""
         answers = {place: join(answer) for place, answer in self.finish(calls).items()}
         for place, answer in answers.items():
             self.hear(place, answer.after)
@@ -158,14 +158,14 @@ class Links:
     # -- writes, for which clients do not wait
 
     def write(self, place: int, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> bool:
-        """Send rows to a shard; return whether it keeps up. Raises a SchemaError if an earlier write failed."""
+        """Send rows to a shard; return whether it keeps up, or raise the error of an earlier write."""
         flight = self._flights[place]
         self.collect(place, 0.0)
         flight.append((self.handles[place].write.remote(writer, layout, rows, lead), lead.numel()))
         return len(flight) < _IN_FLIGHT or self.collect(place, _SLOW)
 
     def collect(self, place: int, timeout: float, until: int = _IN_FLIGHT - 1) -> bool:
-        """Wait ``timeout`` seconds or until at most ``until`` writes are unconfirmed; return whether that holds."""
+        """Wait up to ``timeout`` seconds until at most ``until`` writes are unconfirmed; return whether they are."""
         flight, deadline = self._flights[place], time.monotonic() + timeout
         while flight:
             wanted = timeout > 0 and len(flight) > until

@@ -1,4 +1,4 @@
-"""Transitions as one block of packed rows, however many keys there are; answers in pieces that Ray moves fast."""
+"""Packs transitions into one block of bytes, and cuts answers into pieces that Ray sends fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from rlbuf_td.storages.layout import RowLayout
 
-_PIECE = 90_000  # bytes: Ray returns up to 100 kB with the reply, and takes 2 ms for an object in its store
+_PIECE = 90_000  # bytes: Ray sends up to 100 kB with its reply; more takes 2 ms through its object store
 _MOST = 6  # pieces: larger answers come from the object store, without a copy
 
 
@@ -40,13 +40,13 @@ def layout_named(name: bytes) -> RowLayout:
 
 
 def pieces_of(nbytes: int) -> int:
-    """Return in how many pieces an answer travels; 0: as one object in Ray's store."""
+    """Return the number of pieces for an answer of ``nbytes`` bytes; 0: one object in Ray's object store."""
     pieces = 1 + nbytes // _PIECE
     return pieces if pieces <= _MOST else 0
 
 
 def cut(answer: Any, pieces: int) -> Any:
-    """Return an answer as bytes, in a list of pieces if there are several; with 0 pieces as it is."""
+    """Return an answer as bytes, or a list of bytes if there are several pieces; with 0 pieces, unchanged."""
     if not pieces:
         return answer
     whole = pickle.dumps(answer, protocol=5)
@@ -55,7 +55,7 @@ def cut(answer: Any, pieces: int) -> Any:
 
 
 def join(answer: Any) -> Any:
-    """Return the answer that :func:`cut` has cut."""
+    """Return the original answer from what :func:`cut` returned."""
     if isinstance(answer, list):
         answer = b"".join(answer)
     return pickle.loads(answer) if isinstance(answer, bytes) else answer

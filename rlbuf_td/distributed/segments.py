@@ -1,4 +1,4 @@
-"""Dumps of shards, and the distribution of their rows over another number of shards."""
+"""Loads dumps of shards into a different number of shards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from rlbuf_td.buffers.replay import ReplayBuffer
 
 Segment: TypeAlias = tuple[str, int, int | None]
-"""The folder of a dump, the first of its time steps (0 is the oldest), and their number (``None``: all)."""
+"""Part of a dump: its folder, the first time step (0 is the oldest), the number of time steps (``None``: all)."""
 
 
 def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
     """Distribute the time steps of several dumps over a number of shards, evenly and in order.
+
+    Args:
+        steps: the number of time steps of each dump.
+        shards: the number of shards.
 
     Returns:
         For each shard its segments: the number of the dump, the first time step, and the number of time steps.
@@ -42,7 +46,7 @@ def deal(steps: Sequence[int], shards: int) -> list[list[tuple[int, int, int]]]:
 
 
 def load_segments(buffer: ReplayBuffer, segments: Sequence[Segment]) -> None:
-    """Fill a new buffer with parts of dumps and their priorities; each part ends its trajectories."""
+    """Fill a new buffer with parts of dumps and their priorities; no trajectory continues from part to part."""
     if len(segments) == 1 and segments[0][1:] == (0, None):
         return buffer.loads(segments[0][0], progress=False)
     for folder, first, count in segments:

@@ -29,7 +29,7 @@ _IDLE = 10.0  # seconds without a draw after which rows no longer wait for the n
 _NOTHING = np.empty(0, np.float64)
 
 Errors: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""TD errors that are sent to a shard: flat rows, the clock when they were drawn, and the errors, ``[n]`` each."""
+"""TD errors for a shard, as arrays ``[n]``: flat rows, the storage's clock at their draw, and the errors."""
 
 
 class Report(NamedTuple):
@@ -40,12 +40,12 @@ class Report(NamedTuple):
     mass: float  # the sum of p ** alpha; the number of rows under a uniform sampler
     smallest: float  # p ** alpha of the least likely row; infinite without rows
     rows: int  # number of rows that can be drawn
-    waiting: int  # rows received, which the shard writes after the next draw
-    written: int  # rows written so far, including the waiting ones
-    largest: float  # the largest magnitude of a TD error so far, -1 before any
+    waiting: int  # rows received but not yet written: the shard writes them after its next draw
+    written: int  # rows received so far: written and waiting ones
+    largest: float  # the largest magnitude of a TD error so far, -1 before the first
     stale: int  # TD errors skipped, because their row has been replaced or the shard has restarted
     drifted: int  # rows drawn after the mass had changed without the client's knowledge
-    requests: int  # number of requests for draws
+    requests: int  # number of requests so far
 
 
 class Request(NamedTuple):
@@ -53,20 +53,20 @@ class Request(NamedTuple):
 
     fractions: np.ndarray = _NOTHING  # [k] float64 in [0, 1): positions of the draws, as fractions of the shard's mass
     version: int = -1  # the version of the mass that the client knows
-    incarnation: int = -1  # the incarnation of the shard that drew the rows of the TD errors
-    largest: float = -1.0  # the largest magnitude in any shard: new rows enter with it
-    layout: int = 0  # checksum of the layout of rows, if the client knows it
+    incarnation: int = -1  # the shard's incarnation when it drew the rows of the TD errors
+    largest: float = -1.0  # the largest TD error magnitude of all shards: the priority of new rows
+    layout: int = 0  # checksum of the rows' layout; 0 if the client does not know it
     errors: Errors | None = None
 
 
 class Drawn(NamedTuple):
-    """Rows that were drawn; L is the length of a window, else 1."""
+    """The rows of k draws; L is the length of a window, or 1 without windows."""
 
     rows: np.ndarray  # [k * L, row_bytes] uint8, packed
     flat: np.ndarray  # [k] int64: the flat rows drawn; for windows, their anchors
     weight: np.ndarray  # [k] float64, p ** alpha
-    cells: np.ndarray | None  # [k * L] int64: the flat rows of windows
-    layout: bytes | None  # None if the client knows it
+    cells: np.ndarray | None  # [k * L] int64: the flat rows of all windows; None without windows
+    layout: bytes | None  # the rows' layout; None if the client knows it
 
 
 class Answer(NamedTuple):
@@ -81,13 +81,14 @@ class Answer(NamedTuple):
 class Shard:
     """An ordinary buffer, and the rows that wait for the next draw before they are written to it.
 
-    A draw uses the mass that the last answer reported. Only after it does the shard apply TD errors, write the waiting
-    rows and report the new mass. The probabilities of a single client are therefore exact, even while others write.
+    A draw uses the mass that the last answer reported. Only after the draw does the shard apply TD errors, write the
+    waiting rows and report the new mass. The probabilities of a single learner are therefore exact while others write.
+    Exception: after 10 s without a draw, or with a quarter of its capacity waiting, a shard writes before the draw.
 
     Args:
         make_buffer: returns the buffer.
-        dump: the folder of the dump to load after a restart, if it exists.
-        restarted: whether this is a restart; ``None``: Ray tells.
+        dump: the folder of a dump, which is loaded after a restart if it exists.
+        restarted: whether this is a restart; ``None``: ask Ray.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Shard:
         self._staged: list[tuple[int, TensorDictBase]] = []
         self._waiting, self._writer, self._last_draw = 0, -1, -inf
         self._stale = self._drifted = self._requests = 0
-        self._layout: tuple[RowLayout | None, bytes, int] = (None, b"", 0)  # of the last answer; its name and hash
+        self._layout: tuple[RowLayout | None, bytes, int] = (None, b"", 0)  # last layout: object, bytes, checksum
         if dump is not None and Path(dump).exists() and (_is_restart() if restarted is None else restarted):
             self.load([(dump, 0, None)])
 
@@ -128,11 +129,11 @@ class Shard:
         return os.getpid()
 
     def answer(self, request: bytes, pieces: int) -> Any:
-        """Call :meth:`draw` with bytes, which Ray sends faster than arrays; return the answer in pieces, see `cut`."""
+        """Call :meth:`draw` with a pickled request, which Ray sends faster; return the answer in pieces, see `cut`."""
         return cut(self.draw(pickle.loads(request)), pieces)
 
     def draw(self, request: Request) -> Answer:
-        """Draw; then apply TD errors, write the waiting rows, and report the new mass."""
+        """Draw rows; then apply the TD errors, write the waiting rows, and report the new mass."""
         self._requests, self._last_draw = self._requests + 1, time.monotonic()
         before, stamp, drawn = self.report(), self.storage.clock.now, None
         if len(request.fractions) and before.mass > 0:
@@ -144,10 +145,12 @@ class Shard:
         return Answer(drawn, stamp, before, self.report())
 
     def write(self, writer: int, layout: bytes, rows: np.ndarray, lead: torch.Size) -> None:
-        """Receive transitions, ``[*lead]``; write them after the next draw, or now if no client draws.
+        """Receive transitions, ``[*lead]``, and write them after the next draw.
+
+        Write at once if the shard is empty, has not drawn for 10 s, or has more than a quarter of its capacity waiting.
 
         Raises:
-            SchemaError: the data does not match the rows; nothing has changed.
+            SchemaError: the data does not match the stored rows; nothing has changed.
         """
         data = unpack(layout_named(layout), rows.copy(), lead)  # Ray's memory is read-only, and not freed while in use
         count = lead.numel()
@@ -176,7 +179,7 @@ class Shard:
         return len(self.storage) // lanes, lanes
 
     def load(self, segments: Sequence[Segment]) -> Report:
-        """Replace the rows by parts of dumps, one after the other; each part ends its trajectories."""
+        """Replace the rows by parts of dumps, in order; no trajectory continues from part to part."""
         buffer = self.make_buffer()
         load_segments(buffer, segments)
         self._set(buffer)
@@ -202,7 +205,7 @@ class Shard:
         return Drawn(packed, flat.numpy(), weight.numpy(), cells, unknown)
 
     def _packed(self, flat: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray, RowLayout]:
-        """Return the flat rows of windows, the packed rows of a batch, and their layout."""
+        """Return the flat rows of all windows (else ``None``), the packed rows of a batch, and their layout."""
         if self._wrapper is None:
             stored = self.storage.written_rows()
             out = torch.empty((len(flat), stored.layout.row_bytes), dtype=torch.uint8, device="cpu")
@@ -215,7 +218,7 @@ class Shard:
         return cells.numpy() if is_windowed else None, pack(layout, batch, batch.batch_size), layout
 
     def _learn(self, request: Request) -> None:
-        """Apply TD errors; new rows enter with the largest magnitude that any shard has seen."""
+        """Apply TD errors; give new rows the largest magnitude of a TD error in any shard."""
         if self._prioritized is None:
             return
         priorities = self._prioritized.priorities

@@ -1,4 +1,4 @@
-"""The replay buffer over many shards, which starts and stops them."""
+"""The replay buffer that starts and stops the shards, and draws from all of them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ShardedReplayBuffer(Client):
     """A replay buffer in shards, each an ordinary buffer in a Ray actor; batches come from all of them.
 
     A batch is drawn as from one buffer with all rows: ``P(i) = p_i^alpha / sum_j p_j^alpha``. Importance weights use
-    the number of rows, the sum and the smallest weight of all shards. With one learner, probabilities are exact even
-    while others write: a shard draws with the mass that the learner knows, and only then applies TD errors and new
-    rows. With several learners, each changes priorities without the others' knowledge: the importance weights correct
-    for this, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
+    the number of rows in all shards, and the sum and minimum of their ``p^alpha``. With one learner, probabilities are
+    exact even while others write: a shard draws with the mass that the learner knows, and only then applies TD errors
+    and new rows. With several learners, each changes priorities without the others' knowledge: the importance weights
+    correct for this, and :meth:`health` counts the affected rows as ``drifted``. Each client has its own ``beta``.
 
     A batch takes one request per shard that it touches. The request also brings the TD errors of earlier batches.
     All writes of a client go to one shard, so that trajectories stay whole; the shard computes n-step returns,
@@ -57,23 +57,24 @@ class ShardedReplayBuffer(Client):
         num_shards: number of actors to start.
         make_buffer: returns a :class:`~rlbuf_td.ReplayBuffer` with rows in RAM, a uniform or proportional sampler,
             perhaps wrapped; called in every shard, and once in this process.
-        batch_size: default: the batch size of the buffers.
-        samples_per_insert: rows sampled per row written: batches and writes wait to keep it within ``tolerance``.
+        batch_size: the rows of a batch; default: the batch size of the buffers.
+        samples_per_insert: rows sampled per row written: batches and writes wait to keep this ratio.
         min_size: rows that must have been written before the first batch.
-        tolerance: in sampled rows; ``None``: the smallest possible. See :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        tolerance: the allowed deviation in sampled rows (:class:`~rlbuf_td.buffers.flow.FlowControl`); ``None``: the
+            smallest possible.
         prefetch: k, the number of batches that one request draws ahead. They use the priorities at the time of the
             request; TD errors take effect after k to 2k batches. Ray's time per batch is divided by k.
         dump_dir: the default folder of :meth:`dumps`, whose content a restarted shard loads.
-        placement_strategy: Ray's: ``"SPREAD"`` over machines, or ``"PACK"``.
-        on_loss: ``"continue"`` without a lost shard, or ``"raise"`` a ``ShardLost``.
-        **actor_options: of Ray's actors: ``num_cpus`` (default 0), ``resources``, ``max_restarts`` (default: any) ...
+        placement_strategy: where Ray starts the shards: ``"SPREAD"`` over machines, or ``"PACK"`` on few.
+        on_loss: ``"continue"``: go on without a lost shard; ``"raise"``: raise a ``ShardLost``.
+        **actor_options: options of Ray's actors: ``num_cpus`` (default 0), ``max_restarts`` (default -1: no limit) ...
 
     Raises:
         TypeError: ``make_buffer`` does not return a ReplayBuffer over a PackedStorage.
-        ValueError: an argument is out of range, or the buffer's sampler has no exact form over shards (a
-            ``RankSampler``, for example).
+        ValueError: an argument is out of range, or a part of the buffer has no exact form over shards (for example a
+            ``RankSampler`` or a transform).
 
-    Cost: a request takes Ray about 0.5 ms of a core, and the shard O(B log N). :mod:`rlbuf_td.distributed` has figures.
+    Cost: per request, about 0.5 ms of a core in Ray, and O(B log N) in the shard; see :mod:`rlbuf_td.distributed`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -133,7 +134,7 @@ class ShardedReplayBuffer(Client):
         super().__init__(partial(connect, *where), spec, batch_size, prefetch, on_loss, None)
 
     def __reduce__(self) -> Any:
-        """Make copies clients: only this object can shut the shards down."""
+        """Pickle and copy as a :class:`Client`: only this object can shut the shards down."""
         return Client, self._given
 
     # -- clients
@@ -160,8 +161,9 @@ class ShardedReplayBuffer(Client):
 
         Returns:
             ``"shards"``: a dict for each, with ``alive``, ``rows``, ``waiting``, ``mass``, ``inserts``, ``lost_rows``,
-            ``stale_updates``, ``drifted`` and ``requests``; ``"lost_shards"``: the number of losses;
-            ``"retries"``: batches of this object that were drawn again; with flow control ``"flow"``: its counters.
+            ``stale_updates``, ``drifted`` and ``requests``; ``"lost_shards"``: how often this object lost a shard;
+            ``"retries"``: batches of this object that were drawn again; ``"stale_updates"``: all skipped TD errors;
+            with flow control, ``"flow"``: its counters.
         """
         reports = self.links.ask("report")
         for place, report in reports.items():
@@ -189,7 +191,7 @@ class ShardedReplayBuffer(Client):
     # -- all rows
 
     def empty(self) -> None:
-        """Forget all rows and priorities, including rows that wait for a draw."""
+        """Forget all rows and priorities, including rows that are not yet written."""
         self.synchronize()
         self._forget()
         for place, report in self.links.ask("empty").items():
@@ -202,14 +204,14 @@ class ShardedReplayBuffer(Client):
     def dumps(self, path: str | Path | None = None) -> None:
         """Save each shard in a separate folder in ``path``, which all machines must be able to write to.
 
-        After a crash, the old or the new dump of each shard is intact. Rows that wait for a draw are written first.
+        After a crash, the old or the new dump of each shard is intact. Each shard first writes its waiting rows.
 
         Args:
-            path: default: ``dump_dir``, from which restarted shards continue.
+            path: the folder; default: ``dump_dir``, whose dump restarted shards load.
 
         Raises:
             ValueError: neither ``path`` nor ``dump_dir`` is given.
-            CheckpointError: a part cannot be saved, or a shard is lost.
+            CheckpointError: a part of a buffer cannot be saved, or a shard is lost.
         """
         path = self._folder(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -224,16 +226,17 @@ class ShardedReplayBuffer(Client):
         (path / _MANIFEST).write_text(json.dumps(found))
 
     def loads(self, path: str | Path | None = None) -> None:
-        """Replace the content by that of a dump; the number of shards may differ.
+        """Replace the content by that of a dump, which may be from another number of shards.
 
-        If it differs, rows and priorities are distributed in order: at most one trajectory per shard is cut.
+        If the number differs, rows and priorities are redistributed in order; at most one trajectory per lane and shard
+        is cut.
 
         Args:
-            path: default: ``dump_dir``.
+            path: the folder of the dump; default: ``dump_dir``.
 
         Raises:
             CheckpointError: the folder holds no complete dump.
-            ValueError: the shards have too little room for its rows; nothing has changed.
+            ValueError: the shards have too little room for the rows of the dump; nothing has changed.
         """
         path, count = self._folder(path), len(self.links.handles)
         try:

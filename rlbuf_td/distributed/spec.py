@@ -1,11 +1,11 @@
-"""The common properties of the buffers of all shards, and the buffers that cannot be sharded exactly."""
+"""The properties that the buffers of all shards share, and a check that a buffer can be sharded exactly."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from rlbuf_td.buffers.replay import ReplayBuffer
-from rlbuf_td.samplers import ProportionalSampler, SequenceSampler, UniformSampler
+from rlbuf_td.samplers import FreshRowsSampler, ProportionalSampler, SequenceSampler, UniformSampler
 from rlbuf_td.samplers.wrapper import SamplerWrapper
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.writers import RingWriter
@@ -15,7 +15,7 @@ class Spec(NamedTuple):
     """The properties of the buffers that clients need."""
 
     ndim: int
-    capacity: int  # rows of a shard
+    capacity: int  # rows per shard
     batch_size: int | None
     priority_key: Any
     is_prioritized: bool
@@ -23,15 +23,15 @@ class Spec(NamedTuple):
     norm: str | None
     stratified: bool
     reduction: Any
-    windows: SequenceSampler | None  # has the settings of the shards' sampler; it draws nothing
+    windows: SequenceSampler | None  # a sampler with the settings of the shards' samplers; it draws nothing
 
     @property
     def window_rows(self) -> int:
-        """Rows of a batch for each draw."""
+        """The number of rows that a draw adds to a batch: the length of a window, or 1."""
         return 1 if self.windows is None else self.windows.window
 
     def draws_of(self, batch_size: int) -> int:
-        """Return the number of draws for a batch; ValueError if it is not a multiple of the window."""
+        """Return the number of draws for a batch; ValueError if ``batch_size`` is not a multiple of the window."""
         return batch_size if self.windows is None else self.windows._windows_of(batch_size)
 
     @classmethod
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
         """Return the spec of a buffer.
 
         Raises:
-            TypeError: it is not a ReplayBuffer of this package over a PackedStorage.
+            TypeError: ``buffer`` is not a ReplayBuffer of this package over a PackedStorage.
             ValueError: the buffer cannot be sharded exactly; the message names the part.
         """
         refuse(buffer)
@@ -55,6 +55,14 @@ class Spec(NamedTuple):
         return cls(*common, True, inner.beta, inner.weight_norm, inner.stratified, inner.reduction, windows)
 
 
+def _draws_fresh(sampler: Any) -> bool:
+    while isinstance(sampler, SamplerWrapper):
+        if isinstance(sampler, FreshRowsSampler):
+            return True
+        sampler = sampler.sampler
+    return False
+
+
 def refuse(buffer: Any) -> None:
     """Refuse a buffer that cannot be sharded; raises as :meth:`Spec.of`."""
     if not isinstance(buffer, ReplayBuffer) or not buffer._initialize().is_packed:
@@ -63,6 +71,7 @@ def refuse(buffer: Any) -> None:
     inner = sampler.innermost if isinstance(sampler, SamplerWrapper) else sampler
     for is_there, what, remedy in (
         (type(inner) not in (UniformSampler, ProportionalSampler), type(inner).__name__, "a ProportionalSampler"),
+        (_draws_fresh(sampler), "FreshRowsSampler", "the wrapped sampler, without fresh rows"),
         (getattr(inner, "unique", False), "UniformSampler(unique=True)", "unique=False"),
         (getattr(inner, "max_priority_within_buffer", False), "max_priority_within_buffer", "the largest ever seen"),
         (getattr(sampler, "boundary", "") == "strict", "boundary='strict'", "'pad' or 'shift'"),

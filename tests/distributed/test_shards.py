@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from importlib import import_module
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from rlbuf_td import (
+    FreshRowsSampler,
     HindsightSampler,
     NStepSampler,
     PackedStorage,
@@ -134,6 +136,23 @@ def test_a_loss_is_raised_where_that_is_wanted():
         learner.sample()
 
 
+def test_flow_control_does_not_count_what_failed():
+    world = World(1, proportional, on_loss="raise")
+    fill(world, 60)
+    learner = world.client()
+    flow = learner._flow = mock.Mock(**{"sample.remote.return_value": None, "insert.remote.return_value": None})
+    learner.sample(8)
+    assert not flow.take_back.remote.called
+    world.handles[0].is_lost = True
+    with pytest.raises(ShardLost):
+        learner.sample(8)
+    flow.take_back.remote.assert_called_once_with(sampled=8)
+    learner.links.require_one = mock.Mock(side_effect=ShardLost("none of 1 shards"))  # type: ignore[method-assign]
+    with pytest.raises(ShardLost):
+        learner.extend(rows(0, 5))
+    flow.take_back.remote.assert_called_with(inserted=5)
+
+
 def test_a_shard_that_was_emptied_meanwhile_is_drawn_from_no_more():
     world = World(2, proportional)
     fill(world, 60)
@@ -212,6 +231,7 @@ def test_updates_without_errors_or_with_bad_ones_are_refused():
     ("make_buffer", "name"),
     [
         (lambda: ReplayBuffer(sampler=RankSampler(1_000)), "RankSampler"),
+        (lambda: ReplayBuffer(sampler=NStepSampler(FreshRowsSampler(UniformSampler()), 2, 0.9)), "FreshRowsSampler"),
         (lambda: ReplayBuffer(sampler=UniformSampler(unique=True)), "unique=True"),
         (lambda: ReplayBuffer(sampler=UniformSampler(replacement=False)), "MinibatchSampler"),
         (lambda: ReplayBuffer(sampler=SequenceSampler(UniformSampler(), 3, boundary="strict")), "strict"),
