@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
-from torchrl.data import VideoClipRef
+from torchrl.data import ListStorage, VideoClipRef
+from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.data.datasets import LeRobotExperienceReplay
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
@@ -107,6 +108,18 @@ def test_what_cannot_be_taken_over_is_named():
     with pytest.raises(SchemaError, match="key 'said' holds non-tensor data"):
         ReplayBuffer.from_torchrl(data_set)
     assert len(ReplayBuffer.from_torchrl(data_set, exclude=["said"])) == 4
+    listed = TorchRLReplayBuffer(storage=ListStorage(5))
+    listed.extend([1, 2])
+    with pytest.raises(TypeError, match="rows that are TensorDicts, this buffer holds a list"):
+        ReplayBuffer.from_torchrl(listed)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_imported_rows_count_for_flow_control(copied):
+    rb: Any = ReplayBuffer.from_torchrl(theirs(7), copy=copied, samples_per_insert=1.0, min_size=5, batch_size=2)
+    assert rb.sample().shape == (2,)
+    rb.extend(rows(2))
+    assert rb.flow.report()["inserts"] == 9
 
 
 def test_a_bar_shows_what_has_been_copied(capsys):

@@ -23,7 +23,8 @@ def test_a_missing_extra_is_named(arguments, module, missing, extra, monkeypatch
     loaded = dict(sys.modules)
     for name in [name for name in loaded if name.startswith("rlbuf_td.cli.") or name == module]:
         parent, _, child = name.rpartition(".")
-        monkeypatch.setattr(loaded[parent], child, loaded[name])  # which another import changes, to be put back
+        if hasattr(loaded[parent], child):  # another import changes it, to be put back
+            monkeypatch.setattr(loaded[parent], child, loaded[name])
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(arguments) == 1

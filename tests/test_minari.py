@@ -238,6 +238,18 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
     with pytest.raises(ValueError, match="already exists"):
         rb.to_minari(dataset.id, **spaces_of(dataset))
     assert_same_bytes(minari.load_dataset(dataset.id), dataset)
+    again = ReplayBuffer.from_minari(dataset)
+    with pytest.raises(ValueError, match="nonsense"):
+        again.to_minari("toy/again-v0", **spaces_of(dataset), data_format="nonsense")
+    again.to_minari("toy/again-v0", **spaces_of(dataset))
+
+
+def test_imported_rows_wait_for_no_batch_and_open_the_buffer():
+    dataset = recorded()
+    rb: Any = ReplayBuffer.from_minari(dataset, samples_per_insert=1.0, min_size=2, batch_size=1)
+    for _ in range(2):
+        rb.add(rb.sample()[0].exclude("index"))
+    assert rb.flow.report()["inserts"] == len(ReplayBuffer.from_minari(dataset)) + 2
 
 
 def test_a_bar_shows_what_has_been_read(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
+    ExperienceQueue,
+    FreshRowsSampler,
     GymnasiumRecorder,
     NStepSampler,
     PackedStorage,
@@ -418,3 +422,139 @@ def test_what_cannot_be_sampled_or_written_is_refused():
     mixed.extend(rows(0, 3).exclude("observation"), "b")
     with pytest.raises(SchemaError, match=r"'observation' is float32 of shape \(3,\) in 'a', missing in 'b'"):
         mixed.sample(4)
+
+
+# -- uses that once went wrong
+
+
+def numbered(first: int, count: int = 10, **kwargs: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=PackedStorage(100), **kwargs)
+    rb.extend(TensorDict({"number": torch.arange(first, first + count)}, [count]))
+    return rb
+
+
+HALF = {"one": 0.5, "other": 0.5}
+
+
+def test_threads_that_sample_get_batches_of_their_own():
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(1_000)}, HALF, batch_size=64)
+    mixed.sample()
+
+    def draw() -> bool:
+        batches = [mixed.sample() for _ in range(1_000)]
+        return all(bool(((batch["number"] >= 1_000) == batch["source"].bool()).all()) for batch in batches)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(future.result() for future in [pool.submit(draw) for _ in range(3)])
+
+
+def test_rows_with_a_source_of_their_own_are_refused():
+    rb = ReplayBuffer(storage=PackedStorage(10))
+    mixed = ReplayBufferMixture({"one": rb}, {"one": 1.0}, batch_size=4)
+    rb.extend(TensorDict({"source": torch.zeros(3)}, [3]))
+    with pytest.raises(SchemaError, match="member 'one' stores the key 'source'"):
+        mixed.sample()
+
+
+def test_shares_are_loaded_by_name():
+    members = {"one": numbered(0), "other": numbered(1_000)}
+    shares = {"one": 0.75, "other": 0.25}
+    mixed = ReplayBufferMixture(members, shares)
+    again = ReplayBufferMixture(dict(reversed(members.items())), HALF)
+    again.sampler.load_state_dict(mixed.sampler.state_dict())
+    assert dict(zip(again.names, again.counts(8), strict=True)) == {"one": 6, "other": 2}
+
+
+def test_flow_control_of_a_member_counts_its_rows():
+    mixed = ReplayBufferMixture(
+        {"one": numbered(0, 4, samples_per_insert=1.0, min_size=4), "other": numbered(0)}, HALF, batch_size=4
+    )
+    for _ in range(3):
+        mixed.sample()
+        mixed.extend(TensorDict({"number": torch.arange(2)}, [2]), "one")
+    flow: Any = mixed["one"].flow
+    assert flow.report()["samples"] == 6
+    with pytest.raises(RuntimeError, match="flow control does not admit a batch of 2 rows"):
+        all(mixed.sample() is not None for _ in range(9))
+
+
+@pytest.mark.parametrize("sampler", [None, SamplerWithoutReplacement()])
+def test_members_that_need_torchrls_general_path(sampler):
+    one = ReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler)
+    one.extend(TensorDict({"number": torch.arange(10)}, [10]))
+    batch = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=8).sample()
+    assert torch.equal(batch["index"], batch["number"])
+
+
+def test_health_is_of_the_last_batch():
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(0)}, HALF, batch_size=64, writes_to="one")
+    mixed.sample()
+    mixed.extend(TensorDict({"number": torch.arange(90)}, [90]))
+    mixed.sample()
+    assert mixed.health()["one/age_max"] > 60
+    last: Any = mixed["one"].last_draw
+    assert last[0].shape == (32,)
+
+
+def test_entries_are_written_back_to_their_members():
+    one, other = member("proportional", 0, 10), member("proportional", 1_000, 4, lanes=2)
+    mixed = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=32)
+    batch = mixed.sample()
+    batch["observation"] = batch["number"][:, None].expand(-1, 3).float()
+    assert mixed.write_back(batch, ["observation"]) > 4
+    for rb in (one, other):
+        stored = rb.storage[:].flatten()
+        written = torch.isin(stored["number"], batch["number"])
+        assert (stored["observation"][written] == stored["number"][written][:, None]).all()
+        assert written.any()
+        assert (stored["observation"][~written] < 1).all()
+
+
+def test_members_of_equal_windows_give_whole_windows_at_any_share():
+    def windows() -> ReplayBuffer:
+        rb = ReplayBuffer(storage=PackedStorage(30), sampler=SequenceSampler(UniformSampler(), 4))
+        rb.extend(rows(0, 30))
+        return rb
+
+    mixed = ReplayBufferMixture({"one": windows(), "other": windows()}, {"one": 0.6, "other": 0.4}, batch_size=16)
+    counts = torch.stack([mixed.sample()["source"].bincount(minlength=2) for _ in range(200)])
+    assert set(counts[:, 0].tolist()) == {8, 12}
+    assert abs(float(counts[:, 0].float().mean()) - 0.6 * 16) < 0.5
+
+
+def test_fresh_rows_of_probability_zero_leave_weights_finite():
+    sampler = FreshRowsSampler(ProportionalSampler(10, eps=0.0), 2)
+    one = ReplayBuffer(storage=PackedStorage(10), sampler=sampler)
+    one.extend(TensorDict({"number": torch.arange(4), "td_error": torch.tensor([1.0, 2.0, 0.0, 0.0])}, [4]))
+    other = ReplayBuffer(storage=PackedStorage(10))
+    other.extend(one.storage[:])
+    batch = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=8).sample()
+    assert batch["priority_weight"].isfinite().all()
+    assert (batch["priority_weight"] > 0).all()
+
+
+@pytest.mark.parametrize("name", ["", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])
+def test_names_that_are_no_folders_or_attributes_are_refused(name):
+    with pytest.raises(ValueError, match="cannot be the name of a member"):
+        ReplayBufferMixture({name: numbered(0)}, {name: 1.0})
+
+
+def test_what_a_mixture_cannot_do_is_refused_by_name():
+    mixed = ReplayBufferMixture({"one": numbered(0)}, {"one": torch.tensor(0.5)})
+    with pytest.raises(ValueError, match="at least one row, got batch_size=0"):
+        mixed.sample(0)
+    with pytest.raises(AttributeError, match="a mixture of one has no share 'two'"):
+        mixed.sampler.two = 0.5
+    with pytest.raises(TypeError, match="'queue' is an ExperienceQueue, which gives each row once"):
+        ReplayBufferMixture({"queue": ExperienceQueue(storage=PackedStorage(4))}, {"queue": 1.0})
+    batch = ReplayBufferMixture({"one": member("proportional", 0, 9)}, {"one": 1.0}, batch_size=4).sample()
+    with pytest.raises(KeyError, match="no 'source'"):
+        mixed.write_back(batch.exclude("source"), ["number"])
+
+
+def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
+    members = {"one": numbered(0), "other": numbered(0)}
+    ReplayBufferMixture(members, HALF).dumps(tmp_path)
+    ReplayBufferMixture({"one": members["one"]}, {"one": 1.0}).dumps(tmp_path)
+    assert not [*tmp_path.glob("members-*/other")]
+    assert len([*tmp_path.glob("members-*/one")]) == 1

@@ -57,9 +57,10 @@ def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwar
 
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
-        capacity: in transitions, rounded up to whole time steps; for a :class:`RolloutBuffer` in time steps.
+        capacity: the number of transitions, rounded up to whole time steps; for a :class:`RolloutBuffer`, the number of
+            time steps.
         extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If several processes share
-            the rows, all further entries must be named.
+            the rows, the first write cannot add entries: name all of them here.
         **kwargs: as for :meth:`from_schema`.
 
     Raises:
@@ -87,19 +88,19 @@ def from_spaces(
     extras: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """As :meth:`from_env`, for the Gymnasium spaces or TorchRL specs of a single environment.
+    """Return a buffer as :meth:`from_env` does, but from the Gymnasium spaces or TorchRL specs of one environment.
 
     Args:
-        observation_space: a space or a spec.
-        action_space: a space or a spec.
+        observation_space: the space or spec of one observation.
+        action_space: the space or spec of one action.
         capacity: see :meth:`from_env`.
-        num_envs: E, for rows ``[T, E]``; ``None`` for ``[T]``.
+        num_envs: E, the number of lanes of rows ``[T, E]``; ``None``: rows ``[T]``.
         extras: see :meth:`from_env`; ``{"next": {"reward": numpy.zeros(1)}}`` keeps rewards float64.
         **kwargs: as for :meth:`from_schema`.
 
     Raises:
         SchemaError: a space has values without a fixed size in bytes.
-        TypeError: an argument is not a space.
+        TypeError: an argument is neither a space nor a spec.
 
     Example:
         >>> from gymnasium.spaces import Box, Dict, Discrete
@@ -132,10 +133,10 @@ def from_schema(
     """Return a buffer whose rows are allocated for transitions like an example.
 
     Args:
-        schema: a time step, ``[]`` or ``[*lanes]``: an example, or the result of
-            :func:`~rlbuf_td.envs.specs.schema_of`.
+        schema: an example of a time step, ``[]`` or ``[*lanes]``; or what :func:`~rlbuf_td.envs.specs.schema_of`
+            returns.
         capacity: see :meth:`from_env`.
-        flat: rows ``[T]``, each a transition of one lane.
+        flat: ``True``: rows ``[T]`` without a lane dim, even if ``schema`` has lanes.
         device: the device of the batches and, without ``storing_device``, of the rows.
         storing_device: the device of the rows (TorchRL's collectors use the same two names).
         scratch_dir, shared, offload, share_next, frames: see :class:`PackedStorage`.
@@ -166,7 +167,7 @@ def from_schema(
 
 
 def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
-    """Return all rows, oldest first, as fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
+    """Return all rows, oldest first, in fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
 
     Transforms are applied, as when sampling.
 
@@ -175,20 +176,20 @@ def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
 
     Raises:
         RuntimeError: the buffer is empty.
-        TypeError: the writer is not a ring, so rows have no order of age.
+        TypeError: the writer does not write in time order, so the age of rows is unknown.
     """
     return last(rb, None, flat=flat)
 
 
 def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
-    """Return the newest ``n`` time steps, oldest first, as fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+    """Return the newest ``n`` time steps, oldest first, in fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
 
     Args:
-        n: time steps; ``None``: all.
-        flat: see :meth:`chronological`, also for further errors.
+        n: the number of time steps, at least 1; ``None``: all.
+        flat: see :meth:`chronological`.
 
     Raises:
-        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``.
+        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``. :meth:`chronological` lists the other errors.
     """
     storage, writer = rb.storage, rb.writer
     with rb._locked():
@@ -198,15 +199,15 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
     return rb._transformed(data)
 
 
-# -- edits. The rows remain the same transitions, with their priorities.
+# -- edits of rows, which keep their priorities
 
 
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
     """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
 
     Raises:
-        KeyError: there is no such key.
-        RuntimeError: ``value`` has another shape than the entry.
+        KeyError: the rows have no such key.
+        RuntimeError: ``value`` does not have the shape of the entry.
     """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_at_(rb, key, value, index)
@@ -218,7 +219,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
     """Set one entry of all rows, and return the buffer.
 
     Raises:
-        KeyError: no such key.
+        KeyError: the rows have no such key.
         RuntimeError: ``value`` is not ``[T, *lanes, ...]``.
     """
     if not isinstance(rb.storage, PackedStorage):
@@ -228,7 +229,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at an index; if the index is a key, set that entry of all rows, in the shape of a read."""
+    """Set the rows at an index; if the index is a key, set that entry of all rows, in the shape of ``rb[key]``."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
@@ -249,7 +250,7 @@ def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_u
 def health(rb: Any) -> dict[str, float]:
     """Return statistics of the buffer and its batches, as a flat dict for loggers.
 
-    See :mod:`rlbuf_td.diagnostics.health` for the entries. Cost: O(N log N) with priorities: not for every step.
+    See :mod:`rlbuf_td.diagnostics.health` for the entries. Cost: O(N log N) with priorities, too much for every step.
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
@@ -262,16 +263,16 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
     """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
 
     A process killed at any time leaves the old or the new dump intact. Unchanged content is not written again.
-    TorchRL's buffers cannot load it: ``theirs.extend(rb.chronological())`` copies the rows to one.
+    TorchRL's buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
     Args:
-        path: created if missing. A folder with a foreign manifest is never overwritten.
-        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        path: created if missing. A folder with the manifest of another program is never overwritten.
+        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
         sync: wait until everything is on the disk. ``False`` takes half the time, but a crash of the machine (not of
-            the process) may then damage both dumps; a load would detect it.
+            the process) may then damage the old and the new dump; a load would detect the damage.
 
     Raises:
-        CheckpointError: a part cannot be saved without pickle, or the folder holds something else.
+        CheckpointError: a part cannot be saved without pickle, or the folder holds something other than a dump.
         OSError: for example, the disk is full. The previous dump is intact.
         NotImplementedError: the storage has a checkpointer, which this method would not call.
     """
@@ -283,15 +284,16 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 def loads(
     rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
-    """Restore a dump of :meth:`dumps`; the buffer continues with the same batches as the saved one. Executes no code.
+    """Restore a dump of :meth:`dumps`; the buffer continues with the same batches as the saved one.
 
-    Every file is first compared with its checksum. The buffer must have parts of the same classes; its rows are
-    replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities, and warns. Open
-    trajectories with ids (``("collector", "traj_ids")``) end with the load, because new collectors reuse the ids.
+    Every file is first compared with its checksum; a load executes no code. The buffer must have parts of the same
+    classes; its rows are replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities,
+    and warns. Unfinished trajectories with ids (``("collector", "traj_ids")``) end with the load, because new
+    collectors reuse the ids.
 
     Args:
         path: the folder of the dump.
-        rows_only: load only the rows, as new rows for the sampler of this buffer.
+        rows_only: load only the rows; this buffer's sampler treats them as newly written.
         default_generator: also restore torch's default generator, which buffers without a generator use.
         progress: as for :meth:`dumps`.
 
@@ -341,12 +343,12 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
 
     Raises:
         ValueError: the state is of other parts, or its rows do not fit this buffer. The buffer is unchanged.
-        RuntimeError: it was saved with another ``prefetch``. The buffer is unchanged.
+        RuntimeError: the state was saved with another ``prefetch``. The buffer is unchanged.
     """
     rb._initialize()
     rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
     with rb._futures_lock:
-        rb.synchronize()  # prefetching threads need the other locks
+        rb.synchronize()  # before the other locks are taken: prefetching threads need them
         with rb._locked():  # no thread sees a mixture of two states
             if isinstance(rb.storage, PackedStorage):
                 examine(rb.storage, state_dict["_storage"])
@@ -368,12 +370,13 @@ def share_if_spawning(rb: Any) -> None:
 
 
 def share(rb: Buffer, shared: bool = True) -> Buffer:
-    """Share this buffer with processes that are later forked, or spawned and sent it.
+    """Share this buffer with processes that are later forked, or spawned with the buffer as an argument.
 
-    Rows, counters and priorities move to shared memory. Each process may write, sample and update priorities, one
-    at a time. If a process is killed during a write, the write is undone and the lock released. Other state of samplers
-    (the position in an epoch, generators) stays with each process. Parts cannot be replaced afterwards. TorchRL's
-    collectors with several workers call this themselves. A TorchRL storage is shared in TorchRL's way.
+    Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a lock
+    runs these calls one at a time. If a process is killed during a write, the write is undone and the lock released.
+    Each process has its own copy of other sampler state (position in an epoch, generator). Parts cannot be replaced
+    afterwards. TorchRL's collectors with several workers call this themselves. A TorchRL storage is shared in TorchRL's
+    way.
 
     Args:
         shared: ``False`` changes nothing (TorchRL's constructor passes it): sharing cannot be undone.
@@ -381,7 +384,7 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
     Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) after a process has died in a call.
 
     Raises:
-        ValueError: rows on a CUDA device.
+        ValueError: the rows are on a CUDA device.
         RuntimeError: this system lacks locks that outlive processes (Windows).
     """
     storage = vars(rb).get("_storage")  # missing while TorchRL's constructor calls this

@@ -16,7 +16,7 @@ from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.samplers import QueueSampler
 from rlbuf_td.writers import QueueWriter
 
-_POLL = 0.001  # polling interval in seconds: unlike a notification, polling does not depend on live processes
+_POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 Result = TypeVar("Result")
 
 
@@ -27,9 +27,9 @@ class ExperienceQueue(ReplayBuffer):
     wait while the queue is full; samples wait until there are enough rows for a batch. A write is stored completely
     or not at all, and the rows of one writer keep their order.
 
-    Threads share the object. After :meth:`share`, so do processes that are forked, or spawned and sent the queue. A
-    process that dies blocks no other: its unfinished write is undone, and rows of its unfinished sample stay in the
-    queue. Only rows that :meth:`sample` has returned are lost with it.
+    Threads share the object. After :meth:`share`, so do processes that are forked, or spawned with the queue as an
+    argument. A process that dies does not block the others: its unfinished write is undone, and the rows of its
+    unfinished sample stay in the queue. Only rows that :meth:`sample` has returned are lost with the process.
 
     Args:
         timeout: seconds to wait at most, then TimeoutError; ``None``: forever.
@@ -38,8 +38,8 @@ class ExperienceQueue(ReplayBuffer):
 
     Raises:
         TimeoutError: (on writing or sampling) there was no free space, or too few rows, in time; nothing has changed.
-        ValueError: ``prefetch`` is given (rows drawn ahead would be lost if a process died); (on writing) there are
-            more rows than the capacity.
+        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given (rows drawn
+            ahead would be lost if a process died); (on writing) there are no rows, or more than the capacity.
         RuntimeError: (while waiting) the queue was shut down, in any process.
 
     Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
@@ -63,9 +63,11 @@ class ExperienceQueue(ReplayBuffer):
     """
 
     def __init__(self, *, timeout: float | None = None, **kwargs: Any) -> None:
-        given = {name for name in ("sampler", "writer", "prefetch") if kwargs.get(name)}
+        given = {
+            name for name in ("sampler", "writer", "prefetch", "samples_per_insert", "min_size") if kwargs.get(name)
+        }
         if given:
-            reason = "it writes in order, and takes each row once, on request"
+            reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
             raise ValueError(f"an ExperienceQueue has no {' and no '.join(sorted(given))} of its own choice: {reason}")
         self.timeout = timeout
         writer = QueueWriter()
@@ -84,8 +86,8 @@ class ExperienceQueue(ReplayBuffer):
         """Write ``[n]`` rows in order, once there is space for all; return their index. The class documents the errors.
 
         Args:
-            tensordicts: the rows.
-            update_priority: as in TorchRL; there are no priorities here.
+            tensordicts: ``[n]`` transitions or trajectories.
+            update_priority: has no effect, because a queue has no priorities.
         """
         return self._once_possible(partial(super().extend, tensordicts, update_priority=update_priority), self.timeout)
 
@@ -102,10 +104,10 @@ class ExperienceQueue(ReplayBuffer):
 
         Args:
             batch_size: default: the queue's.
-            return_info: return ``(batch, info)``.
-            include_info: as in TorchRL.
-            wait: ``False``: do not wait.
-            timeout: default: that of the queue.
+            return_info: return ``(batch, info)``, with the sampler's report.
+            include_info: ``False`` omits the report from the batch.
+            wait: ``False``: raise TimeoutError at once if there are too few rows.
+            timeout: seconds to wait at most; default: that of the queue.
         """
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
         return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
@@ -120,7 +122,7 @@ class ExperienceQueue(ReplayBuffer):
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` until the queue is not full, or not empty; return its result. Waits outside of all locks."""
+        """Repeat ``call`` while it raises Full or Empty, then return its result; no lock is held between two calls."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import TensorDictReplayBuffer
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
 _INSERTED, _SAMPLED, _BATCH, _WRITE, _SAMPLE_WAITS, _INSERT_WAITS, _CLOSED = range(7)
-_POLL = 0.001  # polling interval in seconds: unlike a notification, polling does not depend on live processes
+_POLL = 0.001  # polling interval in seconds; unlike a notification, polling still works if another process dies
 
 
 class FlowControl:
@@ -23,13 +23,15 @@ class FlowControl:
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
     where :math:`\sigma` is ``samples_per_insert``, and samples and inserts are the numbers of rows sampled and written
-    so far. Checked from the first batch on. :meth:`share_memory_` shares the counters with other processes.
+    so far. Until ``min_size`` rows are written, every write and no batch is admitted. :meth:`share_memory_` shares the
+    counters with other processes.
 
     Args:
         samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` is enforced.
         min_size: rows that must be written before the first batch.
         tolerance: in sampled rows; at least the size of a batch, and at least ``samples_per_insert`` times the size of
-            a write, since otherwise both could wait forever. ``None``: the smallest tolerance for which this holds.
+            a write, since otherwise batches and writes could wait for each other forever. ``None``: the smallest
+            tolerance that the batches and writes so far allow.
 
     Raises:
         ValueError: an argument is out of range; (on a call) a batch or a write is too large for the tolerance.
@@ -60,7 +62,7 @@ class FlowControl:
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     def admit_sample(self, rows: int) -> bool:
-        """Count a batch and return True if it is admitted, else return False. The caller holds a lock."""
+        """Count a batch and return True if it is admitted, else return False; the caller holds the lock."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
         if numbers[_INSERTED] < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows) > self.tolerance:
@@ -69,7 +71,7 @@ class FlowControl:
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Count a write and return True if it is admitted, else return False. The caller holds a lock."""
+        """Count a write and return True if it is admitted, else return False; the caller holds the lock."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -97,8 +99,15 @@ class FlowControl:
         if self._numbers[_CLOSED]:
             raise RuntimeError("the buffer has been shut down")
 
+    def count_imported(self, rows: int) -> None:
+        """Count rows that were imported: they count for ``min_size``, and cause neither batches nor writes to wait."""
+        numbers = self._numbers
+        numbers[_INSERTED] += rows
+        surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
+        numbers[_SAMPLED] = max(numbers[_SAMPLED], int(surplus))
+
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Uncount a batch or a write that has failed. The caller holds a lock."""
+        """Subtract a batch or a write that has failed from the counters; the caller holds the lock."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
@@ -121,7 +130,7 @@ class FlowControl:
 
     @contextmanager
     def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
-        """Wait until a write is admitted; if the ``with`` block fails, it does not count."""
+        """Wait until a write is admitted, and count it; if the ``with`` block fails, uncount it."""
         wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
         try:
             yield
@@ -134,7 +143,7 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Wait until a batch is admitted and rows are ``ready``; if the ``with`` block fails, it does not count.
+        """Wait until rows are ``ready`` and a batch is admitted, and count it; if the ``with`` block fails, uncount it.
 
         Raises:
             RuntimeError: the batch is not admitted and ``wait`` is False, or the buffer has been shut down.
@@ -167,7 +176,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``admit`` with the lock held until it returns True; TimeoutError if this takes too long."""
+    """Call ``admit``, with the lock held, until it returns True; raise TimeoutError after ``timeout`` seconds."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -187,12 +196,20 @@ def wait_until(
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control for a buffer's arguments, or None; raises as :class:`FlowControl`."""
+    """Return the flow control that a buffer's arguments ask for, if any; raises as :class:`FlowControl`."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
         raise ValueError("flow control counts batches when they are sampled: use prefetch=0")
     return FlowControl(samples_per_insert, min_size, tolerance)
+
+
+def count_imported(rb: Any, flow: FlowControl | None) -> None:
+    """Give a buffer its flow control, now that its rows have been imported."""
+    rb.flow = flow
+    if flow is not None:
+        flow.count_imported(len(rb))
+        rb._connect()  # a plan for writes may have been made
 
 
 @contextmanager

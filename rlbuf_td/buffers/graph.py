@@ -32,10 +32,10 @@ class _Graph(NamedTuple):
 class CapturedStep:
     """Samples, calls ``step`` and updates priorities, on CUDA as one graph; created by :meth:`ReplayBuffer.capture`.
 
-    Settings that the host changes between calls (rows written, alpha, beta, thresholds) are copied to device memory
-    before a launch. All that is fixed in a graph (other settings, memory after ``load_state_dict``, another sampler,
-    generator or transform) is compared before each launch; if it differs, the graphs are recorded again. Random numbers
-    continue from one launch to the next. :func:`capture` documents the arguments.
+    Numbers that may change between calls (rows stored, alpha, beta, gamma, ``her_ratio``) are copied to device memory
+    before a launch. A graph fixes the other settings, the sampler, generator, transforms and memory addresses: each
+    launch first compares them, and if one has changed, the graphs are recorded again. Random numbers continue from one
+    launch to the next. :func:`capture` documents the arguments.
     """
 
     def __init__(self, buffer: BufferOfParts, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
@@ -83,7 +83,7 @@ class CapturedStep:
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
         """Call the step and return its output; pass the batch to ``update`` if the step has written TD errors to it."""
-        if self._step is None:  # TD errors in the batch, if any, were stored with its rows
+        if self._step is None:  # TD errors in the batch, if any, are a stored entry of its rows
             return batch
         output = self._step(batch)
         if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
@@ -101,7 +101,7 @@ class CapturedStep:
         counts = None if buffer.replay_count is None else buffer.replay_count.counts()
         memory = storage.rows, *storage.all_rows().sources(), self._write_clock, counts
         objects = sampler, sampler._rng, *memory, *buffer._parts.transforms
-        # Keep the objects of the last recording alive, so that no others can take their addresses.
+        # Keep the objects of the last recording alive, so that no new object gets the address of an old one.
         before, settings_before = self._recorded_with
         is_same = len(before) == len(objects) and all(map(is_, before, objects)) and settings_before == settings
         if not self._graphs or not is_same:
@@ -138,7 +138,7 @@ class CapturedStep:
             self._buffer.last_draw = last_draw
             raise
         finally:
-            sampler.forget_order()  # recorded operations have not run
+            sampler.forget_order()  # the sort has been recorded, but has not run
 
     def _warm_up(self, storage: PackedStorage, stream: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream()
@@ -155,7 +155,7 @@ class CapturedStep:
             graph.register_generator_state(generator)
         # "thread_local": other threads may allocate memory and query events meanwhile.
         options: Any = {"stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.stream(stream), torch.cuda.graph(graph, **options):  # the stream ends even if a capture fails
+        with torch.cuda.stream(stream), torch.cuda.graph(graph, **options):  # the outer block restores the stream
             output, drawn = self._run(storage)
         return _Graph(graph, output, drawn)
 
@@ -182,11 +182,10 @@ def capture(
 
     The graph stays valid while the buffer fills and wraps and while alpha and beta change; each call draws new rows.
     Write with :meth:`extend` between calls, on the same stream; other threads wait while a graph is launched. On
-    the CPU there is no graph, and other threads may write during the step: rows that they replace are skipped, as
-    by :meth:`update_tensordict_priority`.
+    the CPU there is no graph, and other threads may write during the step: the priorities of rows that they replace
+    are not updated, as by :meth:`update_tensordict_priority`.
 
-    **Aliasing:** the memory of outputs is reused: the output of call ``k`` is valid until call
-    ``k + ring``.
+    **Aliasing:** calls reuse the memory of outputs: the output of call ``k`` is valid until call ``k + ring``.
 
     Args:
         step: takes a batch, and may return tensors. TD errors that it writes to ``priority_key`` become the
@@ -194,8 +193,8 @@ def capture(
             be capturable in a CUDA graph: no host synchronisation, optimizers with ``capturable=True``. ``None``:
             return the batch and update nothing.
         batch_size: default: the buffer's.
-        ring: number of outputs, at least 2.
-        warmup: number of steps that run, with effect, before the capture.
+        ring: number of outputs that are valid at a time, at least 2; each has a graph of its own.
+        warmup: number of steps that run before the capture, at least 1; they also change weights and priorities.
 
     Raises:
         ValueError: an argument is out of range, or there is no batch size. When called: the buffer's generator is

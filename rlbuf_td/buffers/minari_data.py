@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import Storage
 
+from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_dataset, transitions_of
 from rlbuf_td.kernels.huge_pages import take_pages
@@ -19,7 +20,7 @@ from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
 from rlbuf_td.storages.schema import walk
 from rlbuf_td.writers.common import steps_by_age
 
-_WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes; Minari opens its file for each write
+_WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
 
 
 def from_minari(
@@ -38,25 +39,26 @@ def from_minari(
     Memory for all transitions is reserved after the first episode is read. Episodes are read one by one: with
     ``scratch_dir`` a data set may be larger than RAM.
 
-    A Dict observation has its keys at the root, and a Tuple has the keys ``"0"``, ``"1"``, ..., as everywhere in this
-    package. ``("next", ...)`` of an episode's last row is its final observation; ``terminated`` and ``truncated`` are
-    separate. ``("collector", "traj_ids")`` is the episode's id, so that an episode without an end does not continue in
-    the next one. dtypes are those of the data set; its rewards are usually float64.
+    The keys of a Dict observation are at the root, and a Tuple has the keys ``"0"``, ``"1"``, ..., as everywhere in
+    this package. An episode's last row holds the final observation in ``"next"``; ``terminated`` and ``truncated`` are
+    separate. ``("collector", "traj_ids")`` is the episode's id, so that an episode that is neither terminated nor
+    truncated does not continue in the next one. dtypes are those of the data set; its rewards are usually float64.
 
     Args:
         dataset: a ``MinariDataset``, perhaps with filtered episodes, or the name of one on this machine.
         capacity: in transitions; ``None``: the size of the data set. A larger one leaves room for more transitions.
-        infos: store infos (numbers only) at ``"info"``, before a step, and at ``("next", "info")``, after it.
+        infos: store infos (numbers only): those before a step at ``"info"``, those after it at ``("next", "info")``.
         reward_dtype: the dtype of rewards; ``torch.float32`` matches :class:`GymnasiumRecorder`.
-        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
         **kwargs: as for :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size`` ...
 
     Raises:
         ImportError: Minari is not installed.
         ValueError: the data set has no transitions, or more than ``capacity``.
         SchemaError: an observation, action or info does not consist of numbers (``Text``, ``Sequence``, ``Graph``), or
-            episodes differ in dtypes or shapes. The message names it.
-        MemoryError: the rows can never fit into RAM. With ``scratch_dir``, OSError: the disk has too little room.
+            episodes differ in dtypes or shapes. The message names the entry or the episode.
+        MemoryError: the rows can never fit into RAM.
+        OSError: (with ``scratch_dir``) the disk has too little free space.
 
     Cost: about 1.5 times that of reading with Minari (``python tests/benchmarks/minari_speed.py``).
 
@@ -78,14 +80,16 @@ def from_minari(
     if first is None:
         raise ValueError(f"{dataset.id} has no transitions")
     rb = cls.from_schema(first[0], capacity or steps, **kwargs)
+    flow, rb.flow = rb.flow, None  # no write waits for a batch
     nbytes = steps * rb.storage.row_bytes
     with ThreadPoolExecutor(1) as pool, progress_bar(f"loading {dataset.id}", nbytes, progress) as report:
-        if rb.storage.scratch_dir is None:  # in another thread meanwhile: page faults during writes would cost more
+        if rb.storage.scratch_dir is None:  # another thread touches the pages first: page faults in writes cost more
             pool.submit(take_pages, rb.storage.all_rows().first(steps).matrix)
         for rows in chain([first], episodes):
             _fit_reward_(rows, first["next", "reward"].dtype)
             rb.extend(rows)
             report(len(rows) * rb.storage.row_bytes)
+    count_imported(rb, flow)
     return rb
 
 
@@ -115,15 +119,15 @@ def to_minari(
 
     An episode is a trajectory of one lane: the rows with equal ``("collector", "traj_ids")``, or, without these ids,
     the rows up to the next one that is ``done``. Lanes are written one after the other. Data loaded by
-    :meth:`from_minari` is written byte for byte. Entries outside the two spaces and infos (a policy's outputs, for
-    example) are omitted; transforms are not applied.
+    :meth:`from_minari` is written byte for byte. Observations, actions, rewards, ``terminated``, ``truncated`` and
+    infos are written, but no other entries (a policy's outputs, for example); transforms are not applied.
 
     Args:
         dataset_id: a new name, ``"namespace/name-v0"``.
-        env: the Gymnasium environment, its name or spec; Minari keeps the spec.
+        env: the Gymnasium environment, its name or spec; the data set stores the spec.
         observation_space: default: that of ``env``.
         action_space: default: that of ``env``.
-        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
+        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
         **kwargs: as for Minari's ``create_dataset_from_buffers``: ``algorithm_name``, ``author``, ``data_format`` ...
             Unlike there, ``jpeg_encoding`` is ``False``: images keep their bytes.
 
@@ -148,6 +152,8 @@ def to_minari(
     spaces = _spaces(env, observation_space, action_space)
     about = {"env": env, "observation_space": spaces[0], "action_space": spaces[1], "jpeg_encoding": False} | kwargs
     library, dataset = minari(), None
+    folder = library.storage.get_dataset_path(dataset_id)
+    is_new = not folder.exists()
     with rb._locked():
         steps = steps_by_age(rb.writer, rb.storage, None)
         try:
@@ -160,8 +166,8 @@ def to_minari(
                         dataset.update_dataset_from_buffer(episodes)
                     report(nbytes)
         except BaseException:
-            if dataset is not None:
-                shutil.rmtree(dataset.storage.data_path.parent)
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
     return dataset
 
@@ -187,7 +193,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which episodes begin in a lane's flat rows, in order of age; without the first one."""
+    """Return where episodes begin in ``flat``, a lane's rows from old to new: their positions, except position 0."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None:

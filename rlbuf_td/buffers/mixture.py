@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,26 +13,27 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from rlbuf_td.buffers.experience_queue import ExperienceQueue
+from rlbuf_td.buffers.mixture_parts import index_of, kinds, largest_weight, part_of, refuse_difference, settled_rows
 from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.dispatch import backend_of
+from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.indexing import flat_rows
 from rlbuf_td.storages.notebooks import MIXTURES
-from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
 
-_FOLDER, _MEMBERS = "mixture", "members-"  # in a dump: the mixture's own state, and the members with a number
+_FOLDER, _MEMBERS = "mixture", "members-"  # folders of a dump: for the mixture's state; with a number, for the members
 
 
 class ReplayBufferMixture:
-    r"""Several replay buffers as one: half demonstrations and half online data (RLPD), for example, or several tasks.
+    r"""Samples from several replay buffers in given shares: half demonstrations, half online data (RLPD), for example.
 
     A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
     position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
@@ -40,8 +41,9 @@ class ReplayBufferMixture:
     random instead.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
-    member has the weight :math:`(N P)^{-\beta}` with the N, P and beta of that member, a row of another member has 1.
-    All weights are divided by the largest one that any member can give (with ``weight_norm="batch"``: has given).
+    member has the weight :math:`(N P)^{-\beta}`, where the member has N rows, draws this row with probability P, and
+    has this beta; rows of other members have the weight 1. All weights are divided by the largest one that any member
+    can give (with ``weight_norm="batch"``: gives in this batch), unless a member has ``weight_norm=None``.
 
     Args:
         members: a :class:`ReplayBuffer` for each name, all with the same keys, dtypes and shapes. Each keeps its
@@ -51,7 +53,7 @@ class ReplayBufferMixture:
             ``LinearScheduler(mixture.sampler, "name", ...)`` set one share and scale the others.
         batch_size: B, for :meth:`sample`.
         exact: ``True``: every batch has the shares, up to rounding; ``False``: only the average does.
-        writes_to: the member that :meth:`extend` and :meth:`add` write to by default; trainers need it.
+        writes_to: the member that :meth:`extend` and :meth:`add` write to by default; TorchRL's trainers need it.
         generator: used to choose the number of rows from each member; ``None``: torch's default generator.
 
     TorchRL's trainers accept a mixture as their ``replay_buffer``. A mixture is not a subclass of TorchRL's
@@ -59,13 +61,13 @@ class ReplayBufferMixture:
     draws from several buffers, but returns stacked parts and does not support priorities.
 
     Raises:
-        TypeError: a member is not a :class:`ReplayBuffer`.
+        TypeError: a member is not a :class:`ReplayBuffer`, or is an :class:`ExperienceQueue`.
         ValueError: members and shares differ in names, or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes. The message names the first difference.
         RuntimeError: (when sampling) a member with a positive share has no rows, or there is no batch size.
 
-    Cost: one compiled call per member with a uniform or recency sampler over rows in RAM. Batches of other members are
-    sampled one after the other and concatenated.
+    Cost: one compiled call per member, if all members have uniform or recency samplers over rows in RAM; otherwise the
+    members' batches are sampled one after the other and concatenated.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 
@@ -97,6 +99,8 @@ class ReplayBufferMixture:
             if not isinstance(member, ReplayBuffer):
                 remedy = "put its storage into a rlbuf_td.ReplayBuffer"
                 raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
+            if isinstance(member, ExperienceQueue):
+                raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
         if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
             given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
             raise ValueError(f"members and shares must have the same names: {given}")
@@ -116,7 +120,7 @@ class ReplayBufferMixture:
 
     @property
     def storage(self) -> Any:
-        """The storage of the member ``writes_to``, or of the first one."""
+        """The storage of the member ``writes_to``; without it, of the first member."""
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
@@ -126,8 +130,8 @@ class ReplayBufferMixture:
         return sum(map(len, self.members.values()))
 
     def _refuse_other_schemas(self) -> None:
-        """Raise a SchemaError if members hold different rows; compare only after rows were allocated or replaced."""
-        rows = [_settled_rows(member.storage) for member in self.members.values()]
+        """Raise a SchemaError if members differ in keys; compare only after rows were allocated or replaced."""
+        rows = [settled_rows(member.storage) for member in self.members.values()]
         if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
             return
         layouts = {
@@ -135,6 +139,9 @@ class ReplayBufferMixture:
             for name, member in self.members.items()
             if getattr(member.storage, "layout", None) is not None
         }
+        for name, keys in layouts.items():
+            if ("source",) in keys:
+                raise SchemaError(f"member {name!r} stores the key 'source', under which batches name their member")
         reserved = {name for name in layouts if self.members[name].storage.is_reserved}
         refuse_difference(layouts, reserved)
         self._checked, self._plan = rows, None
@@ -151,11 +158,11 @@ class ReplayBufferMixture:
         return self.members[name]
 
     def extend(self, data: TensorDictBase, name: str | None = None) -> torch.Tensor:
-        """Write transitions to a member, default ``writes_to``; see :meth:`ReplayBuffer.extend`."""
+        """Write transitions to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.extend`."""
         return self._written(name).extend(data)
 
     def add(self, data: TensorDictBase, name: str | None = None) -> int | torch.Tensor:
-        """Write one transition to a member, default ``writes_to``; see :meth:`ReplayBuffer.add`."""
+        """Write one transition to the member ``name``, default ``writes_to``; see :meth:`ReplayBuffer.add`."""
         return self._written(name).add(data)
 
     def empty(self) -> None:
@@ -167,7 +174,19 @@ class ReplayBufferMixture:
 
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; random, as described in the class."""
-        shares = [*self.sampler.by_name.values()]
+        shares, window = [*self.sampler.by_name.values()], self._window
+        if window > 1 and batch_size % window == 0:  # whole windows of every member
+            return [count * window for count in self._parts_of(batch_size // window, shares)]
+        return self._parts_of(batch_size, shares)
+
+    @property
+    def _window(self) -> int:
+        """The number of rows per window if all members draw windows of the same length, else 1."""
+        samplers = [member.sampler for member in self.members.values()]
+        windows = {sampler.window if isinstance(sampler, SequenceSampler) else 1 for sampler in samplers}
+        return windows.pop() if len(windows) == 1 else 1
+
+    def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
         if not self.exact:
             law = torch.tensor(shares, dtype=torch.float64, device="cpu")
             drawn = torch.multinomial(law, batch_size, replacement=True, generator=self._rng)
@@ -176,7 +195,7 @@ class ReplayBufferMixture:
             totals = accumulate(share * batch_size for share in shares[:-1])
             self._split = batch_size, shares, [round(total, 9) for total in totals]
         bounds = self._split[2]
-        # With one random offset for all bounds, each count is rounded up or down with the right mean; they sum to B.
+        # One random offset for all bounds rounds each count up or down with the right mean; the counts sum to B.
         offset = 0.0
         if not all(map(float.is_integer, bounds)):
             offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
@@ -194,6 +213,8 @@ class ReplayBufferMixture:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
+        if size < 1:
+            raise ValueError(f"a batch must have at least one row, got batch_size={size}")
         counts, plan = self.counts(size), self._plan
         if plan is not None and plan.size == size:
             batch = plan.sample(counts)
@@ -205,15 +226,15 @@ class ReplayBufferMixture:
             if count and not len(member):
                 raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0{MIXTURES}")
             if count:
-                parts[name] = member._initialize() and member._sample(count)[0]
+                parts[name] = part_of(member, count)
         self._plan = make_mixture_plan([*self.members.values()], size)
         return self._joined(parts)
 
     def _joined(self, parts: dict[str, TensorDictBase]) -> TensorDictBase:
         weighted = {name: part for name, part in parts.items() if "priority_weight" in part.keys()}
-        scales = {name: self._largest(self.members[name], part) for name, part in weighted.items()}
+        scales = {name: largest_weight(self.members[name], part) for name, part in weighted.items()}
         largest = max([1.0] * (len(scales) < len(parts)) + [scale or 1.0 for scale in scales.values()], default=1.0)
-        largest = 1.0 if None in scales.values() else largest  # a member does not normalise its weights
+        largest = 1.0 if None in scales.values() else largest  # if a member does not normalise its weights
         width = max(part["index"].ndim for part in parts.values())
         for name, part in parts.items():
             member, index = self.members[name], part["index"]
@@ -226,18 +247,8 @@ class ReplayBufferMixture:
                 clock = member.storage.clock.now if hasattr(member.storage, "clock") else 0
                 more[SAMPLED_AT] = part.get(SAMPLED_AT, torch.full((len(part),), clock, device=index.device))
             set_entries_(part, more)
-        refuse_difference({name: _kinds(part) for name, part in parts.items()})
+        refuse_difference({name: kinds(part) for name, part in parts.items()})
         return torch.cat([*parts.values()])
-
-    @staticmethod
-    def _largest(member: ReplayBuffer, part: TensorDictBase) -> float | None:
-        """Return the number that the weights of a member were divided by; None if they were not divided."""
-        sampler, storage = member._parts.prioritized, member.storage
-        if sampler is None or sampler.weight_norm is None:
-            return None
-        row = flat_rows(part.get("anchor_index", part["index"])[:1], storage, sampler.device)
-        weight = (len(storage) * sampler.probability(row)) ** -sampler.beta
-        return float(weight / part["priority_weight"][0])
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -264,19 +275,30 @@ class ReplayBufferMixture:
             part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[source == place]
             if not len(part):
                 continue
-            if part["index"].ndim > 1 and member.storage.ndim == 1:
-                part["index"] = part["index"][:, 0]
-            td_error = part.get(member.priority_key, None)
-            if td_error is not None and backend_of(td_error) == "numba":
+            part, td_error = index_of(member, part), part.get(member.priority_key, None)
+            if td_error is None:
+                raise KeyError(f"the batch has no {member.priority_key!r}: set the TD errors of the sampled rows")
+            if backend_of(td_error) == "numba":
                 refuse_errors(td_error.reshape(-1))
             updates.append((member, part))
         for member, part in updates:
             member.update_tensordict_priority(part)
 
+    def write_back(self, batch: TensorDictBase, keys: Any) -> int:
+        """Write entries of a batch back to the rows of all members; see :meth:`ReplayBuffer.write_back`."""
+        if "source" not in batch.keys():
+            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
+        flat, written = batch.reshape(-1), 0
+        for place, member in enumerate(self.members.values()):
+            part = flat[flat["source"] == place]
+            if len(part):
+                written += member.write_back(index_of(member, part), keys)
+        return written
+
     # -- state, health
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all state that determines behaviour, except generators of the mixture."""
+        """Return a copy of all state that determines behaviour, except the mixture's generator."""
         members = {name: member.state_dict() for name, member in self.members.items()}
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact}
 
@@ -290,7 +312,7 @@ class ReplayBufferMixture:
     def dumps(self, path: str | Path) -> None:
         """Save the members, each as :meth:`ReplayBuffer.dumps` does, and the shares, as one crash-safe dump.
 
-        Chunks of a member that the previous dump holds are linked, where the file system can.
+        Data that has not changed since the previous dump is hard-linked, if the file system supports this.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
             folders = [*Path(path).glob(f"{_MEMBERS}*")]
@@ -300,6 +322,9 @@ class ReplayBufferMixture:
             if before.exists():
                 with suppress(OSError):
                     shutil.copytree(before, folder, copy_function=os.link, ignore=shutil.ignore_patterns(".lock"))
+            for other in folder.glob("*"):
+                if other.name not in self.members:  # of a mixture that had more members
+                    shutil.rmtree(other)
             for name, member in self.members.items():
                 member.dumps(folder / name)
             rng = None if self._rng is None else self._rng.get_state()
@@ -313,8 +338,8 @@ class ReplayBufferMixture:
         """Restore what :meth:`dumps` saved.
 
         Raises:
-            CheckpointError: a folder is missing, damaged or foreign; the shares and the members before it have been
-                loaded.
+            CheckpointError: a folder is missing, damaged or not a dump; the shares, and the members before the one in
+                this folder, have been loaded.
             ValueError: the dump belongs to other members; nothing has changed.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
@@ -327,7 +352,7 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process has its own shares."""
+        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process sets its own shares."""
         for member in self.members.values():
             member.share()
         return self
@@ -348,33 +373,3 @@ class ReplayBufferMixture:
             for name, member in self.members.items()
         ]
         return "\n".join([f"{type(self).__name__}(", *lines, f"    batch_size={self.batch_size}, exact={self.exact})"])
-
-
-def _settled_rows(storage: Any) -> Any:
-    """Return the rows of a storage; None before the first write, which may still add keys to reserved rows."""
-    return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
-
-
-def _kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
-    items = data.items(include_nested=True, leaves_only=True)
-    return {as_tuple(key): (value.dtype, value.shape[data.ndim :]) for key, value in items}
-
-
-def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
-    """Raise a SchemaError that names the first entry in which a member differs from the first one.
-
-    The first write may add entries to the schema of a ``reserved`` member.
-    """
-    if not members:
-        return
-    (first, known), *others = members.items()
-    for name, found in others:
-        for key in sorted(known.keys() | found.keys()):
-            comes_later = any(who in reserved and key not in each for who, each in ((first, known), (name, found)))
-            if comes_later or known.get(key) == found.get(key):
-                continue
-            words = [
-                f"{kind(*each[key])} in {who!r}" if key in each else f"missing in {who!r}"
-                for who, each in ((first, known), (name, found))
-            ]
-            raise SchemaError(f"members must hold the same entries: {show_key(key)} is {words[0]}, {words[1]}")

@@ -1,15 +1,16 @@
-"""The short path of mixtures: each member writes its rows into its part of the batch, with one compiled call."""
+"""The short path of mixtures: one compiled call per member copies its rows into its part of the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlbuf_td.buffers.plan import RecencyPlan, UniformPlan, can_plan
+from rlbuf_td.buffers.plan import Blank, RecencyPlan, UniformPlan, can_plan
 from rlbuf_td.kernels.batch import Gather
 from rlbuf_td.kernels.dispatch import loops
 from rlbuf_td.samplers import RecencySampler, UniformSampler
@@ -23,7 +24,7 @@ class MixturePlan:
 
     Args:
         members: replay buffers with the same row layout and ``ndim``.
-        size: B.
+        size: B, rows per batch.
     """
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
@@ -37,9 +38,10 @@ class MixturePlan:
         self.gather = Gather(
             first.rows.flat, self.layout.extents, [*entries, index, (torch.int64, torch.Size([]))], size
         )
-        #: For each member: the first n places of its scratch memory, by n.
+        #: For each member, by number of rows n: the first n places of the member's scratch memory.
         self.parts: list[dict[int, Tensor]] = [{} for _ in members]
-        self.blanks: list[tuple[int, TensorDict]] = []
+        self.blanks: list[Blank] = []
+        self.lock = Lock()  # a slot's addresses are of one batch at a time
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
         """Return a batch with the given number of rows from each member, or None to use the general path."""
@@ -47,10 +49,15 @@ class MixturePlan:
             is_same = member._storage is plan.storage and member._sampler is plan.sampler
             if count and not (is_same and is_usual(member) and plan.holds()):
                 return None
+        with self.lock:
+            return self.fill(counts)
+
+    def fill(self, counts: Sequence[int]) -> TensorDict | None:
+        """Return a batch, as :meth:`sample`; the caller holds the lock."""
         if not self.blanks:
             with torch.inference_mode(False):  # a batch may be used after inference mode
                 self.blanks = self.make_blanks()
-        slot, batch = self.blanks.pop()
+        slot, _, batch, report = self.blanks.pop()
         begin = 0
         for number, plan in enumerate(self.plans):
             count, parts = counts[number], self.parts[number]
@@ -64,22 +71,24 @@ class MixturePlan:
                     return None
                 plan.draw_part(written, parts[count])
                 self.kernel(plan.gather.address, slot, begin, count, number)
-            begin += count
+            member, end = self.members[number], begin + count
+            member.last_draw = report["index"][begin:end], None, getattr(member._writer, "_cursor", 0)
+            begin = end
         return batch
 
-    def make_blanks(self) -> list[tuple[int, TensorDict]]:
-        """Return batches of uninitialised memory, each with the slot that holds its addresses."""
+    def make_blanks(self) -> list[Blank]:
         blanks = []
         for slot in self.gather.slots:
             tensors = self.gather.allocate(slot)
             report = {"index": tensors[-2], "source": tensors[-1]}
-            blanks.append((slot, self.layout.wrap(tensors, self.batch_size, _CPU, report)))
+            blanks.append(Blank(slot, tensors, self.layout.wrap(tensors, self.batch_size, _CPU, report), report))
         return blanks
 
 
 def is_usual(member: Any) -> bool:
     """Whether a member returns batches as drawn, and does not count draws."""
-    return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
+    counts = member.replay_count is not None or member.flow is not None
+    return member._is_plain and not counts and member._prefetcher is None and member._include_info
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:

@@ -34,8 +34,8 @@ class Parts(NamedTuple):
     sampler: Any
     writer: Any
     wrapper: SamplerWrapper | None  # the sampler, if it wraps another one
-    prioritized: Prioritized | None  # the sampler that draws, if it is a prioritized one of this package
-    transforms: Collection[Any]  # TorchRL's own list, which changes in place: looking it up takes 1 us
+    prioritized: Prioritized | None  # the innermost sampler, if it is a prioritized one of this package
+    transforms: Collection[Any]  # TorchRL's own list, kept here because each lookup takes 1 us
     is_packed: bool  # the storage is a PackedStorage
     has_units: bool  # a sample unit expands the drawn rows
     is_stamped: bool  # batches record when they were sampled
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
         if wrapper is not None:
-            wrapper.watch(storage)  # now: a later load of rows must end the trajectories
+            wrapper.watch(storage)  # before a load of rows, which must end the trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
@@ -63,9 +63,9 @@ class Parts(NamedTuple):
         return cls(*given, is_packed, has_units, is_stamped, draws, generally)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Return flat rows of the short path, the sampler's report, and the transitions.
+        """Draw on the short path; return the flat rows, the sampler's report, and the transitions.
 
-        A wrapper returns the transitions; otherwise ``gather`` reads them. The caller holds the lock.
+        A wrapper reads the transitions itself; otherwise ``gather`` reads them. The caller holds the lock.
         """
         if self.draws == "draw_batch":
             return self.sampler.draw_batch(self.storage, batch_size)
@@ -96,7 +96,7 @@ class BufferOfParts(Protocol):
 
 
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of a sampler's draw method; "" if there is none, or if a subclass overrides ``sample``."""
+    """Return the name of a sampler's draw method; "" if it has none, or overrides ``sample`` in a subclass."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -114,13 +114,13 @@ def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
-    """Move rows, their attached objects and priorities to shared memory. Undoing a write also restores the writer.
+    """Move rows, counters and priorities to shared memory; undoing a killed process's write restores the counters.
 
     Raises:
-        ValueError: rows on a CUDA device.
+        ValueError: the rows are on a CUDA device.
     """
     storage.share_memory_()
-    attached_or_new(storage, TrajectoryNumbers)  # before sharing: all processes' recorders use these numbers
+    attached_or_new(storage, TrajectoryNumbers)  # before sharing, so that recorders in all processes use these numbers
     counters = vars(writer)
     if storage.shared_rows is not None:
         names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
@@ -136,7 +136,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 
 
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the storage and its content, and return the old storage.
+    """Replace the storage and thus all rows, and return the old storage.
 
     Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """

@@ -1,9 +1,9 @@
 """The short path: ``sample`` and ``update_tensordict_priority`` in one compiled call each.
 
 A plan exists while storage, sampler, schema and batch size are fixed: it holds the addresses and the kernel for a
-call. Each call first checks, with a few comparisons, that nothing has changed since. From the same generator state, it
-gives the same batches and priorities as the general path. If something has changed, or an argument is unusual, it
-returns None: the buffer takes the general path, and makes a new plan.
+call. Each call first checks, with a few comparisons, that nothing has changed since the plan was made. From the same
+generator state, a plan gives the same batches and priorities as the general path. If something has changed, or an
+argument is unusual, the plan returns None: the buffer takes the general path, and makes a new plan.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _CPU = torch.device("cpu")
 class Blank(NamedTuple):
     """A batch whose memory is not yet filled."""
 
-    slot: int  # memory with the addresses of the batch's tensors
+    slot: int  # address of the memory that holds the addresses of the batch's tensors
     tensors: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]
 
 
 class Planned(ABC):
-    """Samples plain rows on the CPU. A subclass defines the memory of a batch."""
+    """Abstract base of the plans that sample plain rows on the CPU; a subclass allocates the batches."""
 
     gather: Gather
     _blanks: list[Any]
@@ -55,7 +55,7 @@ class Planned(ABC):
 
     @abstractmethod
     def make_blanks(self) -> list[Any]:
-        """Return memory for batches, one for each slot of :attr:`gather`."""
+        """Return uninitialised batches, one for each slot of :attr:`gather`."""
 
     @abstractmethod
     def sample(self) -> Blank | None:
@@ -67,18 +67,18 @@ class Planned(ABC):
 
 
 class Plan(Planned):
-    """Draws rows. A subclass defines the law.
+    """Abstract base of the plans that draw rows; a subclass defines their distribution.
 
     Args:
         storage: its rows are ``[T]`` or ``[T, E]``.
         sampler: draws the rows.
         size: B, rows per batch.
-        gathers: whether a batch holds the leaves of the rows, beside the index and the report.
+        gathers: ``True``: a batch holds the leaves, index and report of the rows; ``False``: only index and report.
     """
 
-    reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's entries of a batch, beside the index
+    reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
     table = 0  # address of the priorities' address array
-    kept: tuple[Any, ...] = ()  # what else the kernel reads by address
+    kept: tuple[Any, ...] = ()  # objects whose memory the kernel also reads
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
@@ -87,7 +87,7 @@ class Plan(Planned):
         index = (torch.int64, torch.Size([storage.ndim] if self.lanes else []))
         more = [index, *((dtype, torch.Size([])) for _, dtype in self.reports)]
         leaves = [(leaf.dtype, leaf.shape) for leaf in self.rows.layout.leaves if gathers]
-        self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, under the buffer's lock
+        self.flat = torch.empty(size, dtype=torch.int64, device="cpu")  # scratch memory, used with the lock held
         self.uniform = torch.empty(size, dtype=torch.float64, device="cpu")
         scratch = {"flat": self.flat.data_ptr(), "uniform": self.uniform.data_ptr()}
         shape = {"steps": self.rows.steps, "lanes": self.lanes, "table": self.table}
@@ -120,14 +120,14 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Fill a batch; return whether there is a row to draw."""
+        """Draw from the first ``written`` rows into the batch at ``slot``; return False to use the general path."""
 
 
 class UniformPlan(Plan):
     """Draws every row with equal probability, with replacement."""
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; ``unique`` may be set at any time."""
+        """See :meth:`Plan.holds`; also checks ``unique``, which may be set at any time."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator and not self.sampler.unique
 
     def draw(self, written: int, slot: int) -> bool:
@@ -136,7 +136,7 @@ class UniformPlan(Plan):
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
-        """Draw some rows to the first places of the scratch memory, ``flat``."""
+        """Draw rows into ``flat``, the first places of the scratch memory."""
         flat.random_(0, written, generator=self.generator)
 
 
@@ -156,7 +156,7 @@ class RecencyPlan(Plan):
 
 
 class MinibatchPlan(Plan):
-    """Draws the next rows of an epoch; the last batch of an epoch may be shorter, and uses the general path."""
+    """Draws the next rows of an epoch; if its last batch is shorter, that batch uses the general path."""
 
     def __init__(self, storage: PackedStorage, sampler: MinibatchSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
@@ -172,11 +172,11 @@ class MinibatchPlan(Plan):
 
 
 class PrioritizedPlan(Plan, ABC):
-    """Updates priorities; a subclass defines where they are stored."""
+    """Abstract base of the plans that draw by priority; a subclass chooses the kernels."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
-    draws: Any  # the kernels
-    assigns: Any
+    draws: Any  # the kernel that draws
+    assigns: Any  # the kernel that updates priorities
     fixed: tuple[float, ...] = ()
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
@@ -194,7 +194,7 @@ class PrioritizedPlan(Plan, ABC):
             return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Planned.update`. Usually the batch is a sampled one with one float32 error per row."""
+        """See :meth:`Planned.update`; needs a whole sampled batch with one float32 TD error per row."""
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
@@ -222,7 +222,7 @@ class PrioritizedPlan(Plan, ABC):
         return stale
 
     def scale(self) -> tuple[float, ...]:
-        return ()  # parameters of the weights
+        return ()  # further arguments of ``assigns``
 
 
 class ProportionalPlan(PrioritizedPlan):
@@ -233,7 +233,7 @@ class ProportionalPlan(PrioritizedPlan):
         self.draws, self.assigns = self.kernels.sample_proportional, self.kernels.update_proportional
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; loading and sharing replace the tree's memory, and alpha its weights."""
+        """See :meth:`Plan.holds`; a load or sharing replaces the tree's memory, and a new alpha changes its weights."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
@@ -255,7 +255,7 @@ class RankPlan(PrioritizedPlan):
         self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; loading and sharing replace the order's memory, and alpha the law."""
+        """See :meth:`Plan.holds`; a load or sharing replaces the order's memory, and a new alpha changes the law."""
         return (
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator

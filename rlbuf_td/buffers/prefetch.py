@@ -23,13 +23,13 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
-# Transforms that take more seconds per batch run in threads. Handing a batch to a thread costs about half of this,
-# because the threads share the interpreter's lock with the learner.
+# Transforms that take more seconds per batch than this run in threads. Handing a batch to a thread costs about half of
+# this time, because the threads share the interpreter's lock with the learner.
 _SLOW = 1e-3
 
 
 class _Batch(NamedTuple):
-    """A batch in progress: transformed by a thread, or copied to the device; complete once ``arrived`` has happened."""
+    """A batch drawn ahead, which a thread may still transform; if copied to a GPU, complete after ``arrived``."""
 
     result: Future[Sample]
     arrived: torch.cuda.Event | None
@@ -43,7 +43,7 @@ class Prefetcher:
     Batches are drawn by the requesting thread, so that equal seeds give equal batches. Without ``device``, transforms
     run ahead, in threads if they are slow. With ``device``, batches in host memory are copied to the device: each leaf
     by an asynchronous copy from page-locked memory, on a separate stream. Transforms run on the device when a batch is
-    taken, and TD errors return in the same way. If that device is the CPU, there are neither copies nor streams.
+    taken, and TD errors are copied back in the same way. If ``device`` is the CPU, there are no copies and no stream.
 
     Batches drawn ahead are drawn again after a change of sampler, storage, generator or transform, and after a load.
     The same happens when the buffer is emptied, when epochs restart (as with a new rollout), and when the whole ring
@@ -59,7 +59,7 @@ class Prefetcher:
         #: Queued updates, each with the event after which its TD errors are on the host.
         self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()
         self._drawn_from: tuple[Any, ...] = ()
-        self._seconds, self._is_slow = 0.0, False  # time of the last transforms; whether the last two were slow
+        self._seconds, self._is_slow = 0.0, False  # duration of the last transforms; whether the last two were slow
         self._stream: torch.cuda.Stream | None = None  # created with the first copy, so that unpickling needs no GPU
 
     def __reduce__(self) -> Any:
@@ -67,7 +67,7 @@ class Prefetcher:
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether rows of a storage have to be copied: not if they are already on the requested GPU."""
+        """Whether batches are moved to ``device``: not if it is None, or the GPU that holds the rows."""
         if self.device is None:
             return False
         rows = device_of(storage)
@@ -88,7 +88,7 @@ class Prefetcher:
     def take(self, batch_size: int, prefetch: bool) -> Sample:
         """Return a batch in fresh memory, and the sampler's report.
 
-        With ``prefetch`` the batch was drawn ahead, and new ones are drawn; otherwise it is drawn now.
+        With ``prefetch``, draw until ``ahead + 1`` batches are there, and return the oldest; else draw one now.
         """
         with self._buffer._futures_lock:
             self._drop_outdated()
@@ -105,7 +105,7 @@ class Prefetcher:
             return bool(self._batches)
 
     def drop(self) -> None:
-        """Drop the batches drawn ahead, before the next draw."""
+        """Make the next draw drop the batches drawn ahead."""
         self._drawn_from = ()
 
     def _drop_outdated(self) -> None:
@@ -132,7 +132,7 @@ class Prefetcher:
             return _Batch(_finished((batch.to(device), report)), None, drawn_at, place)
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            # Freed page-locked memory is reused once its copy is complete.
+            # torch reuses freed page-locked memory only after the copy from it is complete.
             there: Any = batch.apply(partial(_sent, device=self._stream.device), device=self._stream.device)
             return _Batch(_finished((there, report)), self._stream.record_event(), drawn_at, place)
 
@@ -149,7 +149,7 @@ class Prefetcher:
         return sample
 
     def _receive(self, sent: _Batch) -> Sample:
-        """Wait for a batch and transform it; the current stream then owns a copied batch."""
+        """Wait for a batch; with ``device``, hand its memory to the current stream and transform it."""
         batch, report = sent.result.result()
         if self.device is None:
             return batch, report
@@ -169,9 +169,10 @@ class Prefetcher:
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
-        """Queue TD errors that are on the device; if they are elsewhere, write the queued ones and return False.
+        """Queue TD errors that are on the device and return True; if they are elsewhere, return False.
 
-        On return, all but the last ``ahead`` updates have been written, as by :meth:`flush`.
+        Then write queued updates: all but the last ``ahead`` if the result is True, all if it is False. Raises as
+        :meth:`flush`.
         """
         with self._buffer._futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -187,7 +188,7 @@ class Prefetcher:
         """Wait for queued TD errors and write their priorities, oldest first; the last ``left`` updates stay queued.
 
         Raises:
-            ValueError: an error is NaN or infinite; its update is skipped.
+            ValueError: a TD error is NaN or infinite; its update is skipped.
         """
         with self._buffer._futures_lock:
             while len(self._errors) > left:
@@ -199,7 +200,7 @@ class Prefetcher:
     # -- state; the caller holds the buffer's ``_futures_lock``
 
     def settle(self) -> list[Sample]:
-        """Write all priorities, and return the batches drawn ahead; those for a device are dropped.
+        """Write all queued priorities, and return the batches drawn ahead; with ``device``, drop them instead.
 
         A sampler with epochs returns to the position before the dropped batches, and draws their rows again.
         """
@@ -219,7 +220,7 @@ class Prefetcher:
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make the stamps of batches relative to the write clock, to be saved (``sign=-1``), or absolute again (``1``)."""
+    """Make ``sampled_at`` relative to the write clock, to be saved (``sign=-1``), or absolute again (``sign=1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -261,7 +262,7 @@ def synchronize(rb: Any) -> None:
 
 @contextmanager
 def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-    """Suspend draws, and return the batches drawn ahead, to be saved."""
+    """Suspend draws in a ``with`` block, and yield the state to save, with the batches drawn ahead."""
     with rb._futures_lock:
         ahead = [] if rb._prefetcher is None or not rb._parts.draws else rb._prefetcher.settle()
         with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:

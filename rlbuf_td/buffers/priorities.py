@@ -16,16 +16,18 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
 def update_priority(rb: Any, index: Any, priority: Any) -> None:
-    """Set the priorities of rows from TD errors, regardless of their present content.
+    """Set the priorities of rows from TD errors, also of rows that have been replaced since they were sampled.
 
     Args:
         index: flat rows, or the index that :meth:`extend` and :meth:`sample` return: a tuple of coordinates, or
             ``[..., ndim]``.
-        priority: one TD error per row, in the same order; or one for all. The magnitude counts.
+        priority: one TD error per row, in the order of ``index``, or one for all. Its magnitude counts.
 
     Raises:
-        ValueError: wrong number of errors, or NaN or infinite ones; all priorities are unchanged.
+        ValueError: wrong number of TD errors, or a TD error is NaN or infinite; all priorities are unchanged.
         IndexError: a row is out of range; all priorities are unchanged.
+
+        On CUDA, rows that are out of range, or whose TD error is NaN or infinite, are skipped instead.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None:
@@ -47,12 +49,12 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
     entry ``"sampled_at"``, all rows are updated, as by :meth:`update_priority`.
 
     Args:
-        data: a batch of this buffer with ``priority_key`` set, ``[B]`` or ``[B, ...]``: several errors of a row are
-            reduced, by magnitude. Its ``"index"`` identifies the rows.
+        data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
+            ``priority_key``. If a row has several TD errors, their magnitudes are reduced to one.
 
     Raises:
         KeyError: the batch has no TD errors, or no index.
-        ValueError: an error is NaN or infinite; all priorities are unchanged.
+        ValueError: a TD error is NaN or infinite (on CUDA, its row is skipped instead); all priorities are unchanged.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None or parts.has_units:
@@ -74,11 +76,11 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 def write_priorities(
     rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
 ) -> None:
-    """Update priorities of rows that were not replaced after ``sampled_at``, an entry of a batch of ``dims`` dims."""
+    """Update the priorities of rows that were not replaced since ``sampled_at``; ``dims``: batch dims of the batch."""
     stale: int | torch.Tensor = 0
     with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
         parts = rb._parts
-        if parts.prioritized is None:  # the sampler was replaced after the update
+        if parts.prioritized is None:  # the sampler was replaced since the TD errors were queued
             return
         if sampled_at is not None and parts.is_packed:
             index, stale = skip_stale(index, sampled_at, dims, parts.storage)
@@ -87,7 +89,7 @@ def write_priorities(
 
 
 def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of the rows whose priorities a batch updates, and their TD errors.
+    """Return the index of the rows whose priorities a batch updates, and one TD error for each.
 
     Raises:
         KeyError: the batch has no TD errors, or no index.

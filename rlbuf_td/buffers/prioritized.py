@@ -29,7 +29,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         **kwargs: as for :class:`ReplayBuffer`.
 
     Raises:
-        NotImplementedError: for ``sync=False``, or a ``sampler_device``.
+        NotImplementedError: ``sync`` is ``False``, or a ``sampler_device`` is given.
 
     Cost: as for :class:`ReplayBuffer` and :class:`ProportionalSampler`.
 

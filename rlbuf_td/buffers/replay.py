@@ -37,8 +37,8 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     Takes every keyword of ``TensorDictReplayBuffer`` except ``checkpointer``. The short path draws rows, gathers them
     from a :class:`PackedStorage`, and wraps them in a TensorDict; it needs a sampler of this package or one with a
-    ``draw`` method. TorchRL's own samplers, a ``collate_fn``, sample units and generation tracking use TorchRL's
-    general path. Equal generator states give equal batches on both paths.
+    ``draw`` method. With TorchRL's own samplers, ``collate_fn``, ``sample_unit`` or generation tracking, the buffer
+    takes TorchRL's general path. Equal generator states give equal batches on both paths.
 
     Args:
         storage: default ``PackedStorage(1_000)``. If it holds rows, a new :class:`RingWriter` continues after them.
@@ -46,27 +46,29 @@ class ReplayBuffer(TensorDictReplayBuffer):
         writer: default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
         stats: an :class:`EpisodeStats` that receives every write, before any transform.
-        count_replays: count how often each row is drawn, for :meth:`health`; 4 bytes per row, a few us per batch.
-        include_info: ``False`` omits the report (index, weights ...); ``sample(return_info=True)`` returns it.
+        count_replays: count how often each row is drawn, for :meth:`health`. Costs 4 bytes per row, a few us per batch.
+        include_info: ``False``: batches omit the sampler's report (index, weights ...), which
+            ``sample(return_info=True)`` returns.
         device: the device of batches, for rows in host memory. Leaves are copied asynchronously, and transforms
-            run on the device. With ``prefetch=k``, k batches are drawn ahead, and the TD errors of the last k updates
-            are in transit, on CUDA streams. With ``prefetch=0``, results equal those of a buffer without
-            ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
-        prefetch: k. Transforms run k batches ahead, in threads if they take over a millisecond. Equal seeds give equal
-            batches, except for random transforms in threads. Without transforms, batches are drawn on request,
-            which costs less than a thread. Batches drawn ahead are dropped after :meth:`empty`, a load, another
-            storage or a new rollout. Samplers of TorchRL draw in TorchRL's threads: equal seeds may then give other
-            batches.
-        samples_per_insert: rows sampled per row written: writes wait, and batches wait or are refused. This buffer
-            uses the general path.
+            run on the device. With ``prefetch=k``, k batches are drawn and copied ahead, and priorities are updated up
+            to k updates late, while their TD errors are copied to the host. With ``prefetch=0``, results equal those of
+            a buffer without ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
+        prefetch: k, the number of batches that are drawn and transformed ahead; slow transforms (over 1 ms) run in
+            threads. Equal seeds give equal batches, except for random transforms in threads. Without transforms,
+            batches are drawn on request, which costs less than a thread. Batches drawn ahead are dropped after
+            :meth:`empty`, a load, a new rollout or a change of parts. TorchRL's samplers draw in TorchRL's threads:
+            equal seeds may then give other batches.
+        samples_per_insert: rows sampled per row written. A write that would deviate too far waits; a batch waits with
+            ``wait=True``, else :meth:`sample` raises an error. All calls then take the general path.
         min_size: rows that must be written before the first batch.
-        tolerance: allowed deviation in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        tolerance: allowed deviation from this ratio, in sampled rows; see
+            :class:`~rlbuf_td.buffers.flow.FlowControl`.
         **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
             ``sample_unit``, ``collate_fn``, ``shared`` ...
 
     Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
-    drop it. Several TD errors of a row are reduced after taking their magnitude. A prioritized buffer refuses a batch
-    without TD errors instead of giving its rows the default priority.
+    drop it. If a row has several TD errors, the buffer reduces magnitudes, not signed errors, to one. A priority
+    update from a batch without TD errors raises a KeyError instead of giving its rows the default priority.
 
     Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
 
@@ -185,7 +187,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Rebuild the parts after one was replaced or loaded; may give rows the default priority."""
+        """Rebuild the parts after one was replaced or loaded; optionally give rows without priority the default one."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -210,17 +212,18 @@ class ReplayBuffer(TensorDictReplayBuffer):
     ) -> Any:
         """Return a batch in fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
 
-        A batch has no lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
+        A batch is ``[B]``, without a lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
 
         Args:
             batch_size: default: the buffer's.
             return_info: return ``(batch, info)``, with the sampler's report.
             include_info: ``False`` omits the report from the batch (deprecated in TorchRL).
             wait: wait until there are rows, and until flow control admits the batch.
-            timeout: seconds to wait at most; then TimeoutError.
+            timeout: seconds to wait at most, then TimeoutError; ``None``: forever.
 
         Raises:
-            RuntimeError: the buffer is empty, or there is no batch size; or, without ``wait``, no admission.
+            RuntimeError: there is no batch size; or, without ``wait``, the buffer is empty or flow control does not
+                admit the batch.
         """
         include_info = self._include_info if include_info is None else include_info
         plan = self._plan
@@ -241,7 +244,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             return generally(batch_size, return_info)
         size = self._batch_size if batch_size is None else batch_size
         is_other = size != self._batch_size is not None and self._prefetcher is None
-        if self._service_shutdown or size is None or is_other:  # TorchRL refuses, or warns
+        if self._service_shutdown or size is None or is_other:  # TorchRL raises an error or warns
             batch, info = super(TensorDictReplayBuffer, self).sample(batch_size, return_info=True)
         else:
             batch, info = self._sample(size)
@@ -360,7 +363,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The storage's lock: buffers over one storage exclude each other, whichever of them writes."""
+        """The storage's lock, which all buffers over this storage share."""
         lock = getattr(self.__dict__.get("_storage"), "lock", None)
         return self._own_lock if lock is None else lock
 
@@ -370,7 +373,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _copies_batches(self) -> bool:
-        """Whether batches are copied to another device than that of the rows."""
+        """Whether ``device`` is set, except if the rows are already on that GPU."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
     _capture_prefetch_state = prefetch.capture_prefetched

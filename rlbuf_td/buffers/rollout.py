@@ -30,11 +30,12 @@ def _statistic(name: str, doc: str) -> property:
 
 
 class RolloutBuffer(ReplayBuffer):
-    """Rollouts for on-policy learning: written at once or step by step, advantages once, then epochs of minibatches.
+    """Stores a rollout for on-policy learning, computes its advantages once, and yields epochs of minibatches.
 
     It combines :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`. ``for batch in rollout``
-    runs all epochs over the current rollout, as often as you like; the next write begins a new rollout. A batch holds
-    the written entries, with ``advantage``, ``value_target`` and ``state_value``.
+    runs all epochs over the current rollout, as often as you like. A rollout is written at once or in parts; after a
+    complete one, the next write begins a new rollout. A batch holds the written entries, ``advantage``,
+    ``value_target`` and ``state_value``.
 
     Args:
         num_steps: T, steps per rollout.
@@ -44,25 +45,28 @@ class RolloutBuffer(ReplayBuffer):
         gamma: discount, in [0, 1], default 0.99.
         lmbda: decay of the trace, in [0, 1], default 0.95.
         value_network: computes values that are not stored, see :class:`RolloutWriter`.
-        normalize_advantage: ``None``; ``"rollout"``: once, over all rows; ``"minibatch"``: over each batch. Value
-            targets and :meth:`summary` use unscaled advantages. TorchRL's losses have this flag, too: use only one.
+        normalize_advantage: scale advantages to mean 0 and deviation 1: ``"rollout"``: once, over all rows;
+            ``"minibatch"``: over each batch; ``None``: not at all. Value targets and :meth:`summary` use unscaled
+            advantages. TorchRL's losses have this flag, too: use only one.
         partial: allow reading an incomplete rollout, estimated as if it ended with the newest step.
-        shuffle: a new order in each epoch, the default.
+        shuffle: draw rows in a new random order in each epoch, default ``True``.
         drop_last: drop a short last batch, default ``False``.
         device: the device of batches, and of rows unless ``storing_device`` is given.
         storing_device: the device of rows; for batches see ``device`` of :class:`ReplayBuffer`.
-        storage: instead of a :class:`PackedStorage`.
-        sampler: instead of a :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
-        writer: instead of a :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
+        storage: replaces the default :class:`PackedStorage`; its capacity must be T * E rows.
+        sampler: replaces the :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
+        writer: replaces the :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
         **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
 
     Raises:
-        ValueError: an argument is out of range, or would be ignored because it is a setting of a part that is given.
+        ValueError: an argument is out of range, or sets up a part that is passed (``epochs`` with ``sampler``, for
+            example), which would ignore it.
+        TypeError: ``writer`` is not a :class:`RolloutWriter`.
 
     Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
 
-    Differs from TorchRL, where a ``GAE`` module processes the data first: each advantage is computed once, from the
-    values that the policy stored, and rows keep their positions in time and lane.
+    In TorchRL, a ``GAE`` module processes the data before the buffer. Here, the buffer computes each advantage once,
+    from the values that the policy stored, and rows keep their positions in time and lane.
 
     Example:
         >>> from tensordict import TensorDict
@@ -116,8 +120,8 @@ class RolloutBuffer(ReplayBuffer):
     def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
         """Return a buffer of ``capacity`` steps whose rows are allocated for transitions like an example.
 
-        ``schema``: a time step, ``[]`` or ``[E]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
-        ``flat`` merges all lanes into one. SchemaError for several lane dims, or entries that cannot be packed.
+        ``schema``: an example of a time step, ``[]`` or ``[E]``; :func:`~rlbuf_td.envs.specs.schema_of` returns one.
+        ``flat``: rows ``[T]`` without lanes. SchemaError for several lane dims, or entries that cannot be packed.
         """
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
@@ -129,7 +133,7 @@ class RolloutBuffer(ReplayBuffer):
     # -- writing
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one step, ``[E]`` (or ``[]`` without lanes), and return its index. Raises as :meth:`extend`."""
+        """Write one step, ``[E]`` (or ``[]`` without lanes), and return its index; raises as :meth:`extend`."""
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
@@ -166,9 +170,9 @@ class RolloutBuffer(ReplayBuffer):
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of all epochs; after a load of a state saved in between, those that remain.
+        """Yield the minibatches of all epochs; after a load of a state that was saved in this loop, those that remain.
 
-        Raises RuntimeError if the rollout is not complete, or there is no batch size.
+        Raises RuntimeError if the rollout is not complete and ``partial`` is False, or there is no batch size.
         """
         self._initialize()
         sampler = self._sampler
@@ -235,7 +239,7 @@ class RolloutBuffer(ReplayBuffer):
     def summary(self) -> dict[str, float]:
         """Return statistics of the current rollout for logging, as a flat dict; computed once per rollout.
 
-        Raises RuntimeError if the rollout is not complete.
+        Raises RuntimeError if the rollout is not complete and ``partial`` is False.
         """
         self._require_estimates()
         revision = self._storage._mutation_revision

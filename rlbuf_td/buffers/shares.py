@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +11,22 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.samplers.common import fraction
 
+_BAD_NAME = re.compile(r"$|[._]|.*[/\\]").match  # members are folders of a dump
+
 
 class Shares(Sampler):
     """The shares of a mixture's members, which add up to 1; each is an attribute that TorchRL's schedulers can set.
 
-    If you set one share, the others are scaled; if all others are 0, they become equal.
+    If you set one share, the others are scaled to keep the sum; if all others are 0, they become equal.
     """
 
     by_name: dict[str, float]
 
     def __init__(self, shares: Mapping[str, float]) -> None:
-        bad = [name for name in shares if hasattr(Sampler, name) or name.startswith("_")]
-        if bad:
-            raise ValueError(f"{bad[0]!r} cannot be the name of a member: choose another one")
-        total = sum(shares.values())
+        for name in shares:
+            if not isinstance(name, str) or not name.isprintable() or hasattr(Sampler, name) or _BAD_NAME(name):
+                raise ValueError(f"{name!r} cannot be the name of a member: choose another one")
+        total = float(sum(shares.values()))
         if any(not share >= 0 for share in shares.values()) or not 0 < total < float("inf"):
             raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
         self._scale({name: float(share) / total for name, share in shares.items()})
@@ -40,6 +43,8 @@ class Shares(Sampler):
     def __setattr__(self, name: str, value: Any) -> None:
         before = self.__dict__["by_name"]
         if name not in before:
+            if not name.startswith("_"):
+                raise AttributeError(f"a mixture of {', '.join(before)} has no share {name!r}")
             self.__dict__[name] = value
             return
         share = fraction(name, value)
@@ -51,7 +56,7 @@ class Shares(Sampler):
         self._scale(scaled | {name: share})
 
     def sample(self, storage: Any, batch_size: int) -> Any:
-        """Raise a NotImplementedError: the members draw."""
+        """Raise a NotImplementedError, because only the members draw rows."""
         raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
 
     def _empty(self) -> None:
@@ -64,7 +69,7 @@ class Shares(Sampler):
         """Restore shares; ValueError if they belong to other members."""
         if state_dict.keys() != self.by_name.keys():
             raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
-        self._scale(Shares(state_dict).by_name)
+        self._scale(Shares({name: state_dict[name] for name in self.by_name}).by_name)
 
     def dumps(self, path: Any) -> None:
         save_state(path, type(self).__name__, self.state_dict())

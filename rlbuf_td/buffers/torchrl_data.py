@@ -9,6 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter, Storage, Writer
 
+from rlbuf_td.buffers.flow import count_imported
 from rlbuf_td.checkpoint.folder import progress_bar
 from rlbuf_td.envs.minari_episodes import TRAJECTORY
 from rlbuf_td.storages import PackedStorage
@@ -32,27 +33,28 @@ def from_torchrl(
 ) -> Any:
     """Return a buffer with the rows of a TorchRL buffer, such as those of ``torchrl.data.datasets``.
 
-    By default all rows are copied, oldest first and without transforms, into a :class:`PackedStorage`, some MiB at a
-    time: with ``scratch_dir`` they may exceed RAM. The memory is reserved before they are read.
+    By default all rows are copied, oldest first and without transforms, into a :class:`PackedStorage`, 64 MiB at a
+    time: with ``scratch_dir``, the rows may exceed RAM. Their memory is reserved before the copy.
 
     LeRobot data sets (formats 2 and 3) are read by TorchRL's ``LeRobotExperienceReplay``, which needs ``torchrl[vla]``
-    but not LeRobot's own library (lerobot 0.6.1 requires torch < 2.12). Exclude its instructions, which are strings,
-    and its videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+    but not LeRobot's own library (lerobot 0.6.1 requires torch < 2.12). Exclude their instructions, which are strings,
+    and their videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
     Args:
-        rb: any of TorchRL's replay buffers over tensors; it is not changed.
-        capacity: in transitions; ``None``: that of ``rb``, which for a data set is its number of rows.
+        rb: any of TorchRL's replay buffers whose rows are TensorDicts; it is not changed.
+        capacity: in transitions; ``None``: the capacity of ``rb``, which for a data set is its number of rows.
         copy: ``False`` uses the storage itself: no row is copied, and each buffer sees the other's writes.
         exclude: keys to omit, such as those that hold strings.
-        trajectory_key: the key of episode numbers, if the rows have no ``("collector", "traj_ids")``, under which they
-            are then stored. TorchRL's data sets have ``"episode"``.
-        progress: show a bar (needs tqdm); ``None``: on a terminal, from 1 GiB on.
-        **kwargs: for a copy as for :meth:`from_schema`, else as for this class: ``sampler``, ``batch_size`` (default:
-            that of ``rb``) ...
+        trajectory_key: the key of episode numbers in ``rb`` (TorchRL's data sets use ``"episode"``). They are stored as
+            ``("collector", "traj_ids")``, unless the rows already have that entry.
+        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
+        **kwargs: for a copy as for :meth:`from_schema`, with ``copy=False`` as for this class: ``sampler``,
+            ``batch_size`` (default: that of ``rb``) ...
 
     Raises:
         RuntimeError: ``rb`` is empty.
-        ValueError: ``rb`` holds more than ``capacity``; or capacity or ``exclude`` are given with ``copy=False``.
+        TypeError: its rows are not TensorDicts.
+        ValueError: ``rb`` has more rows than ``capacity``, or ``capacity`` or ``exclude`` is given with ``copy=False``.
         SchemaError: an entry does not consist of numbers, and is not excluded. The message names it.
         MemoryError: as from :meth:`from_minari`.
 
@@ -74,7 +76,9 @@ def from_torchrl(
     if not copy:
         if capacity is not None or exclude:
             raise ValueError("copy=False uses a storage as it is: omit capacity and exclude, or copy")
-        return cls(storage=storage, **kwargs)
+        new = cls(storage=storage, **kwargs)
+        count_imported(new, new.flow)
+        return new
     steps, lanes = _steps(rb.writer, storage), lanes_of(storage).numel()
     if capacity is not None and capacity < len(steps) * lanes:
         raise ValueError(f"the buffer holds {len(steps) * lanes:,} transitions, more than the capacity of {capacity:,}")
@@ -85,6 +89,7 @@ def from_torchrl(
         for part in steps.split(max(1, _READ_AT_ONCE // (row_bytes * lanes))):
             new.writer.extend(_chosen(storage.get(part), exclude, trajectory_key))
             report(len(part) * lanes * row_bytes)
+    count_imported(new, new.flow)
     return new
 
 
@@ -104,8 +109,10 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
     return torch.arange(len(storage) // lanes_of(storage).numel(), device="cpu")
 
 
-def _chosen(rows: TensorDictBase, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
+def _chosen(rows: Any, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
     """Return rows without excluded keys, with episode numbers under this package's key."""
+    if not isinstance(rows, TensorDictBase):
+        raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     rows = rows.exclude("index", *exclude)
     if trajectory_key is None or rows.get(TRAJECTORY, None) is not None or rows.get(trajectory_key, None) is None:
         return rows

@@ -1,6 +1,6 @@
 """The short path of wrappers: one compiled call draws rows, a second one gathers and revises them.
 
-A plan of the wrapped sampler draws; see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
+The plan of the wrapped sampler draws, see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WrappedPlan(Planned):
         wrapper: wraps a sampler that is not a wrapper.
         size: rows per batch.
         drawn: rows that the wrapped sampler draws for a batch.
-        more: dtype and shape of the entries that are gathered after the leaves.
-        columns: further columns of the leaves' extents, for kernels.
+        more: dtype and shape of the batch's entries that follow the leaves.
+        columns: further columns, one value per leaf, that the kernel reads after the leaves' extents.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WrappedPlan(Planned):
         self.batch_size, self._blanks = torch.Size([size]), []
 
     def make_blanks(self) -> list[tuple[Blank, Blank]]:
-        """Return memory for batches, and for the draw of each."""
+        """Return uninitialised batches, each with the memory for its draw."""
         blanks = []
         for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
             tensors = self.gather.allocate(slot)
@@ -74,7 +74,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of a batch beside the leaves; ``drawn``: the report on the drawn rows."""
+        """Return the entries that a batch has in addition to leaves; ``drawn``: the report of the wrapped sampler."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -127,7 +127,7 @@ class NStepPlan(WrappedPlan):
 
 
 class HindsightPlan(WrappedPlan):
-    """Gathers rows and replaces the goals of some with outcomes of other rows."""
+    """Gathers rows, and replaces the goals of some with the achieved goals of other rows."""
 
     def __init__(self, storage: PackedStorage, wrapper: HindsightSampler, size: int) -> None:
         super().__init__(storage, wrapper, size, size, [(torch.bool, _WHOLE)])
@@ -137,7 +137,7 @@ class HindsightPlan(WrappedPlan):
         self.outcome, self.reward = places[outcome_key], places[wrapper.reward_key]
 
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {}  # the wrapper's functions only see the leaves
+        return {}  # added after the wrapper's functions, which only see the leaves
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
@@ -148,7 +148,7 @@ class HindsightPlan(WrappedPlan):
 
 
 class SequencePlan(WrappedPlan):
-    """Gathers the windows of anchors."""
+    """Gathers the window of each drawn row, its anchor."""
 
     def __init__(self, storage: PackedStorage, wrapper: SequenceSampler, size: int) -> None:
         index = torch.int64, torch.Size([2] if storage.ndim > 1 else [])
@@ -167,7 +167,7 @@ class SequencePlan(WrappedPlan):
         loops("batch.wrapped_cpu").windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Delegate to the wrapper, which combines the TD errors of a window."""
+        """Return None: on the general path, the wrapper combines the TD errors of a window."""
         return None
 
 
@@ -185,7 +185,7 @@ def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
 
 
 def _fits(storage: Any, wrapper: Any) -> bool:
-    """Whether the rows have the keys that the kernels revise."""
+    """Whether the kernels support the wrapper with its settings, and the keys and dtypes of the rows."""
     if type(wrapper) is FreshRowsSampler:
         return type(wrapper.sampler) in _TAKES_FRESH
     boundaries = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key).boundaries()
@@ -198,8 +198,8 @@ def _fits(storage: Any, wrapper: Any) -> bool:
     return isinstance(boundaries, BitBoundaries)
 
 
-#: The kernels of the others cannot put fresh rows in front: weights by rank need torch operations, and a minibatch is
-#: read from the order of its epoch.
+#: Samplers whose kernels can put fresh rows in front. Not RankSampler, whose weights need torch operations, nor
+#: MinibatchSampler, whose kernel reads the rows from the order of the epoch.
 _TAKES_FRESH = {ProportionalSampler, RecencySampler, UniformSampler}
 _PLANS: dict[type, Any] = {
     FreshRowsSampler: fresh_plan,

@@ -1,9 +1,9 @@
 """The short path of writes: ``add`` and ``extend`` in one compiled call each.
 
-A plan is made after a write on the general path, when storage, writer and sampler are fixed. It leaves the same rows,
-priorities, counters and trajectories as the general path. It does nothing and returns None if something has changed
-since, or if the data is not a TensorDict of plain tensors that fit the rows. The buffer then takes the general path,
-which raises an error if the data is wrong.
+A write on the general path makes a plan for the next writes. A planned write leaves the same rows, priorities, counters
+and trajectories. It does nothing and returns None if a part has changed since the plan was made, or if the data is not
+a TensorDict of plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the
+data is wrong.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WritePlan:
     """Writes to plain rows on the CPU, ``[T]`` or ``[T, E]``.
 
     Args:
-        buffer: the buffer, whose priority key the rows do not hold.
-        parts: its storage, which has rows, and its ring writer.
+        buffer: the buffer. If it is prioritized, its rows have no entry at its priority key.
+        parts: the buffer's parts: a storage with allocated rows, a ring writer, any sampler.
         sampler: the innermost sampler.
-        boundaries: :meth:`TrajectoryIndex.numbers` of the trajectories to update, if any.
+        boundaries: :meth:`TrajectoryIndex.numbers` of the index to update; ``None``: no trajectories are tracked.
     """
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
@@ -110,7 +110,7 @@ class WritePlan:
             self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
             and self.storage.rows is self.rows
-            and (not self.rows.is_mapped or self.storage.process == getpid())  # a forked process must not write
+            and (not self.rows.is_mapped or self.storage.process == getpid())  # a fork must not write the file
             and len(self.listeners) == self.listening
             and self.buffer.priority_key == self.priority_key
             and not self.writer.counts_generations
@@ -142,7 +142,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return the leaves if they are plain contiguous tensors that fit the rows; their addresses are stored."""
+        """Return the leaves, contiguous, and store their addresses; None if they are unusual or do not fit the rows."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -172,7 +172,7 @@ def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
     while isinstance(sampler, SamplerWrapper) and type(sampler).add is SamplerWrapper.add:
         sampler = sampler.sampler
     attached = [each for each in storage._attached_entities if each is not buffer]
-    listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # these ignore writes
+    listeners = [each for each in attached if type(each) is not TrajectoryNumbers]  # TrajectoryNumbers ignore writes
     if (
         type(sampler) not in (MinibatchSampler, UniformSampler, RecencySampler, ProportionalSampler, RankSampler)
         or getattr(sampler, "max_priority_within_buffer", False)

@@ -28,7 +28,7 @@ def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
         ValueError: a TD error in the data is NaN or infinite, or flow control could never admit the write.
-        RuntimeError: the buffer was shut down while the write waited.
+        RuntimeError: flow control is on, and the buffer has been shut down.
     """
     plan = rb._write_plan
     index = None if plan is None else plan.write(data, True)
@@ -62,15 +62,15 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
 
 
 def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
-    """Write entries of a sampled batch back to its rows (recurrent states, for example); return the rows written.
+    """Write entries of a sampled batch (recurrent states, for example) back to its rows; return the number of rows.
 
     Skips rows that have been replaced since they were sampled, and padding of sequences, whose ``"mask"`` is False. If
-    a row is in the batch twice, its last entry counts. The rows remain the same transitions, with their priorities. Any
-    thread may call this method.
+    a row is in the batch twice, its last entry counts. The rows keep their age and priorities. Any thread may call this
+    method.
 
     Args:
         batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
-        keys: a list of the entries; each must be stored, with the dtype and shape that it has in the batch.
+        keys: a key or a list of keys; each must be stored, with the dtype and shape that it has in the batch.
         sampled_at: for batches without ``"sampled_at"`` (of samplers without priorities): the value of
             ``rb.storage.clock.now`` before the batch was sampled.
 
@@ -79,8 +79,8 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
         KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
-    Cost: O(B) times the bytes of the entries (of whole rows if they are deduplicated); waits for a CUDA device. Batches
-    drawn ahead (``prefetch``) hold the values that were stored when they were drawn.
+    Cost: O(B) times the bytes of the entries (of whole rows if these are deduplicated); on CUDA, a synchronisation.
+    Batches drawn ahead (``prefetch``) hold the values that were stored when they were drawn.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -114,14 +114,18 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
             kept &= first_of_row(batch["mask"], dims, inner).to(kept.device)
         flat = flat[kept]
         edit_entries(storage, flat, {key: value[kept] for key, value in values.items()})
+        age_key = getattr(getattr(parts.sampler, "innermost", parts.sampler), "age_key", None)
+        watched: set[Any] = set() if age_key is None else {as_tuple(age_key)}
         for each in storage._attached_entities:
-            if isinstance(each, TrajectoryIndex) and {*each.end_keys(), each.traj_key} & {*names}:
-                storage._bump_mutation_revision()  # the index then reads the rows again
+            if isinstance(each, TrajectoryIndex):
+                watched |= {*each.end_keys(), each.traj_key}
+        if watched & {*names}:
+            storage._bump_mutation_revision()  # whoever derives data from these entries then reads the rows again
     return len(flat)
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if rows have none."""
+    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if the rows have no such key."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):
@@ -201,18 +205,18 @@ def _transitions(data: Any, how: str) -> TensorDictBase:
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
-    keys = data.keys()  # a user's key may have one of these names
+    keys = data.keys()  # a user may have a key of one of these names, hardly of both
     return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
 
 
 def mark_update(rb: Any, index: Any) -> None:
-    """Report written rows to the sampler; writers call this."""
+    """Tell the sampler that the rows at ``index`` were written; writers call this."""
     with rb._locked():
         TensorDictReplayBuffer.mark_update(rb, index)
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
-    """Report ``count`` written flat rows from ``start`` on to the sampler; writers call this."""
+    """Tell the sampler that flat rows ``start`` to ``start + count - 1`` were written; writers call this."""
     parts = rb._parts or rb._initialize()
     if parts.prioritized is not None:
         parts.prioritized.priorities.enter_range(start, count, parts.storage)
