@@ -235,6 +235,11 @@ def test_what_minari_cannot_hold_leaves_no_set_behind(monkeypatch):
         rb.to_minari("toy/spaces-v0", action_space=Discrete(4))
     with pytest.raises(SchemaError, match=r"the rows have no \('observation', 'camera'\), which is in the given space"):
         rb.to_minari("toy/other-v0", observation_space=SPACES["a dict"][0], action_space=Discrete(4))
+    for missing, message in ((("next", "terminated"), "no .*'terminated'"), (("next", "done"), "neither .* nor")):
+        short = ReplayBuffer(storage=PackedStorage(9))
+        short.extend(rb.storage[:3].exclude(missing, ("collector", "traj_ids")))
+        with pytest.raises(SchemaError, match=message):
+            short.to_minari("toy/short-v0", **spaces_of(dataset))
     with pytest.raises(ValueError, match="already exists"):
         rb.to_minari(dataset.id, **spaces_of(dataset))
     assert_same_bytes(minari.load_dataset(dataset.id), dataset)

@@ -125,11 +125,11 @@ class ExperienceQueue(ReplayBuffer):
         """Repeat ``call`` while it raises Full or Empty, then return its result; no lock is held between two calls."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
+            if self._initialize().writer.is_closed:
+                raise RuntimeError("the queue has been shut down")
             try:
                 return call()
             except (Full, Empty) as error:
-                if self.writer.is_closed:
-                    raise RuntimeError("the queue has been shut down") from None
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"{error}, for {timeout} seconds") from None
             time.sleep(_POLL)

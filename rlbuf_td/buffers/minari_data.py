@@ -17,7 +17,7 @@ from rlbuf_td.envs.minari_episodes import TRAJECTORY, episode_of, minari, open_d
 from rlbuf_td.kernels.huge_pages import take_pages
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import coordinates, lanes_of, stored_rows
-from rlbuf_td.storages.schema import walk
+from rlbuf_td.storages.schema import show_key, walk
 from rlbuf_td.writers.common import steps_by_age
 
 _WRITTEN_AT_ONCE = 1 << 26  # bytes of episodes per write, because Minari opens its file for each write
@@ -196,6 +196,8 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
     """Return where episodes begin in ``flat``, a lane's rows from old to new: their positions, except position 0."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
+    if numbers is None and columns.get(("next", "done"), None) is None:
+        raise SchemaError(f"the rows have neither {show_key(TRAJECTORY)} nor {show_key(('next', 'done'))}")
     if numbers is None:
         is_last = columns["next", "done"].flatten().cpu()[flat[:-1]]
     else:

@@ -38,7 +38,8 @@ class ReplayBufferMixture:
     A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
     position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
     :math:`\lceil B s \rceil` rows, on average :math:`B s`. With ``exact=False``, the member of each row is drawn at
-    random instead.
+    random instead. If all members draw windows of one length, they provide whole windows. A :class:`MinibatchSampler`
+    may provide fewer rows, at the end of an epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member has the weight :math:`(N P)^{-\beta}`, where the member has N rows, draws this row with probability P, and
@@ -64,7 +65,7 @@ class ReplayBufferMixture:
         TypeError: a member is not a :class:`ReplayBuffer`, or is an :class:`ExperienceQueue`.
         ValueError: members and shares differ in names, or shares are out of range.
         SchemaError: members hold different keys, dtypes or shapes. The message names the first difference.
-        RuntimeError: (when sampling) a member with a positive share has no rows, or there is no batch size.
+        RuntimeError: (when sampling) a member that this batch needs has no rows, or there is no batch size.
 
     Cost: one compiled call per member, if all members have uniform or recency samplers over rows in RAM; otherwise the
     members' batches are sampled one after the other and concatenated.
@@ -128,6 +129,11 @@ class ReplayBufferMixture:
 
     def __len__(self) -> int:
         return sum(map(len, self.members.values()))
+
+    @property
+    def write_count(self) -> int:
+        """The number of rows written to all members."""
+        return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
         """Raise a SchemaError if members differ in keys; compare only after rows were allocated or replaced."""
@@ -207,7 +213,8 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: a member with a positive share has no rows, or there is no batch size.
+            RuntimeError: a member that this batch needs has no rows, or there is no batch size.
+            ValueError: the batch size is not positive, or not a multiple of a member's windows.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
         size = self.batch_size if batch_size is None else batch_size

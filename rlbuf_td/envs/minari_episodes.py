@@ -84,6 +84,8 @@ def episode_of(rows: TensorDictBase, spaces: tuple[Any, Any]) -> dict[str, Any]:
     }
     after = rows["next"]
     for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
+        if key not in after.keys():
+            raise SchemaError(f"the rows have no {show_key(('next', key))}, which a Minari episode holds")
         result[name] = _squeezed(after[key])
     infos = after.get(INFO, None)
     result["infos"] = {} if infos is None else _info_values(rows.get(INFO, None), infos)

@@ -116,7 +116,9 @@ class FreshRowsSampler(SamplerWrapper):
         sampler: the wrapped sampler, which draws the other rows. It also handles priorities, writes and state.
         fresh: the largest number of fresh rows in a batch; may be set at any time.
 
-    If processes share a buffer, a row is fresh for each process until one of this process's batches begins with it.
+    The clock of the storage counts edits, too: after as many edits as the storage has time steps, without a batch in
+    between, all rows are fresh again. If processes share a buffer, a row is fresh for each process until one of this
+    process's batches begins with it.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.

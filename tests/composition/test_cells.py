@@ -22,6 +22,7 @@ from rlbuf_td import (
     RankSampler,
     RecencySampler,
     ReplayBuffer,
+    ReplayBufferMixture,
     RingWriter,
     SequenceSampler,
     UniformSampler,
@@ -30,8 +31,8 @@ from rlbuf_td.kernels.episodes import FlagBoundaries
 from tests.statistics import assert_follows
 from tests.worlds import Cell, Fields, Recipe, World, expected, reward_fn, terminated_fn, window
 
-PRIORITIZED = "proportional", "rank"
-SAMPLERS = "uniform", *PRIORITIZED
+SAMPLERS = "uniform", "proportional", "rank"
+PRIORITIZED = *SAMPLERS[1:], "floored", "fresh over proportional"
 RECIPES = {
     "plain": Recipe(),
     "hindsight": Recipe(hindsight=True),
@@ -66,8 +67,11 @@ def innermost(kind: str, capacity: int) -> Any:
     if kind == "fresh":
         return FreshRowsSampler(UniformSampler(), 5)
     # Weights relative to the whole buffer; draws independent of each other, as the test of their law expects.
-    cls = ProportionalSampler if kind == "proportional" else RankSampler
-    return cls(capacity, alpha=0.7, beta=0.5, stratified=False)
+    given: dict[str, Any] = {"alpha": 0.7, "beta": 0.5, "stratified": False}
+    if kind == "rank":
+        return RankSampler(capacity, **given)
+    sampler = ProportionalSampler(capacity, **given, min_priority=1.0 if kind == "floored" else 0.0)
+    return FreshRowsSampler(sampler, 5) if kind.startswith("fresh") else sampler
 
 
 def wrapped(sampler: Sampler, recipe: Recipe) -> Sampler:
@@ -103,7 +107,7 @@ def make(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str, seed: int
     if kind in PRIORITIZED:
         rows = torch.arange(len(rb.storage))
         sampler.update_priority(rows, error_of(rows), storage=rb.storage)
-    return world, sampler
+    return world, getattr(sampler, "innermost", sampler)
 
 
 def error_of(rows: torch.Tensor) -> torch.Tensor:
@@ -124,11 +128,11 @@ def law(kind: str, rows: int, world: World | None = None) -> np.ndarray:
     if kind == "uniform":
         return np.full(rows, 1 / rows)
     error = error_of(torch.arange(rows)).abs().double().numpy()
-    if kind == "proportional":
-        weight = (error + 1e-8) ** 0.7
-    else:
+    if kind == "rank":
         rank = 1 + (error[None, :] > error[:, None]).sum(1)
         weight = rank**-0.7
+    else:
+        weight = (error.clip(min=1.0 if kind == "floored" else 0.0) + 1e-8) ** 0.7
     return weight / weight.sum()
 
 
@@ -190,7 +194,7 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         if recipe.hindsight:
             share = sum(goal is not None for goal in goals) / len(goals)
             assert 0 < share < 1
-    if kind != "fresh":  # whose law is not that of independent draws
+    if not kind.startswith("fresh"):  # whose law is not that of independent draws
         assert_follows(counts, law(kind, len(counts), world))
     if kind in PRIORITIZED:
         batch["td_error"] = torch.linspace(-3, 3, len(batch)).unsqueeze(-1)
@@ -199,7 +203,8 @@ def check(kind: str, recipe: Recipe, ndim: int, fill: str, buffer: str) -> None:
         for k, anchor in enumerate(anchors):
             errors = batch["td_error"][k * recipe.window : (k + 1) * recipe.window].abs().flatten().tolist()
             real = window(world, anchor, recipe)[1][recipe.burn_in :] if recipe.sequence else [True]
-            wanted[world.flat(anchor)] = max(e for e, here in zip(errors[-len(real) :], real, strict=True) if here)
+            largest = max(e for e, here in zip(errors[-len(real) :], real, strict=True) if here)
+            wanted[world.flat(anchor)] = max(largest, sampler.min_priority if kind == "floored" else 0.0)
         found = sampler.priority(torch.tensor([*wanted]))
         torch.testing.assert_close(found, torch.tensor([*wanted.values()], dtype=torch.float64), rtol=1e-6, atol=0)
 
@@ -210,13 +215,29 @@ def cells() -> list[tuple[str, str, str, int, str]]:
     rows = [row for row in rows if row[0] in [*BUFFERS][:2] or row[1] == "proportional"]
     turns = product(enumerate(rows), enumerate(RECIPES))
     made = [(kind, recipe, buffer, *places[(i + j) % 6]) for (i, (buffer, kind)), (j, recipe) in turns]
-    more = product(enumerate(("recency", "age", "fresh")), enumerate(RECIPES))
+    more = product(enumerate(("recency", "age", "fresh", "floored", "fresh over proportional")), enumerate(RECIPES))
     return made + [(kind, recipe, "ours", *places[(3 * i + j) % 6]) for (i, kind), (j, recipe) in more]
 
 
 @pytest.mark.parametrize(("kind", "recipe", "buffer", "ndim", "fill"), cells())
 def test_every_cell_is_what_brute_force_says(kind, recipe, ndim, fill, buffer):
     check(kind, RECIPES[recipe], ndim, fill, buffer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kinds", [("uniform", "recency"), ("fresh", "proportional"), ("floored", "rank")], ids=str)
+def test_each_part_of_a_mixture_is_what_brute_force_says(kinds, recipe):
+    given = RECIPES[recipe]
+    worlds = {kind: make(kind, given, 1, "wrapped", "ours", seed)[0] for seed, kind in enumerate(kinds)}
+    shares = dict(zip(kinds, (0.25, 0.75), strict=True))
+    size = ANCHORS * given.window
+    mixed = ReplayBufferMixture({kind: world.rb for kind, world in worlds.items()}, shares, batch_size=size)
+    for _ in range(2):
+        batch = mixed.sample()
+        assert batch["source"].bincount().tolist() == [size // 4, 3 * size // 4]
+        for place, world in enumerate(worlds.values()):
+            part = batch[batch["source"] == place].exclude("source", "priority_weight")
+            assert_rows(part, expected(world, *decided(world, part, given), given))
 
 
 @pytest.mark.parametrize(("fill", "ndim", "recipe"), [*zip([*FILLS] * 3, [1, 2] * 4, RECIPES, strict=False)])

@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+from functools import partial
 from queue import Empty, Full
 from typing import Any
 
@@ -55,8 +56,9 @@ def test_it_waits_for_rows_and_for_room_no_longer_than_told():
         queue.sample(16, wait=False)
     assert queue.sample(15)["x"].tolist() == list(range(15))
     queue.shutdown()
-    with pytest.raises(RuntimeError, match="shut"):
-        queue.sample()
+    for call in (queue.sample, partial(queue.extend, rows(0, 1))):
+        with pytest.raises(RuntimeError, match="shut"):
+            call()
 
 
 def test_what_it_refuses_changes_nothing():
