@@ -374,9 +374,9 @@ def share(rb: Buffer, shared: bool = True) -> Buffer:
 
     Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a lock
     runs these calls one at a time. If a process is killed during a write, the write is undone and the lock released.
-    Each process has its own copy of other sampler state (position in an epoch, generator). Parts cannot be replaced
-    afterwards. TorchRL's collectors with several workers call this themselves. A TorchRL storage is shared in TorchRL's
-    way.
+    Each process has its own copy of other sampler state (position in an epoch, generator). Storage, sampler and writer
+    of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this themselves. A TorchRL
+    storage is shared in TorchRL's way.
 
     Args:
         shared: ``False`` changes nothing (TorchRL's constructor passes it): sharing cannot be undone.

@@ -59,8 +59,8 @@ class RolloutBuffer(ReplayBuffer):
         **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
 
     Raises:
-        ValueError: an argument is out of range, or sets up a part that is passed (``epochs`` with ``sampler``, for
-            example), which would ignore it.
+        ValueError: an argument is out of range, or would be ignored because the part that it configures is passed
+            (``epochs`` together with ``sampler``, for example).
         TypeError: ``writer`` is not a :class:`RolloutWriter`.
 
     Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.

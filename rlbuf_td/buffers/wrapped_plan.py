@@ -96,7 +96,7 @@ class WrappedPlan(Planned):
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return the plan of the wrapped sampler, whose kernel puts fresh rows in front of those that it draws."""
+    """Return the wrapped sampler's plan, extended: its kernel replaces the first drawn rows by fresh ones."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values

@@ -4,11 +4,15 @@
 tensor; ``state`` is everything else; the last entry is the checksum of all the text before it.
 
 A state is plain (numbers, strings, lists, dicts, tensors): JSON and a list of tensors, no pickle. Values that JSON
-lacks become an object with one key that begins with ``$``: ``{"$tensor": 3}`` (index into the list), ``{"$float":
-"nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``,
-``{"$tensordict": ...}``, ``{"$dict": [[key, value], ...]}`` for keys other than plain strings, ``{"$ordered": ...}``
-for a module's state dict with the ``_metadata`` that torch attaches, and ``{"$tree": ["SumSegmentTreeFp32", ...]}`` for
-the trees of TorchRL's prioritized sampler, which are C++ objects, with the values of their leaves.
+lacks become an object with one key that begins with ``$``:
+
+- ``{"$tensor": 3}``: the tensor at this index of the list.
+- ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
+  and ``{"$tensordict": ...}``: a value of the named type.
+- ``{"$dict": [[key, value], ...]}``: a dict with keys other than plain strings.
+- ``{"$ordered": ...}``: a module's state dict, with the ``_metadata`` that torch attaches.
+- ``{"$tree": ["SumSegmentTreeFp32", ...]}``: a tree of TorchRL's prioritized sampler, which is a C++ object: the name
+  of its class and the values of its leaves.
 """
 
 from __future__ import annotations

@@ -41,12 +41,12 @@ class GymnasiumRecorder:
 
     **Lanes.** In a buffer ``[T, E]``, environment ``e`` is lane ``e``. A time step is written as soon as every lane
     has its transition. This is immediate except in next-step mode: a lane that began a new episode is one step behind,
-    and the newest transitions of the other lanes wait (:attr:`pending`). Row ``t + 1`` still follows row ``t`` in each
-    lane, as sequences, n-step returns and hindsight require. If the episodes of one lane end much more often than
-    those of others, the queues grow and a warning is issued: use same-step mode or a flat buffer in this case. A flat
-    buffer ``[T]`` stores transitions of a single environment immediately. With several environments, it stores the
-    transitions of a lane together: when its episode ends, or when ``stretch`` of them wait. :meth:`flush` stores the
-    rest.
+    and the newest transitions of the other lanes wait (:attr:`pending`). Consecutive rows of a lane are
+    therefore consecutive transitions of its environment, as sequences, n-step returns and hindsight require. If the
+    episodes of one lane end much more often than those of others, the queues grow and a warning is issued: use
+    same-step mode or a flat buffer in this case. A flat buffer ``[T]`` stores transitions of a single environment
+    immediately. With several environments, it stores the transitions of a lane together: when its episode ends, or
+    when ``stretch`` of them wait. :meth:`flush` stores the rest.
 
     Args:
         buffer: a :class:`ReplayBuffer` or :class:`RolloutBuffer`, for example from ``from_env(env, ...)``.

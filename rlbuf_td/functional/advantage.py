@@ -35,7 +35,7 @@ def generalized_advantage_estimate(
         next_state_value: :math:`V(s'_t)`, same shape: the value of the true next observation (before any reset).
         reward: :math:`r_t`, same shape, any real dtype.
         done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
         time_dim: the dimension of time.
 
     Returns:
@@ -126,7 +126,7 @@ def vtrace_advantage_estimate(
         next_state_value: :math:`V(s'_t)`, same shape.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
         rho_thresh: :math:`\bar\rho \ge 0`, the upper bound of the ratios :math:`\rho_t` that weight the TD errors.
         c_thresh: :math:`\bar c \ge 0`, the upper bound of the ratios :math:`c_t` that decay the trace.
         time_dim: the dimension of time.

@@ -34,7 +34,7 @@ def td_lambda_return_estimate(
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
         rolling_gamma: only for a gamma or lmbda with one value per step. True (default): each step uses its own value.
             False: the return of a step uses that step's values for all later rewards, too; O(T²).
         time_dim: the dimension of time.
@@ -82,7 +82,7 @@ def td1_return_estimate(
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
         reward: :math:`r_t`, same shape.
         done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the episode ends with this step. Default: ``done``.
+        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
         rolling_gamma: see :func:`td_lambda_return_estimate`.
         time_dim: the dimension of time.
 

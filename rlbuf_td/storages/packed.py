@@ -347,7 +347,7 @@ class PackedStorage(LazyTensorStorage):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content by a result of :meth:`state_dict`.
 
-        Trajectories that have ids and are still open end here, because new collectors reuse the ids.
+        Unfinished trajectories with ids end with the load, because new collectors reuse the ids.
 
         Raises:
             SchemaError: the saved rows differ in keys, dtypes or shapes; nothing has changed.

@@ -1,4 +1,4 @@
-"""The layout of the chunked order: three levels of plain tensors, and the NumPy views that the loops work on.
+"""The memory of ``ChunkedOrder``, rows sorted by magnitude: three levels of tensors, and NumPy views for the loops.
 
 - A **chunk** holds up to ``WIDTH`` keys (magnitude and row, see ``cpu.key_of``) in ascending order: ``keys[c, :n]``.
 - A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower

@@ -128,7 +128,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Enlarge group ``g`` to room for ``most`` entries; copies the existing ones."""
+    """Enlarge the pool of group ``g`` so that it can hold ``most`` entries, and copy the existing ones."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))

@@ -15,7 +15,8 @@ def write_by_steps_(
 ) -> None:
     """As :func:`rlbuf_td.kernels.rows.pool.write_`, on any device.
 
-    ``given`` holds, per part of each group, the rows' own observations and, if stored, the next ones, ``[T, E, ...]``.
+    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts. A tuple holds the rows'
+    values of this key, ``[T, E, ...]``: those of their own observations and, if stored, those of the next ones.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0

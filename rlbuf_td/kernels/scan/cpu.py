@@ -1,7 +1,7 @@
 """The loops of :mod:`rlbuf_td.kernels.scan` on the CPU.
 
-Entry points take the addresses of contiguous blocks: the conversion of seven tensors to NumPy arrays costs more than
-the estimate of a short rollout.
+Entry points take the addresses of contiguous blocks, because converting the seven tensors of GAE to NumPy arrays takes
+longer than computing the advantages of a short rollout.
 
 Loop order. With one feature (``[E, T, 1]``) a lane is a chain in which each step waits for the next one; four lanes are
 processed side by side so that their chains overlap. With more features (time-major rollouts) the compiler vectorises

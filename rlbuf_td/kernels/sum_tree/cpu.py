@@ -1,4 +1,4 @@
-"""The sum tree on the CPU: the same functions as :mod:`rlbuf_td.kernels.sum_tree`, over its ``addresses``.
+"""The functions of :mod:`rlbuf_td.kernels.sum_tree` on the CPU. They take the ``addresses`` of a ``SumTree``.
 
 The outer loop goes over levels, the inner one over the batch: the cache misses of a level overlap, while an outer loop
 over rows would wait for each. Unsigned indices avoid numba's check for negative ones.
