@@ -529,8 +529,7 @@ def test_fresh_rows_of_probability_zero_leave_weights_finite():
     other = ReplayBuffer(storage=PackedStorage(10))
     other.extend(one.storage[:])
     batch = ReplayBufferMixture({"one": one, "other": other}, HALF, batch_size=8).sample()
-    assert batch["priority_weight"].isfinite().all()
-    assert (batch["priority_weight"] > 0).all()
+    assert ((batch["priority_weight"] > 0) & (batch["priority_weight"] <= 1)).all()
 
 
 @pytest.mark.parametrize("name", ["", "../one", "a/b", ".lock", "_storage", "sample", "two\nlines"])

@@ -50,10 +50,12 @@ class Law(ABC):
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
         """Write the importance weights of the rows ``flat`` to ``weight[:len(flat)]``, as in the batch of ``drawn``.
 
-        ``drawn``, ``[1]``, is the first row of this batch; ``weight[0]`` is its weight before the call.
+        ``drawn``, ``[1]``, is the first row of this batch; ``weight[0]`` is its weight before the call. Rows of
+        probability 0 get the same.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
+        ratio = torch.where(probability[:-1] > 0.0, ratio, 1.0)
         weight[: len(flat)] = weight[0] * ratio.pow(-self.settings[BETA]).to(weight.dtype)
 
     @abstractmethod

@@ -230,8 +230,11 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of rows; on entry, ``importance[0]`` is that of the row ``first``."""
+    """Set the importance weights of rows; on entry, ``importance[0]`` is that of the row ``first``.
+
+    Rows of weight 0, which are never drawn otherwise, get the same as ``first``.
+    """
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
-        ratio = max(weight[index[j]] / weight[first], LEAST_RATIO)
+        ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0
         importance[j] = scale * np.float32(ratio**-beta)
