@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.trainers import ReplayBufferTrainer
 
@@ -557,3 +557,87 @@ def test_a_member_that_has_left_is_not_in_later_dumps(tmp_path):
     ReplayBufferMixture({"one": members["one"]}, {"one": 1.0}).dumps(tmp_path)
     assert not [*tmp_path.glob("members-*/other")]
     assert len([*tmp_path.glob("members-*/one")]) == 1
+
+
+def test_a_batch_that_one_member_refuses_counts_nowhere():
+    one = numbered(0, 10, samples_per_insert=1.0, tolerance=50)
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 10, min_size=100)}, HALF, batch_size=8)
+    flow: Any = one.flow
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match="flow control does not admit"):
+            mixed.sample()
+    assert flow.report()["samples"] == 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_batch_has_the_same_keys_whichever_members_it_needs(exact):
+    lanes = member("uniform", 1_000, 4, lanes=2)
+    members = {"one": member("proportional", 0, 9), "other": lanes}
+    mixed = ReplayBufferMixture(members, {"one": 0.1, "other": 0.9}, batch_size=2, exact=exact)
+    kinds = {(frozenset(batch.keys()), batch["index"].shape) for batch in [mixed.sample() for _ in range(60)]}
+    assert len(kinds) == 1
+
+
+def test_batches_drawn_ahead_by_a_member_are_not_used():
+    ahead = {"device": "cpu", "prefetch": 2, "batch_size": 4}
+    one = numbered(0, 50, sampler=ProportionalSampler(100, beta=1.0), **ahead)
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 50)}, HALF, batch_size=8)
+    mixed.sample()
+    one.update_priority(torch.arange(50), torch.arange(50) + 1.0)
+    batch = mixed.sample()
+    law = (torch.arange(50) + 1.0) ** 0.6
+    weight = 1 / (50 * law / law.sum())
+    wanted = torch.cat((weight[batch["index"][:4]], torch.ones(4))) / weight.max()
+    torch.testing.assert_close(batch["priority_weight"], wanted, rtol=1e-5, atol=0)
+
+
+def test_sequences_of_other_lengths_and_lanes_are_mixed():
+    def windows(length: int, lanes: int) -> ReplayBuffer:
+        storage = PackedStorage(60, ndim=2 if lanes else 1)
+        rb = ReplayBuffer(storage=storage, sampler=SequenceSampler(ProportionalSampler(60), length))
+        rb.extend(rows(0, 20, lanes))
+        return rb
+
+    members = {"one": windows(2, 0), "other": windows(4, 3)}
+    mixed = ReplayBufferMixture(members, HALF, batch_size=16, exact=False)
+    for _ in range(20):
+        batch = mixed.sample()
+        assert batch["anchor_index"].shape == (16, 2)
+        batch["td_error"] = torch.full((16,), 5.0)
+        mixed.update_tensordict_priority(batch)
+    assert float(members["one"].sampler.sampler.priorities.largest) == 5.0
+    with pytest.raises(ValueError, match="batch_size=10 must be a multiple of 4, the windows of the members"):
+        mixed.sample(10)
+
+
+def test_uniform_members_write_back_by_their_clocks():
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(50)}, HALF, batch_size=8)
+    times = {name: rb.storage.clock.now for name, rb in mixed.members.items()}
+    batch = mixed.sample()
+    batch["number"] = -1 - batch["source"]
+    with pytest.raises(KeyError, match="sampled_at"):
+        mixed.write_back(batch, ["number"])
+    assert mixed.write_back(batch, ["number"], sampled_at=times) == 8
+    assert (mixed["one"].storage["number"] == -1).any()
+    assert (mixed["other"].storage["number"] == -2).any()
+
+
+def test_torchrls_prioritized_sampler_and_states_of_other_members_are_refused():
+    theirs = ReplayBuffer(storage=PackedStorage(10), sampler=PrioritizedSampler(10, 1.0, 1.0))
+    with pytest.raises(TypeError, match="use a ProportionalSampler"):
+        ReplayBufferMixture({"one": theirs}, {"one": 1.0})
+    mixed = ReplayBufferMixture({"one": numbered(0), "other": numbered(0)}, HALF)
+    state = mixed.state_dict()
+    state["shares"] = {"one": 0.9, "other": 0.1}
+    del state["members"]["other"]
+    with pytest.raises(ValueError, match="the state is of members"):
+        mixed.load_state_dict(state)
+    assert mixed.sampler.by_name == HALF
+
+
+def test_a_copy_of_a_mixture_has_its_generator():
+    generator = torch.Generator().manual_seed(5)
+    members = {"one": numbered(0), "other": numbered(0)}
+    mixed = ReplayBufferMixture(members, HALF, batch_size=7, generator=generator)
+    again = copy.deepcopy(mixed)
+    assert [again.counts(7) for _ in range(20)] == [mixed.counts(7) for _ in range(20)]

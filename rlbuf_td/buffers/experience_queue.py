@@ -29,7 +29,8 @@ class ExperienceQueue(ReplayBuffer):
 
     Threads share the object. After :meth:`share`, so do processes that are forked, or spawned with the queue as an
     argument. A process that dies does not block the others: its unfinished write is undone, and the rows of its
-    unfinished sample stay in the queue. Only rows that :meth:`sample` has returned are lost with the process.
+    unfinished sample stay in the queue. Only rows that :meth:`sample` has returned, or was transforming, are lost with
+    the process; if a transform raises an error, its rows are lost, too.
 
     Args:
         timeout: seconds to wait at most, then TimeoutError; ``None``: forever.

@@ -5,16 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate, pairwise
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.experience_queue import ExperienceQueue
-from rlbuf_td.buffers.mixture_parts import index_of, kinds, largest_weight, part_of, refuse_difference, settled_rows
+from rlbuf_td.buffers.flow import permission
+from rlbuf_td.buffers.mixture_parts import (
+    Part,
+    kinds,
+    part_of,
+    refuse_difference,
+    refuse_member,
+    settled_rows,
+    with_lane,
+    without_lane,
+)
 from rlbuf_td.buffers.mixture_plan import MixturePlan, make_mixture_plan
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.buffers.shares import Shares
@@ -38,8 +48,8 @@ class ReplayBufferMixture:
     A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
     position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
     :math:`\lceil B s \rceil` rows, on average :math:`B s`. With ``exact=False``, the member of each row is drawn at
-    random instead. If all members draw windows of one length, they provide whole windows. A :class:`MinibatchSampler`
-    may provide fewer rows, at the end of an epoch.
+    random instead. Members that draw sequences provide whole windows. A :class:`MinibatchSampler` may provide fewer
+    rows, at the end of an epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member has the weight :math:`(N P)^{-\beta}`, where the member has N rows, draws this row with probability P, and
@@ -97,11 +107,7 @@ class ReplayBufferMixture:
         generator: torch.Generator | None = None,
     ) -> None:
         for name, member in members.items():
-            if not isinstance(member, ReplayBuffer):
-                remedy = "put its storage into a rlbuf_td.ReplayBuffer"
-                raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
-            if isinstance(member, ExperienceQueue):
-                raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
+            refuse_member(name, member)
         if not members or members.keys() != shares.keys() or (writes_to is not None and writes_to not in members):
             given = f"members are {[*members]}, shares are of {[*shares]}, writes_to={writes_to!r}"
             raise ValueError(f"members and shares must have the same names: {given}")
@@ -181,16 +187,15 @@ class ReplayBufferMixture:
     def counts(self, batch_size: int) -> list[int]:
         """Return the number of rows that each member provides for a batch; random, as described in the class."""
         shares, window = [*self.sampler.by_name.values()], self._window
-        if window > 1 and batch_size % window == 0:  # whole windows of every member
-            return [count * window for count in self._parts_of(batch_size // window, shares)]
-        return self._parts_of(batch_size, shares)
+        if batch_size % window:
+            raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
+        return [count * window for count in self._parts_of(batch_size // window, shares)]
 
     @property
     def _window(self) -> int:
-        """The number of rows per window if all members draw windows of the same length, else 1."""
+        """The smallest number of rows that consists of whole windows of every member."""
         samplers = [member.sampler for member in self.members.values()]
-        windows = {sampler.window if isinstance(sampler, SequenceSampler) else 1 for sampler in samplers}
-        return windows.pop() if len(windows) == 1 else 1
+        return lcm(*(sampler.window for sampler in samplers if isinstance(sampler, SequenceSampler)))
 
     def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
         if not self.exact:
@@ -228,34 +233,36 @@ class ReplayBufferMixture:
             if batch is not None:
                 return batch
         self._refuse_other_schemas()
-        parts = {}
-        for (name, member), count in zip(self.members.items(), counts, strict=True):
-            if count and not len(member):
+        needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
+        for name in needed:
+            if not len(self.members[name]):
                 raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0{MIXTURES}")
-            if count:
-                parts[name] = part_of(member, count)
+        with ExitStack() as admitted:  # all members admit their rows, or none counts them
+            for name, count in needed.items():
+                if self.members[name].flow is not None:
+                    admitted.enter_context(permission(self.members[name], count, False, None))
+            batch = self._joined({name: part_of(self.members[name], count) for name, count in needed.items()})
         self._plan = make_mixture_plan([*self.members.values()], size)
-        return self._joined(parts)
+        return batch
 
-    def _joined(self, parts: dict[str, TensorDictBase]) -> TensorDictBase:
-        weighted = {name: part for name, part in parts.items() if "priority_weight" in part.keys()}
-        scales = {name: largest_weight(self.members[name], part) for name, part in weighted.items()}
-        largest = max([1.0] * (len(scales) < len(parts)) + [scale or 1.0 for scale in scales.values()], default=1.0)
-        largest = 1.0 if None in scales.values() else largest  # if a member does not normalise its weights
-        width = max(part["index"].ndim for part in parts.values())
-        for name, part in parts.items():
-            member, index = self.members[name], part["index"]
-            more = {"source": torch.full((len(part),), self.names.index(name), device=index.device)}
-            if index.ndim < width:  # a row of [T] is in lane 0
-                more["index"] = torch.stack((index, torch.zeros_like(index)), -1)
-            if weighted:
-                ones = torch.ones(len(part), dtype=torch.float32, device=part.device)
-                more["priority_weight"] = part.get("priority_weight", ones) * ((scales.get(name) or 1.0) / largest)
-                clock = member.storage.clock.now if hasattr(member.storage, "clock") else 0
-                more[SAMPLED_AT] = part.get(SAMPLED_AT, torch.full((len(part),), clock, device=index.device))
-            set_entries_(part, more)
-        refuse_difference({name: kinds(part) for name, part in parts.items()})
-        return torch.cat([*parts.values()])
+    def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
+        samplers = [member._initialize().prioritized for member in self.members.values()]
+        is_weighted, has_lanes = any(samplers), any(member.storage.ndim > 1 for member in self.members.values())
+        largest = max([1.0] * (None in samplers) + [part.scale or 1.0 for part in parts.values()])
+        if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
+            largest = 1.0
+        for name, (rows, scale, now) in parts.items():
+            place = {"size": (len(rows),), "device": rows["index"].device}
+            more = {"source": torch.full(fill_value=self.names.index(name), **place)}
+            if has_lanes:
+                more |= with_lane(rows)
+            if is_weighted:
+                weight = rows.get("priority_weight", torch.ones(**place, dtype=torch.float32))
+                more["priority_weight"] = weight * ((scale or 1.0) / largest)
+                more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full(fill_value=now, **place))
+            set_entries_(rows, more)
+        refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
+        return torch.cat([part.rows for part in parts.values()])
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
@@ -282,7 +289,7 @@ class ReplayBufferMixture:
             part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[source == place]
             if not len(part):
                 continue
-            part, td_error = index_of(member, part), part.get(member.priority_key, None)
+            part, td_error = without_lane(member, part), part.get(member.priority_key, None)
             if td_error is None:
                 raise KeyError(f"the batch has no {member.priority_key!r}: set the TD errors of the sampled rows")
             if backend_of(td_error) == "numba":
@@ -291,15 +298,19 @@ class ReplayBufferMixture:
         for member, part in updates:
             member.update_tensordict_priority(part)
 
-    def write_back(self, batch: TensorDictBase, keys: Any) -> int:
-        """Write entries of a batch back to the rows of all members; see :meth:`ReplayBuffer.write_back`."""
+    def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
+        """Write entries of a batch back to the rows of all members; see :meth:`ReplayBuffer.write_back`.
+
+        ``sampled_at``: each member's ``storage.clock.now`` before the batch, by name; needed if none is prioritized.
+        """
         if "source" not in batch.keys():
             raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
         flat, written = batch.reshape(-1), 0
         for place, member in enumerate(self.members.values()):
             part = flat[flat["source"] == place]
             if len(part):
-                written += member.write_back(index_of(member, part), keys)
+                times = {} if sampled_at is None else {"sampled_at": sampled_at[self.names[place]]}
+                written += member.write_back(without_lane(member, part), keys, **times)
         return written
 
     # -- state, health
@@ -311,6 +322,8 @@ class ReplayBufferMixture:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; ValueError, with nothing changed, if it belongs to other members."""
+        if state_dict["members"].keys() != self.members.keys():
+            raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
         self.sampler.load_state_dict(state_dict["shares"])
         self.exact = bool(state_dict["exact"])
         for name, member in self.members.items():
@@ -371,7 +384,7 @@ class ReplayBufferMixture:
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_plan": None, "_checked": [], "_rng": None}
+        return self.__dict__ | {"_plan": None, "_checked": []}
 
     def __repr__(self) -> str:
         shares = self.sampler.by_name

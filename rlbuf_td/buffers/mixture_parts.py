@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data.replay_buffers import PrioritizedSampler
 
-from rlbuf_td.buffers.flow import permission
+from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.replay import ReplayBuffer
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows, merge_
@@ -27,24 +30,52 @@ def largest_weight(member: ReplayBuffer, part: TensorDictBase) -> float | None:
     return float(weight / part["priority_weight"][likeliest])
 
 
-def part_of(member: ReplayBuffer, count: int) -> TensorDictBase:
-    """Return a batch of a member with its sampler's report."""
-    member._initialize()
-    if member.flow is None:
-        part, info = member._sample(count)
-    else:
-        with permission(member, count, False, None):
-            part, info = member._sample(count)
-    if "index" not in part.keys():  # TorchRL's general path adds the report later
-        merge_(part, info)
-    return part
+def refuse_member(name: Any, member: Any) -> None:
+    """Raise a TypeError if this cannot be a member of a mixture."""
+    if not isinstance(member, ReplayBuffer):
+        remedy = "put its storage into a rlbuf_td.ReplayBuffer"
+        raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
+    if isinstance(member, ExperienceQueue):
+        raise TypeError(f"member {name!r} is an ExperienceQueue, which gives each row once: sample it apart")
+    sampler = getattr(member.sampler, "innermost", member.sampler)
+    if isinstance(sampler, PrioritizedSampler) and member._initialize().prioritized is None:
+        raise TypeError(f"member {name!r} has TorchRL's PrioritizedSampler: use a ProportionalSampler")
 
 
-def index_of(member: ReplayBuffer, part: TensorDictBase) -> TensorDictBase:
-    """Restore the index of rows ``[T]``, which has a lane in batches with rows ``[T, E]`` of other members."""
-    if part["index"].ndim > 1 and member.storage.ndim == 1:
-        part["index"] = part["index"][:, 0]
-    return part
+class Part(NamedTuple):
+    """A member's rows of a batch, drawn now, also from a member with ``prefetch``."""
+
+    rows: TensorDictBase  # with the sampler's report
+    scale: float | None  # what the member's weights were divided by
+    now: int  # the storage's clock before the draw
+
+
+def part_of(member: ReplayBuffer, count: int) -> Part:
+    """Draw rows from a member."""
+    prefetcher = member._initialize().draws and member._prefetcher
+    with member._futures_lock if prefetcher else member._replay_lock:  # priorities must not change before the scale
+        now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
+        rows, info = prefetcher.take(count, prefetch=False) if prefetcher else member._sample(count)
+        if "index" not in rows.keys():  # TorchRL's general path adds the report later
+            merge_(rows, info)
+        return Part(rows, largest_weight(member, rows) if "priority_weight" in rows.keys() else None, now)
+
+
+INDICES = "index", "anchor_index"
+
+
+def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
+    """Return the indices of rows ``[T]`` as those of rows ``[T, 1]``."""
+    flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
+    return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
+
+
+def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
+    """Undo :func:`with_lane` for rows of a batch, if the member's rows are ``[T]``."""
+    for key in INDICES:
+        if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
+            rows[key] = rows[key][:, 0]
+    return rows
 
 
 def settled_rows(storage: Any) -> Any:

@@ -162,9 +162,15 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
     _refuse_if_shared(rb, "sampler")
     refuse_unordered(sampler, rb._writer)
     with rb._emptied_of_prefetched():
-        previous = TensorDictReplayBuffer.set_sampler(rb, sampler)
+        previous, rng = TensorDictReplayBuffer.set_sampler(rb, sampler), sampler._rng
         sampler._rng = rb._rng
-        rb._connect(default_priorities=True)
+        try:
+            rb._connect(default_priorities=True)
+        except Exception:
+            TensorDictReplayBuffer.set_sampler(rb, previous)
+            sampler._rng = rng
+            rb._connect()
+            raise
     return previous
 
 

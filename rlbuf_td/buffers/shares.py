@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers import Sampler
 from rlbuf_td.checkpoint import load_state, save_state
 from rlbuf_td.samplers.common import fraction
 
-_BAD_NAME = re.compile(r"$|[._]|.*[/\\]").match  # members are folders of a dump
+_BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders of a dump
 
 
 class Shares(Sampler):

@@ -39,6 +39,12 @@ class FreshQueue:
         self.state["began"] = 0
         self._keep(ages)
 
+    def release(self) -> None:
+        """Forget the storage; all rows of the next one are fresh."""
+        self.serves.release()
+        self.storage, self.rows = _nothing, None
+        self.begin(_ALL)
+
     def _keep(self, intervals: Sequence[Interval]) -> None:
         """Store the intervals, with room for as many as can exist: there is at least one row between two of them."""
         state = self.state
@@ -113,7 +119,8 @@ class FreshRowsSampler(SamplerWrapper):
     more often.
 
     Args:
-        sampler: the wrapped sampler, which draws the other rows. It also handles priorities, writes and state.
+        sampler: the wrapped sampler, which draws the other rows. It also handles priorities, writes and state. Rows of
+            a :class:`MinibatchSampler` that fresh rows replace are missing from its epoch.
         fresh: the largest number of fresh rows in a batch; may be set at any time.
 
     The clock of the storage counts edits, too: after as many edits as the storage has time steps, without a batch in
@@ -146,6 +153,8 @@ class FreshRowsSampler(SamplerWrapper):
 
     def __init__(self, sampler: Sampler, fresh: int = 1) -> None:
         super().__init__(sampler, DONE_KEY, None)
+        if self._is_prioritized and not hasattr(sampler, "law"):
+            raise TypeError("FreshRowsSampler cannot wrap TorchRL's PrioritizedSampler: use a ProportionalSampler")
         self.queue = FreshQueue()
         self.fresh = fresh
 
@@ -174,7 +183,7 @@ class FreshRowsSampler(SamplerWrapper):
         return flat, info
 
     def _empty(self) -> None:
-        self.queue.begin(_ALL)
+        self.queue.release()
         self.sampler._empty()
 
     # -- state

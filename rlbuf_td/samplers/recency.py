@@ -31,7 +31,7 @@ def _half_life(name: str, value: Any) -> float:
 
 
 def _window(name: str, value: Any) -> int | None:
-    if isinstance(value, float) and 1 <= value < inf:
+    if not isinstance(value, bool) and value is not None and 1 <= value < inf:
         value = int(value)  # TorchRL's schedulers set fractions
     return None if value is None else whole(1)(name, value)
 

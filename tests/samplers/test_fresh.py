@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data.replay_buffers import LazyTensorStorage
+from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler
 
 from rlbuf_td import (
     FreshRowsSampler,
@@ -199,3 +199,28 @@ def test_two_buffers_and_captured_steps_are_refused():
     one.extend(rows(0, 5))
     with pytest.raises(TypeError, match="cannot capture a FreshRowsSampler"):
         sampler.prepare_graph(one.storage, 2)
+
+
+def test_the_storage_of_fresh_rows_can_be_replaced():
+    rb = ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler(), 2), batch_size=2)
+    rb.extend(rows(0, 5))
+    rb.sample()
+    rb.set_storage(PackedStorage(20))
+    rb.extend(rows(7, 2))
+    assert rb.sample()["number"].tolist() == [8, 7]
+
+
+def test_a_sampler_that_is_refused_leaves_the_buffer_as_it_was():
+    one, other = (
+        ReplayBuffer(storage=PackedStorage(10), sampler=FreshRowsSampler(UniformSampler()), batch_size=2)
+        for _ in range(2)
+    )
+    one.extend(rows(0, 5))
+    other.extend(rows(5, 5))
+    before = other.sampler
+    with pytest.raises(ValueError, match="one sampler per buffer"):
+        other.set_sampler(one.sampler)
+    assert other.sampler is before
+    assert set(other.sample()["number"].tolist()) <= set(range(5, 10))
+    with pytest.raises(TypeError, match="cannot wrap TorchRL's PrioritizedSampler"):
+        FreshRowsSampler(PrioritizedSampler(10, 1.0, 1.0))
