@@ -252,14 +252,14 @@ class ReplayBufferMixture:
         if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
             largest = 1.0
         for name, (rows, scale, now) in parts.items():
-            place = {"size": (len(rows),), "device": rows["index"].device}
-            more = {"source": torch.full(fill_value=self.names.index(name), **place)}
+            size, device = len(rows), rows["index"].device
+            more = {"source": torch.full((size,), self.names.index(name), device=device)}
             if has_lanes:
                 more |= with_lane(rows)
             if is_weighted:
-                weight = rows.get("priority_weight", torch.ones(**place, dtype=torch.float32))
+                weight = rows.get("priority_weight", torch.ones(size, dtype=torch.float32, device=device))
                 more["priority_weight"] = weight * ((scale or 1.0) / largest)
-                more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full(fill_value=now, **place))
+                more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full((size,), now, device=device))
             set_entries_(rows, more)
         refuse_difference({name: kinds(part.rows) for name, part in parts.items()})
         return torch.cat([part.rows for part in parts.values()])

@@ -39,12 +39,6 @@ class FreshQueue:
         self.state["began"] = 0
         self._keep(ages)
 
-    def release(self) -> None:
-        """Forget the storage; all rows of the next one are fresh."""
-        self.serves.release()
-        self.storage, self.rows = _nothing, None
-        self.begin(_ALL)
-
     def _keep(self, intervals: Sequence[Interval]) -> None:
         """Store the intervals, with room for as many as can exist: there is at least one row between two of them."""
         state = self.state
@@ -183,7 +177,8 @@ class FreshRowsSampler(SamplerWrapper):
         return flat, info
 
     def _empty(self) -> None:
-        self.queue.release()
+        self.queue.serves.release()
+        self.queue.begin(_ALL)
         self.sampler._empty()
 
     # -- state
