@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import gymnasium
@@ -16,6 +17,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
+from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
 
 from rlbuf_td import (
@@ -641,3 +643,40 @@ def test_a_copy_of_a_mixture_has_its_generator():
     mixed = ReplayBufferMixture(members, HALF, batch_size=7, generator=generator)
     again = copy.deepcopy(mixed)
     assert [again.counts(7) for _ in range(20)] == [mixed.counts(7) for _ in range(20)]
+
+
+class Locked(Transform):
+    """Needs a lock that a writer holds, too."""
+
+    lock = Lock()
+
+    def forward(self, data: Any) -> Any:
+        with self.lock:
+            return data
+
+
+def test_members_are_transformed_without_their_locks():
+    one = numbered(0, transform=Locked())
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=4)
+
+    def write() -> None:
+        for _ in range(500):
+            with Locked.lock:
+                one.extend(TensorDict({"number": torch.zeros(1, dtype=torch.int64)}, [1]))
+
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    reader = Thread(target=lambda: [mixed.sample() for _ in range(200)], daemon=True)
+    reader.start()
+    for thread in (writer, reader):
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_part_of_rows_that_are_never_drawn_otherwise_has_finite_weights():
+    sampler = FreshRowsSampler(ProportionalSampler(100, alpha=1.0, beta=1.0, eps=0.0), 2)
+    one = numbered(0, sampler=sampler)
+    one.update_priority(torch.arange(10), torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 0, 0]))
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0)}, HALF, batch_size=4)
+    weight = mixed.sample()["priority_weight"]
+    assert ((weight > 0) & (weight <= 1)).all()

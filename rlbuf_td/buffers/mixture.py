@@ -48,13 +48,13 @@ class ReplayBufferMixture:
     A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
     position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
     :math:`\lceil B s \rceil` rows, on average :math:`B s`. With ``exact=False``, the member of each row is drawn at
-    random instead. Members that draw sequences provide whole windows. A :class:`MinibatchSampler` may provide fewer
-    rows, at the end of an epoch.
+    random instead. Members with a :class:`SequenceSampler` provide whole windows. A :class:`MinibatchSampler` may
+    provide fewer rows, at the end of an epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
     member has the weight :math:`(N P)^{-\beta}`, where the member has N rows, draws this row with probability P, and
-    has this beta; rows of other members have the weight 1. All weights are divided by the largest one that any member
-    can give (with ``weight_norm="batch"``: gives in this batch), unless a member has ``weight_norm=None``.
+    has this beta; rows of other members have the weight 1. All weights are divided by the largest one that a member of
+    this batch can give (with ``weight_norm="batch"``: gives in it), unless a member has ``weight_norm=None``.
 
     Args:
         members: a :class:`ReplayBuffer` for each name, all with the same keys, dtypes and shapes. Each keeps its
@@ -234,8 +234,9 @@ class ReplayBufferMixture:
                 return batch
         self._refuse_other_schemas()
         needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
-        for name in needed:
-            if not len(self.members[name]):
+        for name, member in self.members.items():
+            refuse_member(name, member)  # its parts may have been replaced
+            if name in needed and not len(member):
                 raise RuntimeError(f"member {name!r} has no rows: extend it first, or set its share to 0{MIXTURES}")
         with ExitStack() as admitted:  # all members admit their rows, or none counts them
             for name, count in needed.items():

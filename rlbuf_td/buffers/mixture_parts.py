@@ -21,11 +21,13 @@ from rlbuf_td.storages.trajectory_index import as_tuple
 def largest_weight(member: ReplayBuffer, part: TensorDictBase) -> float | None:
     """Return the number that the weights of a member were divided by; None if they were not divided."""
     sampler, storage = member._parts.prioritized, member.storage
-    if sampler is None or sampler.weight_norm is None:
+    if sampler is None or sampler.weight_norm is None or "priority_weight" not in part.keys():
         return None
     rows = flat_rows(part.get("anchor_index", part["index"]), storage, sampler.device)
     probability = sampler.probability(rows)
-    likeliest = probability.argmax()  # fresh rows may have probability 0
+    likeliest = probability.argmax()
+    if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
+        return 1.0
     weight = (len(storage) * probability[likeliest]) ** -sampler.beta
     return float(weight / part["priority_weight"][likeliest])
 
@@ -51,14 +53,18 @@ class Part(NamedTuple):
 
 
 def part_of(member: ReplayBuffer, count: int) -> Part:
-    """Draw rows from a member."""
-    prefetcher = member._initialize().draws and member._prefetcher
-    with member._futures_lock if prefetcher else member._replay_lock:  # priorities must not change before the scale
+    """Draw rows from a member, and transform them without holding its lock."""
+    prefetcher = member._prefetcher if member._copies_batches else None
+    with member._locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
-        rows, info = prefetcher.take(count, prefetch=False) if prefetcher else member._sample(count)
-        if "index" not in rows.keys():  # TorchRL's general path adds the report later
-            merge_(rows, info)
-        return Part(rows, largest_weight(member, rows) if "priority_weight" in rows.keys() else None, now)
+        drawn = None if prefetcher is not None else member._draw(count)
+        scale = None if drawn is None else largest_weight(member, drawn[0])
+    if drawn is not None:
+        return Part(member._finish(*drawn)[0], scale, now)
+    rows, info = member._sample(count) if prefetcher is None else prefetcher.take(count, prefetch=False)
+    if "index" not in rows.keys():  # TorchRL's general path adds the report later
+        merge_(rows, info)
+    return Part(rows, largest_weight(member, rows), now)
 
 
 INDICES = "index", "anchor_index"

@@ -29,6 +29,7 @@ class MixturePlan:
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
         self.members, self.size, self.kernel = members, size, loops("batch.cpu").sample_part
+        self.member_parts = [member._parts for member in members]  # rebuilt if a part is replaced
         self.plans = [_PLANS[type(each.sampler)](each.storage, each.sampler, size) for each in members]
         self.batch_size = torch.Size([size])
         first = self.plans[0]
@@ -45,8 +46,8 @@ class MixturePlan:
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
         """Return a batch with the given number of rows from each member, or None to use the general path."""
-        for member, plan, count in zip(self.members, self.plans, counts, strict=True):
-            is_same = member._storage is plan.storage and member._sampler is plan.sampler
+        for member, parts, plan, count in zip(self.members, self.member_parts, self.plans, counts, strict=True):
+            is_same = member._parts is parts
             if count and not (is_same and is_usual(member) and plan.holds()):
                 return None
         with self.lock:

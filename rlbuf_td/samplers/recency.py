@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, log
+from numbers import Real
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -31,8 +32,8 @@ def _half_life(name: str, value: Any) -> float:
 
 
 def _window(name: str, value: Any) -> int | None:
-    if not isinstance(value, bool) and value is not None and 1 <= value < inf:
-        value = int(value)  # TorchRL's schedulers set fractions
+    if isinstance(value, Real) and not isinstance(value, bool) and 1 <= float(value) < inf:
+        value = int(float(value))  # TorchRL's schedulers set fractions
     return None if value is None else whole(1)(name, value)
 
 
