@@ -84,6 +84,7 @@ def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  else it kills what runs where memory is short
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  with Ray's 15, other tests delay restarts
     paths = {"PYTHONPATH": os.pathsep.join((os.getcwd(), os.environ.get("PYTHONPATH", "")))}
     ray.init(
         address="local",  # else one that somebody else runs here is taken
