@@ -34,7 +34,7 @@ from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
-from rlbuf_td.storages.notebooks import MIXTURES
+from rlbuf_td.storages.notebooks import MIXTURES, PRIORITIES
 from rlbuf_td.storages.tensordict_fast import set_entries_
 from rlbuf_td.storages.trajectory_index import as_tuple
 from rlbuf_td.storages.write_clock import SAMPLED_AT
@@ -163,10 +163,7 @@ class ReplayBufferMixture:
     def _written(self, name: str | None) -> ReplayBuffer:
         name = self.writes_to if name is None else name
         if name not in self.members:
-            names = ", ".join(map(repr, self.members))
-            raise KeyError(
-                f"no member {name!r} to write to: name one of {names}, or pass writes_to to the mixture{MIXTURES}"
-            )
+            raise KeyError(f"no member {name!r} to write to: name one of {self.names}, or pass writes_to{MIXTURES}")
         return self.members[name]
 
     def extend(self, data: TensorDictBase, name: str | None = None) -> torch.Tensor:
@@ -194,7 +191,9 @@ class ReplayBufferMixture:
     @property
     def _window(self) -> int:
         """The smallest number of rows that consists of whole windows of every member."""
-        samplers = [member.sampler for member in self.members.values()]
+        if self._plan is not None:
+            return 1  # members with a plan draw no windows
+        samplers = [member._sampler for member in self.members.values()]
         return lcm(*(sampler.window for sampler in samplers if isinstance(sampler, SequenceSampler)))
 
     def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
@@ -210,9 +209,8 @@ class ReplayBufferMixture:
         offset = 0.0
         if not all(map(float.is_integer, bounds)):
             offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
-        return [
-            after - before for before, after in pairwise([0, *(int(bound + offset) for bound in bounds), batch_size])
-        ]
+        ends = [*(int(bound + offset) for bound in bounds), batch_size]
+        return [end - begin for begin, end in pairwise([0, *ends])]
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
         """Return a batch in fresh memory, ``[B]``.
@@ -227,11 +225,12 @@ class ReplayBufferMixture:
             raise RuntimeError("batch_size not specified: pass it to the mixture or to sample")
         if size < 1:
             raise ValueError(f"a batch must have at least one row, got batch_size={size}")
+        if self._plan is not None and not self._plan.has_all_parts():
+            self._plan = None
         counts, plan = self.counts(size), self._plan
-        if plan is not None and plan.size == size:
-            batch = plan.sample(counts)
-            if batch is not None:
-                return batch
+        batch = plan.sample(counts) if plan is not None and plan.size == size else None
+        if batch is not None:
+            return batch
         self._refuse_other_schemas()
         needed = {name: count for name, count in zip(self.members, counts, strict=True) if count}
         for name, member in self.members.items():
@@ -247,17 +246,18 @@ class ReplayBufferMixture:
         return batch
 
     def _joined(self, parts: dict[str, Part]) -> TensorDictBase:
-        samplers = [member._initialize().prioritized for member in self.members.values()]
-        is_weighted, has_lanes = any(samplers), any(member.storage.ndim > 1 for member in self.members.values())
-        largest = max([1.0] * (None in samplers) + [part.scale or 1.0 for part in parts.values()])
-        if any(sampler is not None and sampler.weight_norm is None for sampler in samplers):
+        prioritized = [member._initialize().prioritized for member in self.members.values()]
+        samplers = [sampler for sampler in prioritized if sampler is not None]
+        has_lanes = any(member.storage.ndim > 1 for member in self.members.values())
+        largest = max([1.0] * (None in prioritized) + [part.scale or 1.0 for part in parts.values()])
+        if any(sampler.weight_norm is None for sampler in samplers):
             largest = 1.0
         for name, (rows, scale, now) in parts.items():
             size, device = len(rows), rows["index"].device
             more = {"source": torch.full((size,), self.names.index(name), device=device)}
             if has_lanes:
                 more |= with_lane(rows)
-            if is_weighted:
+            if samplers:
                 weight = rows.get("priority_weight", torch.ones(size, dtype=torch.float32, device=device))
                 more["priority_weight"] = weight * ((scale or 1.0) / largest)
                 more[SAMPLED_AT] = rows.get(SAMPLED_AT, torch.full((size,), now, device=device))
@@ -278,21 +278,16 @@ class ReplayBufferMixture:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
             ValueError: an error is NaN or infinite; all priorities are unchanged.
         """
-        if "source" not in data.keys():
-            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
-        flat = data.reshape(-1)
-        source, updates = flat["source"], []
-        for place, member in enumerate(self.members.values()):
-            parts = member._parts or member._initialize()
+        flat, updates = data.reshape(-1), []
+        for name, is_own in self._members_of(flat):
+            member, parts = self.members[name], self.members[name]._initialize()
             if parts.prioritized is None:
                 continue
             keys = [as_tuple(key) for key in ("index", SAMPLED_AT, member.priority_key)]
-            part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[source == place]
-            if not len(part):
-                continue
+            part = (flat if parts.wrapper is not None else flat.select(*keys, strict=False))[is_own]
             part, td_error = without_lane(member, part), part.get(member.priority_key, None)
             if td_error is None:
-                raise KeyError(f"the batch has no {member.priority_key!r}: set the TD errors of the sampled rows")
+                raise KeyError(f"the batch has no {member.priority_key!r}: set it for the sampled rows{PRIORITIES}")
             if backend_of(td_error) == "numba":
                 refuse_errors(td_error.reshape(-1))
             updates.append((member, part))
@@ -304,15 +299,20 @@ class ReplayBufferMixture:
 
         ``sampled_at``: each member's ``storage.clock.now`` before the batch, by name; needed if none is prioritized.
         """
-        if "source" not in batch.keys():
-            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
-        flat, written = batch.reshape(-1), 0
-        for place, member in enumerate(self.members.values()):
-            part = flat[flat["source"] == place]
-            if len(part):
-                times = {} if sampled_at is None else {"sampled_at": sampled_at[self.names[place]]}
-                written += member.write_back(without_lane(member, part), keys, **times)
+        flat, written, times = batch.reshape(-1), 0, sampled_at or {}
+        for name, is_own in self._members_of(flat):
+            member = self.members[name]
+            written += member.write_back(without_lane(member, flat[is_own]), keys, sampled_at=times.get(name))
         return written
+
+    def _members_of(self, flat: TensorDictBase) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names of the members that rows of a batch belong to, each with a mask of its rows."""
+        if "source" not in flat.keys():
+            raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
+        for place, name in enumerate(self.members):
+            is_own = flat["source"] == place
+            if is_own.any():
+                yield name, is_own
 
     # -- state, health
 
@@ -380,6 +380,8 @@ class ReplayBufferMixture:
 
     def health(self) -> dict[str, float]:
         """Return each member's :meth:`ReplayBuffer.health` and share, as ``"name/entry"``."""
+        if self._plan is not None:
+            self._plan.note_draws()
         shares = {f"{name}/share": share for name, share in self.sampler.by_name.items()}
         found = {name: member.health() for name, member in self.members.items()}
         return shares | {f"{name}/{key}": value for name, report in found.items() for key, value in report.items()}

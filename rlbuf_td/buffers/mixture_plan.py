@@ -40,42 +40,49 @@ class MixturePlan:
             first.rows.flat, self.layout.extents, [*entries, index, (torch.int64, torch.Size([]))], size
         )
         #: For each member, by number of rows n: the first n places of the member's scratch memory.
-        self.parts: list[dict[int, Tensor]] = [{} for _ in members]
+        self.firsts: list[dict[int, Tensor]] = [{} for _ in members]
+        self.drawn: tuple[Tensor, Any] | None = None  # the last batch's index, and the members' counts
         self.blanks: list[Blank] = []
         self.lock = Lock()  # a slot's addresses are of one batch at a time
 
+    def has_all_parts(self) -> bool:
+        """Whether no member has replaced a part since the plan was made."""
+        return all(member._parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
+
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
         """Return a batch with the given number of rows from each member, or None to use the general path."""
-        for member, parts, plan, count in zip(self.members, self.member_parts, self.plans, counts, strict=True):
-            is_same = member._parts is parts
-            if count and not (is_same and is_usual(member) and plan.holds()):
+        for member, plan, count in zip(self.members, self.plans, counts, strict=True):
+            if count and not (is_usual(member) and plan.holds()):
                 return None
-        with self.lock:
-            return self.fill(counts)
-
-    def fill(self, counts: Sequence[int]) -> TensorDict | None:
-        """Return a batch, as :meth:`sample`; the caller holds the lock."""
-        if not self.blanks:
-            with torch.inference_mode(False):  # a batch may be used after inference mode
-                self.blanks = self.make_blanks()
-        slot, _, batch, report = self.blanks.pop()
         begin = 0
-        for number, plan in enumerate(self.plans):
-            count, parts = counts[number], self.parts[number]
-            if not count:
-                continue
-            if count not in parts:
-                parts[count] = plan.flat[:count]
-            with plan.storage.lock:
-                written = plan.storage.numbers.values[0]
-                if not written or not plan.holds():
-                    return None
-                plan.draw_part(written, parts[count])
-                self.kernel(plan.gather.address, slot, begin, count, number)
-            member, end = self.members[number], begin + count
-            member.last_draw = report["index"][begin:end], None, getattr(member._writer, "_cursor", 0)
-            begin = end
+        with self.lock:
+            if not self.blanks:
+                with torch.inference_mode(False):  # a batch may be used after inference mode
+                    self.blanks = self.make_blanks()
+            slot, _, batch, report = self.blanks.pop()
+            for number, plan in enumerate(self.plans):
+                count, firsts = counts[number], self.firsts[number]
+                if not count:
+                    continue
+                if count not in firsts:
+                    firsts[count] = plan.flat[:count]
+                with plan.storage.lock:
+                    written = plan.storage.numbers.values[0]
+                    if not written or not plan.holds():
+                        return None
+                    plan.draw_part(written, firsts[count])
+                    self.kernel(plan.gather.address, slot, begin, count, number)
+                begin += count
+        self.drawn = report["index"], counts
         return batch
+
+    def note_draws(self) -> None:
+        """Tell each member which rows it has drawn for the last batch: their health reports on these."""
+        if self.drawn is None:
+            return
+        for member, index in zip(self.members, self.drawn[0].split(self.drawn[1]), strict=True):
+            if len(index):
+                member.last_draw = index, None, getattr(member._writer, "_cursor", 0)
 
     def make_blanks(self) -> list[Blank]:
         blanks = []
@@ -88,15 +95,14 @@ class MixturePlan:
 
 def is_usual(member: Any) -> bool:
     """Whether a member returns batches as drawn, and does not count draws."""
-    counts = member.replay_count is not None or member.flow is not None
-    return member._is_plain and not counts and member._prefetcher is None and member._include_info
+    return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
     """Return a plan for these members, or None if one of them needs the general path."""
     for member in members:
         kinds = type(member._sampler) in _PLANS and can_plan(member._storage, member._sampler)
-        if not kinds or not is_usual(member) or not member._parts.draws:
+        if not kinds or not is_usual(member) or member.flow is not None or not member._parts.draws:
             return None
     layouts = [(member.storage.layout, member.storage.ndim) for member in members]
     if any(each != layouts[0] for each in layouts):

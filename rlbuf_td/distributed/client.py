@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -112,24 +113,28 @@ class Client:
         if size is None:
             raise RuntimeError("there is no batch size: pass it to sample, or to the constructor")
         deadline = inf if timeout is None else time.monotonic() + timeout
-        if self._flow is None:
-            return self._take(size, wait, timeout, deadline)
-        self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
-        try:  # rows that flow control has counted may not have arrived in a shard yet
-            return self._take(size, True, timeout, deadline)
-        except BaseException:
-            self._flow.take_back.remote(sampled=size)
-            raise
+        if self._flow is not None:
+            self.links.engine.get(self._flow.sample.remote(size, wait, timeout))
+            wait = True  # rows that flow control has counted may not have arrived in a shard yet
+        with self._taken_back(sampled=size):
+            while self._ready is None or not len(self._ready) or self._ready_size != size:
+                if not self._fetch(size):
+                    if not wait:
+                        raise RuntimeError(EMPTY)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"the shards had no rows within {timeout} seconds")
+                    time.sleep(0.005)
+            return self._ready.take(self.beta)
 
-    def _take(self, size: int, wait: bool, timeout: float | None, deadline: float) -> TensorDictBase:
-        while self._ready is None or not len(self._ready) or self._ready_size != size:
-            if not self._fetch(size):
-                if not wait:
-                    raise RuntimeError(EMPTY)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the shards had no rows within {timeout} seconds")
-                time.sleep(0.005)
-        return self._ready.take(self.beta)
+    @contextmanager
+    def _taken_back(self, **rows: int) -> Iterator[None]:
+        """Uncount rows that flow control has admitted, if the ``with`` block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._flow is not None:
+                self._flow.take_back.remote(**rows)
+            raise
 
     def _fetch(self, size: int) -> bool:
         """Receive the batches requested ahead, or request new ones; return whether any shard has rows.
@@ -294,12 +299,8 @@ class Client:
             refuse_errors(data.get(spec.priority_key))
         if self._flow is not None:
             self.links.engine.get(self._flow.insert.remote(lead.numel()))
-        try:
+        with self._taken_back(inserted=lead.numel()):
             place = self._shard_to_write()
-        except BaseException:
-            if self._flow is not None:
-                self._flow.take_back.remote(inserted=lead.numel())
-            raise
         if not self.links.write(place, self._writer, self._layout[1], rows, lead) and len(self.links.live) > 1:
             self._home = next(other for other in self.links.live if other != place)
         if is_first:
