@@ -21,7 +21,8 @@ def sentences_of(docstring: str) -> list[str]:
     """Return the prose sentences of a docstring: no examples, tables or section titles."""
     prose = re.sub(r"^ *>>> .*(\n.*\S.*)*", "", docstring, flags=re.MULTILINE)  # an example ends at an empty line
     prose = re.sub(r"::\n(\n+    .*)+", "", prose)  # a table or a picture
-    prose = re.sub(r"^ *\*{0,2}\w+(, \*{0,2}\w+)*:(?= |$)", "\n\n", prose, flags=re.MULTILINE)  # "Args:", "alpha: ..."
+    prose = re.sub(r"^ *[A-Z]\w+: *$", "\n\n", prose, flags=re.MULTILINE)  # "Args:"
+    prose = re.sub(r"^ *(\*{0,2}\w+(, \*{0,2}\w+)*: )", r"\n\n\1", prose, flags=re.MULTILINE)  # "alpha: ..."
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", prose))
     found = [sentence for each in paragraphs for sentence in re.split(r"(?<=[^.][.!?])\s+(?=[^a-z])", each)]
     return [sentence for sentence in found if len(sentence.split()) >= 3]
