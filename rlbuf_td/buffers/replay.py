@@ -392,3 +392,5 @@ class ReplayBuffer(TensorDictReplayBuffer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._own_lock = RLock()
         super().__setstate__(state)
+        if self._parts is not None and self._parts.wrapper is not None:
+            self._parts.wrapper.watch(self._storage)

@@ -185,9 +185,12 @@ def test_a_copy_has_the_same_fresh_rows(again):
     rb.extend(rows(0, 5))
     rb.sample()
     rb.extend(rows(5, 2))
-    other = again(rb)
+    other, loaded = again(rb), again(rb)
     for each in (rb, other):
-        assert each.sample()["number"][:2].tolist() == [6, 5]
+        each.extend(rows(7, 1))
+    loaded.load_state_dict(other.state_dict())  # before the copy has drawn a batch
+    for each in (rb, other, loaded):
+        assert each.sample()["number"][:3].tolist() == [7, 6, 5]
         assert each.sampler.queue.ages() == []
 
 
