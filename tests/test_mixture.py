@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers import PrioritizedSampler, SamplerWithoutReplacement, SliceSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 from torchrl.envs.transforms import Transform
 from torchrl.trainers import ReplayBufferTrainer
@@ -591,6 +591,36 @@ def test_batches_drawn_ahead_by_a_member_are_not_used():
     weight = 1 / (50 * law / law.sum())
     wanted = torch.cat((weight[batch["index"][:4]], torch.ones(4))) / weight.max()
     torch.testing.assert_close(batch["priority_weight"], wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_weights_are_of_the_moment_of_the_draw(device):
+    class Later(Transform):
+        def forward(self, tensordict):
+            one.update_priority(torch.arange(50), torch.arange(50) + 1.0)
+            return tensordict
+
+    sampler = ProportionalSampler(100, beta=1.0)
+    one = numbered(0, 50, sampler=sampler, transform=Later([], []), device=device)
+    mixed = ReplayBufferMixture({"one": one, "other": numbered(0, 50)}, HALF, batch_size=8)
+    assert mixed.sample()["priority_weight"].tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("sizes", [{"slice_len": 4}, {"num_slices": 2}])
+def test_members_with_slices_give_whole_slices(sizes):
+    sliced = ReplayBuffer(
+        storage=PackedStorage(60), sampler=SliceSampler(traj_key="episode", truncated_key=None, **sizes)
+    )
+    data = rows(0, 40)
+    data["episode"] = torch.arange(40) // 10
+    sliced.extend(data)
+    other = ReplayBuffer(storage=PackedStorage(60))
+    other.extend(data)
+    mixed = ReplayBufferMixture({"one": sliced, "other": other}, {"one": 0.6, "other": 0.4}, batch_size=16)
+    for _ in range(20):
+        batch = mixed.sample()
+        index = batch["index"][batch["source"] == 0].view(sizes.get("num_slices", -1), sizes.get("slice_len", -1))
+        assert (index.diff() == 1).all()
 
 
 def test_sequences_of_other_lengths_and_lanes_are_mixed():

@@ -22,6 +22,7 @@ from rlbuf_td.buffers.mixture_parts import (
     refuse_difference,
     refuse_member,
     settled_rows,
+    window_of,
     with_lane,
     without_lane,
 )
@@ -31,7 +32,6 @@ from rlbuf_td.buffers.shares import Shares
 from rlbuf_td.checkpoint.folder import explained, reading, write_state, writing
 from rlbuf_td.checkpoint.manifest import decode
 from rlbuf_td.kernels.dispatch import backend_of
-from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.samplers.common import OwnSignature, refuse_errors
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.notebooks import MIXTURES, PRIORITIES
@@ -193,8 +193,7 @@ class ReplayBufferMixture:
         """The smallest number of rows that consists of whole windows of every member."""
         if self._plan is not None:
             return 1  # members with a plan draw no windows
-        samplers = [member._sampler for member in self.members.values()]
-        return lcm(*(sampler.window for sampler in samplers if isinstance(sampler, SequenceSampler)))
+        return lcm(*(window_of(member._sampler) for member in self.members.values()))
 
     def _parts_of(self, batch_size: int, shares: list[float]) -> list[int]:
         if not self.exact:

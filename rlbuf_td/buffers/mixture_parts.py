@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, SliceSampler
 
 from rlbuf_td.buffers.experience_queue import ExperienceQueue
 from rlbuf_td.buffers.replay import ReplayBuffer
+from rlbuf_td.samplers import SequenceSampler
 from rlbuf_td.storages import SchemaError
 from rlbuf_td.storages.indexing import flat_rows, merge_
 from rlbuf_td.storages.schema import kind, show_key
 from rlbuf_td.storages.trajectory_index import as_tuple
 
 
-def largest_weight(member: ReplayBuffer, part: TensorDictBase) -> float | None:
-    """Return the number that the weights of a member were divided by; None if they were not divided."""
+def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
+    """Return the number that the weights in a sampler's report were divided by; None if they were not divided."""
     sampler, storage = member._parts.prioritized, member.storage
-    if sampler is None or sampler.weight_norm is None or "priority_weight" not in part.keys():
+    if sampler is None or sampler.weight_norm is None or "priority_weight" not in report:
         return None
-    rows = flat_rows(part.get("anchor_index", part["index"]), storage, sampler.device)
+    rows = flat_rows(report.get("anchor_index", report["index"]), storage, sampler.device)
     probability = sampler.probability(rows)
     likeliest = probability.argmax()
     if not probability[likeliest] > 0.0:  # all rows are fresh, and are never drawn otherwise
         return 1.0
     weight = (len(storage) * probability[likeliest]) ** -sampler.beta
-    return float(weight / part["priority_weight"][likeliest])
+    return float(weight / report["priority_weight"][likeliest])
 
 
 def refuse_member(name: Any, member: Any) -> None:
@@ -55,16 +56,25 @@ class Part(NamedTuple):
 def part_of(member: ReplayBuffer, count: int) -> Part:
     """Draw rows from a member, and transform them without holding its lock."""
     prefetcher = member._prefetcher if member._copies_batches else None
-    with member._locked():  # priorities must not change before the scale is known
+    with member._futures_lock, member._locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
-        drawn = None if prefetcher is not None else member._draw(count)
-        scale = None if drawn is None else largest_weight(member, drawn[0])
+        sent = None if prefetcher is None else prefetcher.send(count)
+        drawn = member._draw(count) if sent is None else sent.result.result()
+        scale = None if drawn is None else largest_weight(member, drawn[1])
     if drawn is not None:
-        return Part(member._finish(*drawn)[0], scale, now)
-    rows, info = member._sample(count) if prefetcher is None else prefetcher.take(count, prefetch=False)
-    if "index" not in rows.keys():  # TorchRL's general path adds the report later
+        finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
+        return Part(finished[0], scale, now)
+    rows, info = member._sample(count)  # TorchRL's general path, which adds the report later
+    if "index" not in rows.keys():
         merge_(rows, info)
-    return Part(rows, largest_weight(member, rows), now)
+    return Part(without_lane(member, rows), largest_weight(member, info), now)  # TorchRL's slices have an index [B, 1]
+
+
+def window_of(sampler: Sampler) -> int:
+    """Return the number of rows of which a batch must be a multiple, for whole windows or slices."""
+    if isinstance(sampler, SequenceSampler):
+        return sampler.window
+    return (sampler.slice_len or sampler.num_slices) if isinstance(sampler, SliceSampler) else 1
 
 
 INDICES = "index", "anchor_index"

@@ -93,10 +93,10 @@ class Prefetcher:
         with self._buffer._futures_lock:
             self._drop_outdated()
             if not prefetch:
-                return self._receive(self._send(batch_size))
+                return self.receive(self.send(batch_size))
             while len(self._batches) <= self.ahead and not (self._batches and self._buffer.sampler.ran_out):
-                self._batches.append(self._send(batch_size))
-            return self._receive(self._batches.popleft())
+                self._batches.append(self.send(batch_size))
+            return self.receive(self._batches.popleft())
 
     @property
     def has_batches(self) -> bool:
@@ -118,7 +118,8 @@ class Prefetcher:
         while self._batches and storage.clock.since(self._batches[0].drawn_at) >= storage.all_rows().steps:
             self._batches.popleft()
 
-    def _send(self, batch_size: int) -> _Batch:
+    def send(self, batch_size: int) -> _Batch:
+        """Draw a batch, and start to move or transform it; the caller holds the buffer's ``_futures_lock``."""
         buffer, device = self._buffer, self.device
         place = None if getattr(buffer.sampler, "begun", None) is None else buffer.sampler.snapshot()
         with buffer._locked():
@@ -148,7 +149,7 @@ class Prefetcher:
         self._is_slow = min(before, self._seconds) > _SLOW
         return sample
 
-    def _receive(self, sent: _Batch) -> Sample:
+    def receive(self, sent: _Batch) -> Sample:
         """Wait for a batch; with ``device``, hand its memory to the current stream and transform it."""
         batch, report = sent.result.result()
         if self.device is None:
