@@ -1,10 +1,9 @@
-"""Where compiled loops are kept between processes: a folder per version of the kernels' sources.
+"""Stores compiled loops for later processes, in one folder per version of the kernels' sources.
 
-Compiling takes from a second to half a minute per operation, once per installation. The logger ``rlbuf_td`` announces
-it (``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message). Numba's own cache only notices changes to
-a function's own file, but these loops call each other across files. The folder is therefore named by a digest of all
-sources in ``kernels/``; creating it deletes the folders of other versions. It lies in the first of these places that is
-writable:
+Compilation takes from a second to half a minute per operation, once per installation. A log message announces it;
+``logging.getLogger("rlbuf_td").setLevel("ERROR")`` silences the message. Numba's own cache only notices changes in a
+function's own file, so a digest of all sources in ``kernels/`` names the folder. Creating the folder deletes the
+folders of other versions. The folder is in the first writable place of this list:
 
 1. the folder that the environment variable ``NUMBA_CACHE_DIR`` names;
 2. the package's own ``kernels/__pycache__``;
@@ -38,7 +37,7 @@ if config.DISABLE_JIT:
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return numba's ``njit`` decorator with a cache in :func:`folder`."""
+    """Return ``numba.njit`` with a cache in :func:`folder`."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
@@ -54,8 +53,6 @@ def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _Cache(FunctionCache):
-    """Numba's cache of one function, which several processes may write to at once."""
-
     def load_overload(self, signature: Any, target: Any) -> Any:
         found = None
         with suppress(OSError):
@@ -65,7 +62,7 @@ class _Cache(FunctionCache):
         return found
 
     def save_overload(self, signature: Any, code: Any) -> None:
-        # A unique name: two processes that compile two signatures at once could otherwise exchange their machine code.
+        # A unique name: two processes that compile different signatures could otherwise mix up their code.
         self._cache_file._data_name_pattern = f"{self._impl.filename_base}.{uuid4().hex}.{{number:d}}.nbc"
         with suppress(OSError):  # disk full, or another version deleted the folder: the next process compiles
             super().save_overload(signature, code)
@@ -82,7 +79,7 @@ def _say_that_it_compiles() -> None:
 
 @cache
 def folder() -> Path | None:
-    """Return the folder for this version of the sources, in the first writable place."""
+    """Return the folder for this version of the sources, or None with a warning if no place is writable."""
     sources = sorted(_ROOM.rglob("*.py"))
     version = sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     for place in _places() if sources else ():  # without sources, versions cannot be distinguished
@@ -113,7 +110,7 @@ def _places() -> Iterator[Path]:
 
 
 def _prepare(place: Path, version: str) -> Path:
-    """Create the folder of a version; raise ``OSError`` if it is not writable."""
+    """Create and return the folder of a version; raise ``OSError`` if the folder is not writable."""
     chosen = place / version
     if not chosen.exists():
         chosen.mkdir(parents=True, exist_ok=True)

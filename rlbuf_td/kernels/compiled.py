@@ -1,7 +1,6 @@
-"""Shared helpers of the numba loops: decorators, memory access by address, and the positions of a batch's draws.
+"""Helpers of the numba loops: decorators, and access to memory by address.
 
-Unboxing an array takes longer than many of these loops, so they take addresses of memory that callers keep alive.
-:mod:`rlbuf_td.kernels.code_cache` stores the compiled code.
+Unboxing an array takes longer than many loops. Loops therefore take addresses of memory, which callers keep alive.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from rlbuf_td.kernels.strata import FIRST
 kernel = cached_njit(nogil=True, error_model="numpy")
 #: Decorates a function that is called once per row.
 inlined = cached_njit(nogil=True, error_model="numpy", forceinline=True)
-#: Decorates a function with :func:`bare` helpers: unlike them, it may create arrays, and Python may call it.
+#: Decorates a function that calls :func:`bare` helpers. Unlike a helper, it may create arrays.
 compiled = cached_njit(nogil=True)
 
 
 def bare(function: Callable[..., Any]) -> Any:
-    """Decorate a helper that creates no array: numba then skips reference counting, which would double its time."""
+    """Decorate a helper that creates no array. It runs without reference counting, which would double its time."""
     try:
         return cached_njit(nogil=True, _nrt=False)(function)
     except KeyError:  # this numba version lacks the option: same results, but slower
@@ -114,7 +113,7 @@ def prefetch_row(address, width):
 
 @kernel
 def masses(uniform, total, step, out):
-    """Do ``strata.masses``: write to ``out``, which may be ``uniform``; ``step`` comes from ``strata.step_of``."""
+    """Write the result of ``strata.masses`` to ``out``, which may be ``uniform``; ``strata.step_of`` gives ``step``."""
     batch = uniform.shape[0]
     if step == 0:
         for j in range(batch):
@@ -131,7 +130,7 @@ def masses(uniform, total, step, out):
 
 @kernel
 def acceptable(index, td_error, rows):
-    """Return whether every row lies in ``[-1, rows)`` and every error is finite."""
+    """Whether every index is in ``[-1, rows)`` and every TD error is finite."""
     good = True
     for j in range(index.shape[0]):
         good &= (index[j] >= -1) & (index[j] < rows) & np.isfinite(td_error[j])
@@ -140,7 +139,7 @@ def acceptable(index, td_error, rows):
 
 @inlined
 def copy_few(target, source, nbytes):
-    """Copy bytes from one address to another; counts of 1, 4 and 8 need no call of ``memcpy``."""
+    """Copy bytes from one address to another, without a call of ``memcpy`` for 1, 4 or 8 bytes."""
     if nbytes == 4:
         store(target, load(source, np.int32), np.int32)
     elif nbytes == 1:

@@ -1,7 +1,7 @@
-"""Host-side settings, stored on the device for CUDA graphs.
+"""Stores host-side settings on the device for CUDA graphs.
 
-A CUDA graph repeats the captured launches with the same arguments. Numbers that change between launches (rows written,
-alpha, beta) are therefore stored in device memory, which the host changes outside the graph.
+A CUDA graph repeats its captured launches with the same arguments. Numbers that change between launches (rows written,
+alpha, beta) are therefore in device memory, which the host changes before a launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Mark this thread as capturing a graph: kernels read settings from the device and ignore cached results."""
+    """Mark this thread as capturing a CUDA graph: operations read settings from the device and ignore caches."""
     token = _is_capturing.set(True)
     try:
         yield
@@ -27,17 +27,17 @@ def capturing() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether this thread is inside :func:`capturing`; always False in a function that is being compiled."""
+    """Whether this thread is inside :func:`capturing`; always False under ``torch.compile``."""
     return not torch.compiler.is_compiling() and _is_capturing.get()
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Disable inference mode: torch refuses to write later to tensors that were created in it."""
+    """Disable inference mode, because torch cannot modify tensors created in it later."""
     return torch.inference_mode(False)
 
 
 class DeviceScalars:
-    """``count`` float64 numbers at a fixed address, initially 0. Integers up to 2**53 are exact."""
+    """``count`` float64 numbers in device memory at a fixed address, initially 0."""
 
     def __init__(self, count: int, device: torch.device | str) -> None:
         with outside_inference_mode():
@@ -45,7 +45,7 @@ class DeviceScalars:
         self._known: list[float | None] = [0.0] * count
 
     def set_(self, at: int, value: float | Tensor) -> None:
-        """Set a number, or copy a 0-dim tensor that is on the device. Launches nothing if the number is unchanged."""
+        """Set number ``at`` to a float or a 0-dim tensor on the device. An unchanged float launches no kernel."""
         if isinstance(value, Tensor):
             self.tensor[at].copy_(value)
             self._known[at] = None
@@ -58,10 +58,10 @@ class DeviceScalars:
 
 
 class PriorityState:
-    """State at fixed device addresses, which captured draws and priority updates read and change.
+    """Device memory that captured draws and priority updates read and change.
 
-    Holds the settings named in ``names``; ``largest``, 0-dim float64, the largest magnitude seen (-1 if none); and
-    ``refused``, 0-dim int64, the number of NaN or infinite errors that were skipped.
+    It holds the settings ``names``, the largest magnitude seen (``largest``, 0-dim float64, -1 if none), and the number
+    of skipped NaN or infinite TD errors (``refused``, 0-dim int64).
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -76,7 +76,7 @@ class PriorityState:
         return self._numbers[self._places[name]]
 
     def put(self, **values: float | Tensor) -> tuple[float | Tensor, ...]:
-        """Copy settings to the memory that captured graphs read; return them in the form that kernels take."""
+        """Copy settings to device memory and return them as 0-dim tensors; under ``torch.compile`` only return them."""
         if torch.compiler.is_compiling():
             return tuple(values.values())
         for name, value in values.items():
@@ -84,7 +84,7 @@ class PriorityState:
         return tuple(self[name] for name in values)
 
     def note(self, largest: Tensor, refused: Tensor, counts: bool) -> Tensor:
-        """Record the largest magnitude and the refused errors of an update; return the largest magnitude so far.
+        """Record the largest magnitude and the number of refused errors of an update; return the largest so far.
 
         Updates with ``counts=False`` have a separate maximum, which does not affect the priority of new rows.
         """
@@ -97,10 +97,9 @@ class PriorityState:
 def write_magnitudes(
     memory: Tensor, index: Tensor, magnitude: Tensor, rows: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write magnitudes to rows in ``[0, rows)``; of a duplicate row, the last magnitude is kept.
+    """Write finite magnitudes to the rows ``index`` that are in ``[0, rows)``; a duplicate row keeps the last one.
 
-    Returns:
-        ``[B]`` int64 rows that were written; the largest valid magnitude (-1 if none); the number of non-finite ones.
+    Returns the written rows, ``[B]`` int64; the largest finite magnitude, -1 if none; the number of non-finite ones.
     """
     named = (index >= 0) & (index < rows)
     valid = named & magnitude.isfinite()

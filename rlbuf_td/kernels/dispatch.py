@@ -1,16 +1,13 @@
-"""Selects the backend of a kernel; no other module does.
+"""Selects the backend of each operation.
 
 ============== =====================================================================================================
 ``"numba"``    compiled loops, for memory on the CPU
 ``"triton"``   GPU kernels of the sum tree and of trajectory boundaries, for memory on a CUDA device with Triton
-``"torch"``    the reference: everything else on a CUDA device, any other device, and graphs of ``torch.compile``
+``"torch"``    the reference, for other operations on CUDA devices, for other devices and under ``torch.compile``
 ============== =====================================================================================================
 
-Operations on ``"triton"`` and ``"torch"`` never wait for the device. Where ``"numba"`` refuses a batch of
-TD errors, they skip the invalid entries, and count those that are NaN or infinite.
-
-To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`. The first use of a
-Triton kernel on each device compares it with the reference (:func:`agrees_with_reference`).
+The backends ``"triton"`` and ``"torch"`` never wait for the device: they skip invalid TD errors, while ``"numba"``
+refuses the batch. To disable Triton, set the environment variable ``RLBUF_TD_TRITON=0`` or call :func:`enable_triton`.
 """
 
 from __future__ import annotations
@@ -58,11 +55,7 @@ def _has_triton() -> bool:
 
 
 def agrees_with_reference(operation: str, device: torch.device, compare: Callable[[torch.device], None]) -> bool:
-    """Return whether the Triton kernel of an operation gives the reference's results on this device.
-
-    ``compare`` runs both on a small random case, and raises if they differ. It runs once per operation and device.
-    If it raises, or compilation fails, one warning names the error.
-    """
+    """Whether ``compare(device)``, called once per operation and device, raises no error; warn if it does."""
     key = operation, device
     if key not in _agrees:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -83,7 +76,7 @@ def agrees_with_reference(operation: str, device: torch.device, compare: Callabl
 
 @cache
 def loops(name: str) -> ModuleType:
-    """Import a module of kernels at its first use: importing numba or Triton takes seconds."""
+    """Import a module of this folder when it is first used, because importing numba or Triton takes seconds."""
     return import_module(f"rlbuf_td.kernels.{name}")
 
 

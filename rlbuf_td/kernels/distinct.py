@@ -1,4 +1,4 @@
-"""Ordered samples without replacement, with shapes that do not depend on the drawn values."""
+"""Samples row indices without replacement."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 
 def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
-    """Return ``B`` different rows of ``0 .. rows - 1``; every ordered selection is equally likely.
+    """Return ``B`` different row indices below ``rows``, in random order; every ordered selection is equally likely.
 
-    These are the first ``B`` steps of a Fisher-Yates shuffle: step ``k`` takes the row at a random place in
-    ``k .. rows - 1``, and moves the row at place ``k`` there. A place holds its own row until a step moves another one
-    to it. The chains of moves are followed in parallel by pointer doubling.
+    The function computes the first ``B`` steps of a Fisher-Yates shuffle: step ``k`` takes the row at a random place
+    in ``k .. rows - 1``, and moves the row at place ``k`` there. Pointer doubling follows chains of moves in parallel.
 
-    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one number per step. ``rows``, at least ``B``, is an int, or a
-    0-dim float64 tensor whose value may change between launches of a CUDA graph.
+    ``uniform``, ``[B]`` float64 in ``[0, 1)``, holds one random number per step. ``rows``, at least ``B``, is an int,
+    or a 0-dim float64 tensor whose value may change between launches of a CUDA graph.
 
-    Cost: O(B log B), independent of the number of rows, without host synchronisation.
+    Cost: O(B log B), independent of ``rows``, without host synchronisation.
     Source: Knuth, The Art of Computer Programming, volume 2, section 3.4.2, algorithm P.
     """
     batch = uniform.shape[0]
@@ -26,8 +25,8 @@ def distinct_rows(uniform: Tensor, rows: int | Tensor) -> Tensor:
     # For each step, the last earlier step that took the row at the same place (-1: none): it moved another row there.
     before = torch.full_like(order, -1)
     before[order[1:]] = torch.where(ordered[1:] == ordered[:-1], order[:-1], -1)
-    # Step k moves the row at place k: row k, or the row that the last step to take from place k has moved there, and so
-    # on. Chains lead to earlier steps, and end at a step whose place no earlier step took from.
+    # Step k moves the row at place k: row k, or the row that an earlier step has moved there. Such chains lead to ever
+    # earlier steps, and end at a place from which no earlier step took a row.
     last = (torch.searchsorted(ordered, step, right=True) - 1).clamp(min=0)
     away = torch.where(ordered[last] == step, order[last], step)
     for _ in range((batch - 1).bit_length()):

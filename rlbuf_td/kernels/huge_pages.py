@@ -1,4 +1,4 @@
-"""Hints to the operating system that make memory cheaper to use."""
+"""Gives the operating system advice on memory pages."""
 
 from __future__ import annotations
 
@@ -18,31 +18,24 @@ _TAKERS = min(4, os.cpu_count() or 1)
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux to back ``memory`` with 2 MiB pages, which reduces TLB misses when random rows are read.
-
-    A hint only: no effect where it is not supported.
-    """
+    """Ask Linux to use 2 MiB pages for ``memory``, which reduces TLB misses when random rows are read."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None and memory.device.type == "cpu" and memory.nbytes >= 2 * _HUGE:
         advise(memory.data_ptr(), memory.data_ptr() + memory.nbytes, advice)
 
 
 def take_pages(memory: torch.Tensor) -> None:
-    """Populate the pages of ``memory`` now, in several threads, because the system zeroes every new page.
-
-    Uses ``madvise``, because threads that write to new pages would block each other. A hint only: no effect where it is
-    not supported (before Linux 5.14).
-    """
+    """Allocate all pages of ``memory`` now, in several threads; has no effect before Linux 5.14."""
     if sys.platform != "linux" or memory.device.type != "cpu":
         return
     first, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     edges = [first, *range((first // _HUGE + 1) * _HUGE, end, _AT_ONCE), end]
-    with ThreadPoolExecutor(_TAKERS) as pool:
+    with ThreadPoolExecutor(_TAKERS) as pool:  # madvise, because threads that write to pages would block each other
         list(pool.map(advise, edges, edges[1:], [_POPULATE_WRITE] * (len(edges) - 1)))
 
 
 def advise(first: int, end: int, advice: int) -> None:
-    """Call ``madvise`` for the pages that begin at addresses in ``[first, end)``."""
+    """Call ``madvise`` for all pages whose first address is in ``[first, end)``."""
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
     if end > start:
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))

@@ -1,8 +1,6 @@
-"""Whole batches in one compiled call on the CPU: draw rows, compute their weights and stamps, gather their leaves.
+"""Samples or writes a whole batch on the CPU in one compiled call.
 
-A learner step evicts Python's code from the processor's caches, so each Python call costs more in a training loop
-than in a tight loop. These calls combine other kernels, such as :mod:`rlbuf_td.kernels.sum_tree` and
-:mod:`rlbuf_td.kernels.rows`, and give the same results as these.
+Python calls are slow between learner steps, because each learner step evicts Python's code from the processor's caches.
 """
 
 from __future__ import annotations
@@ -22,25 +20,21 @@ from rlbuf_td.kernels.huge_pages import advise_huge_pages
 from rlbuf_td.kernels.rows import refuse_rows
 
 __all__ = ["RING", "Gather", "LeafMemory", "gather_leaves"]
-_AHEAD, _MOST = 8, 1 << 19  # batches that one allocation serves, and its largest size in bytes
+_AHEAD, _MOST = 8, 1 << 19  # largest number of batches, and of bytes, per allocation
 
 
 class Gather:
     """Gathers rows of bytes into one contiguous tensor per leaf.
 
-    Views of one block would be faster for many leaves (60 leaves of 8 bytes: 130 instead of 220 us between learner
-    steps; 10 leaves or fewer: about the same). But views share a version counter: changing one leaf in place would
-    invalidate what autograd has saved of the others. Each view would also keep the whole batch alive.
-
-    Memory is allocated for several batches at a time, up to ``_MOST`` bytes. In a training loop this takes a third of
-    the time of an allocation per batch, because the allocator's code stays in the processor's caches.
+    The tensors are not views of one block, because changing one view in place would break autograd for the other views.
+    Callers allocate ``len(slots)`` batches at a time, which takes a third of the time of separate allocations.
 
     Args:
-        matrix: the stored rows, ``[N, row_bytes]``, contiguous, on the CPU.
-        extents: ``[leaves, 2]`` int64: offset of each leaf in a row, and its bytes. Some kernels use more columns.
-        entries: dtype and shape per row of each leaf, then of the other tensors: the index and the sampler's report.
+        matrix: the stored rows on the CPU, ``[N, row_bytes]`` uint8, contiguous.
+        extents: ``[leaves, 2]`` int64: offset and size of each leaf in a row, in bytes. Some kernels use more columns.
+        entries: dtype and shape per row of each tensor of a batch: the leaves, the index, the sampler's info.
         count: rows per batch.
-        record: fields of ``BATCH`` that only some kernels need.
+        record: values of other fields of ``BATCH``, by name; the default of each field is 0.
     """
 
     __slots__ = ("_kept", "_memory", "_set_targets", "_targets", "address", "addresses", "record", "slots")
@@ -48,7 +42,7 @@ class Gather:
     def __init__(
         self, matrix: Tensor, extents: np.ndarray, entries: Sequence[Entry], count: int, **record: int
     ) -> None:
-        advise_huge_pages(matrix)  # at once for unwritten rows, later for the others: reads are 10 to 20 % faster
+        advise_huge_pages(matrix)  # makes reads 10 to 20 % faster
         record |= {
             "rows": matrix.data_ptr(),
             "row_bytes": matrix.stride(0) * matrix.element_size(),
@@ -61,14 +55,14 @@ class Gather:
         self._memory = LeafMemory([(dtype, torch.Size([count, *shape])) for dtype, shape in entries])
         nbytes = sum(dtype.itemsize * prod(shape) for dtype, shape in entries) * count
         targets = np.empty((max(1, min(_AHEAD, _MOST // max(1, nbytes))), len(entries)), np.int64)
-        #: For each batch of one allocation: the address of the memory that holds the addresses of its tensors.
+        #: For each batch of one allocation: the address of an array with the addresses of the batch's tensors.
         self.slots = [targets.ctypes.data + place * targets.strides[0] for place in range(len(targets))]
         self._targets, self._kept = targets.data, extents
         self.record, self.addresses = fields, targets
         self._set_targets = Struct(f"{len(entries)}q").pack_into
 
     def allocate(self, slot: int) -> list[Tensor]:
-        """Return uninitialised tensors for a batch. A kernel that is given the address ``slot`` fills them."""
+        """Return uninitialised tensors for a batch, and store their addresses at ``slot``, an element of ``slots``."""
         tensors = self._memory.allocate()
         self._set_targets(self._targets, slot - self.slots[0], *map(Tensor.data_ptr, tensors))
         return tensors
@@ -77,7 +71,7 @@ class Gather:
 def gather_leaves(matrix: Tensor, index: Tensor, extents: np.ndarray, out: Sequence[Tensor]) -> None:
     """Copy each leaf of the rows at ``index``, int64 of any shape, to its tensor in ``out``, ``[*index.shape, ...]``.
 
-    All tensors are contiguous, on the CPU. Raises IndexError, without changing ``out``, if an index is out of range.
+    All tensors are contiguous and on the CPU. Raises IndexError before any copy if an index is out of range.
     """
     targets = np.fromiter(map(Tensor.data_ptr, out), np.int64, len(out))
     row_bytes, live = matrix.stride(0) * matrix.element_size(), len(matrix)

@@ -1,4 +1,4 @@
-"""Memory of batches: a contiguous tensor per leaf, with the same dtypes and shapes each time."""
+"""Allocates the tensors of batches; reuses the memory of large ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 Entry: TypeAlias = tuple[torch.dtype, torch.Size]
 
 _LARGE, _MOST = 1 << 20, 32 << 20  # range of sizes, in bytes, of the tensors whose memory is reused
-_KEPT = 2  # tensors per leaf: one that the caller still holds while the next batch is drawn, and one free
+_KEPT = 2  # tensors per leaf: one in use while the next batch is drawn, and one free
 
 _CPU = torch.device("cpu")
 
 
 class LeafMemory:
-    """Allocates uninitialised tensors on a device.
+    """Allocates uninitialised tensors with given dtypes and shapes.
 
-    The system zeroes fresh memory page by page, which takes longer than copying images to it. A large tensor on the CPU
-    therefore gets the memory of an earlier one to which nothing refers any more: no tensor or view, no array, no
-    autograd graph, no other process. Each leaf keeps at most ``_KEPT`` tensors, none larger than ``_MOST`` bytes.
+    The operating system zeroes new memory, which takes longer than copying images to it. On the CPU, a large tensor
+    therefore gets the memory of an earlier tensor, if no tensor, array, autograd graph or other process still uses it.
+    Each leaf keeps at most ``_KEPT`` tensors for reuse, none larger than ``_MOST`` bytes.
     """
 
     __slots__ = ("_kept", "_large", "_small")
 
     def __init__(self, entries: Sequence[Entry], device: torch.device = _CPU) -> None:
-        # ``empty_like`` takes two thirds of the time of ``empty``; each example occupies one element of memory.
+        # ``empty_like`` takes two thirds of the time of ``empty``; each example uses one element of memory.
         self._small = [_example(shape, dtype, device) for dtype, shape in entries]
         self._large: list[tuple[int, Tensor]] = []
         self._kept: dict[int, deque[Tensor]] = {}
@@ -62,7 +62,7 @@ def _recycled(kept: deque[Tensor], example: Tensor) -> Tensor:
 
 
 def _unused(kept: deque[Tensor]) -> Tensor | None:
-    """Remove and return memory to which nothing else refers."""
+    """Remove and return a tensor whose memory nothing else uses, or None."""
     for _ in range(len(kept)):
         with suppress(IndexError):  # another thread has taken the last one
             memory = kept.popleft()  # no other thread can take it now
@@ -73,18 +73,17 @@ def _unused(kept: deque[Tensor]) -> Tensor | None:
 
 
 def is_unused(memory: Tensor) -> bool:
-    """Whether nothing but this tensor refers to its memory."""
     return _holders(memory) == _ALONE and not memory.is_shared()
 
 
 def _holders(memory: Tensor) -> tuple[int, int]:
-    """Return how many tensors and Python objects refer to the memory of a tensor, including those of this function."""
+    """Return how many tensors and how many Python objects use the memory of a tensor, including this function's."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _example(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of at most one element of memory, from which ``empty_like`` makes contiguous ones."""
+    """Return a template for ``empty_like`` that uses at most one element of memory."""
     few = shape.numel() < 2  # ``empty_like`` would keep the strides of an expanded tensor
     return torch.empty(shape if few else (), dtype=dtype, device=device).expand(shape)
 

@@ -1,12 +1,9 @@
-"""Batches of n-step, hindsight and sequence samplers on the CPU: gather and transform rows in one compiled call.
+"""Compiled functions that build the batches of n-step, hindsight and sequence samplers on the CPU.
 
-:mod:`rlbuf_td.kernels.batch.cpu` documents the shared arguments. ``drawn`` points to the address of the drawn rows
-(flat, or coordinates if there are lanes), and to those of the tensors of the sampler's report; ``count`` is the number
-of rows. ``bitmap`` is that of :class:`rlbuf_td.kernels.episodes.BitBoundaries`. The reference is the code of these
-samplers for other devices.
+``bitmap`` is :attr:`rlbuf_td.kernels.episodes.BitBoundaries.bitmap`, ``address`` points to a ``BATCH`` record, and
+``slot`` is one of ``Gather.slots``. ``drawn`` points to a list of addresses: first that of the indices of ``count``
+drawn rows (pairs of time step and lane if there are lanes), then those of the tensors of the sampler's info.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import carray
@@ -16,7 +13,7 @@ from rlbuf_td.kernels.compiled import copy_few, inlined, kernel, load, pointer, 
 from rlbuf_td.kernels.episodes.batches_cpu import choose, put_sum, walk
 from rlbuf_td.kernels.episodes.cpu import expect, split, steps_ahead, steps_back
 
-_SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and the row itself, are prefetched
+_SOON, _AHEAD = 16, 9  # how many rows ahead the bits of a row, and its data, are prefetched
 ROOT, NEXT, REWARD = 0, 1, 2  # kinds of leaves in an n-step transition
 
 
@@ -31,9 +28,9 @@ def _row(index, lanes, i):
 
 @kernel
 def n_step(bitmap, address, slot, drawn, count, n, gamma):
-    """Gather n-step transitions; the last target receives the number of steps that each one spans.
+    """Gather n-step transitions, and write the number of steps of each transition to the last tensor.
 
-    The extents have two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``), and the bytes per number.
+    The extents have two more columns: the kind of each leaf (``ROOT``, ``NEXT``, ``REWARD``) and its bytes per element.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, lanes, last = batch.rows, batch.row_bytes, batch.lanes, batch.leaves
@@ -68,10 +65,10 @@ def n_step(bitmap, address, slot, drawn, count, n, gamma):
 
 @kernel
 def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, log_gamma, live, outcome, goals):
-    """Gather rows, and replace the goals of some with outcomes of other rows; the last target marks them.
+    """Gather rows, replace the goals of some rows by achieved goals of other rows, and mark the changed rows.
 
     ``thresholds``, ``only_finished`` and ``log_gamma`` are those of :class:`rlbuf_td.kernels.episodes.goals.Law`.
-    ``outcome`` is the position of the outcome's leaf, ``goals`` holds those of the one or two goal leaves.
+    Leaf number ``outcome`` holds achieved goals, and the leaves ``goals`` hold desired goals.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     rows, row_bytes, targets = batch.rows, batch.row_bytes, carray(pointer(slot), batch.leaves + 1, np.int64)
@@ -95,12 +92,11 @@ def hindsight(bitmap, address, slot, drawn, count, thresholds, only_finished, lo
 
 @kernel
 def windows(bitmap, address, slot, drawn, count, length, burn_in, shifts, reports, flags):
-    """Gather the windows of anchors, mark where they begin and end, and repeat the anchors' reports.
+    """Gather a window per drawn row (its anchor): ``burn_in`` rows before the anchor, and ``length`` rows from it on.
 
-    After the leaves, the targets are the index, the reports, the mask, the burn-in mask and the anchors. A window has
-    ``burn_in`` rows before the anchor and ``length`` rows from the anchor on. With ``shifts`` it begins earlier if the
-    trajectory ends too soon. ``reports`` holds the bytes per row of each report; ``flags`` the positions of the leaves
-    ``is_init``, truncated and done, -1 for a missing leaf.
+    With ``shifts``, a window begins earlier if its trajectory ends too soon. The tensors after the leaves are the
+    index, the anchors' info, the mask, the burn-in mask and the anchors' indices. ``reports`` holds the bytes per row
+    of the info. ``flags`` are the numbers of the leaves ``is_init``, truncated and done, -1 for a missing leaf.
     """
     batch, index = batch_at(address), load(drawn, np.int64)
     window, across, lanes, last = burn_in + length, bitmap[5], batch.lanes, batch.leaves

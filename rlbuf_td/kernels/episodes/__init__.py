@@ -1,16 +1,15 @@
-"""Boundaries of trajectories: for any row, how far its trajectory extends back and ahead.
+"""Finds the boundaries of trajectories: how many stored steps of a trajectory precede and follow each row.
 
-Rows lie in lanes ``[T, E]`` (time, lanes); each lane is a ring. A step ``t`` of a lane is *cut* if step ``t + 1`` does
-not follow it: its trajectory ended there, or the write head is there. It is *over* if its trajectory ended there. The
-cuts alone determine how far a trajectory extends, so overwriting the beginning of a trajectory changes no other bit.
+Rows are ``[T, E]`` (time, lanes), and each lane is a ring. A step is *cut* if the next step of its lane does not
+continue its trajectory: the trajectory has ended, or the write head is there. A step is *over* if its trajectory has
+ended with it. Only cuts separate trajectories, so overwriting the first rows of a trajectory changes no other bit.
 
-Two classes implement this interface. :class:`FlagBoundaries` is the reference, in torch operations on any device: the
-first look-up after a write scans all steps; Triton's look-ups read one trajectory each. :class:`BitBoundaries`, on the
-CPU, is a bitmap with levels of summary bits, 64 to a word: a look-up reads a few words per level. A million steps have
-four levels.
+:class:`FlagBoundaries` is the reference, in torch operations on any device: the first look-up after a write scans all
+rows. A Triton kernel for its look-ups reads only the trajectories of the given rows. :class:`BitBoundaries`, on the
+CPU, is a bitmap with levels of summary bits, so a look-up reads only a few words.
 
-Invariants (``tests/kernels/invariants.py`` checks them): a written lane has at least one cut; while the ring fills, the
-last step of each lane is cut; a step that is over is also cut.
+Invariants (``tests/kernels/invariants.py`` checks them): a written lane has at least one cut; while the ring fills,
+step ``T - 1`` of each lane is cut; a step that is over is also cut.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ WORD = 64
 
 
 class BoundariesBase(ABC):
-    """Boundaries of the trajectories in ``[T, E]`` rows."""
+    """Abstract base of the two implementations."""
 
     lanes: int
     head: Tensor  # ``[1]`` int64 on the host, the last written step, -1 before the first write
 
     @abstractmethod
     def write(self, start: int, count: int, end: Tensor, name: Tensor | None) -> None:
-        """Record ``count`` steps of all lanes that were just written from ``start`` on, without wrapping.
+        """Record a write of ``count`` time steps from ``start`` on, which does not wrap around.
 
-        A trajectory may continue across writes, if step ``start`` follows the last written one. ``end``, ``[T, E]``
-        bool of the storage, marks ends of trajectories; so does a change of value in ``name``, ``[T, E]`` integers.
+        A trajectory ends where ``end``, ``[T, E]`` bool, is True, and where ``name``, ``[T, E]`` integer trajectory
+        ids, changes. A trajectory continues across writes if ``start`` is the step after the previous write.
         """
 
     @abstractmethod
     def reach(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many steps the trajectories of flat rows, ``[B]`` int64, extend back and ahead.
+        """Return how many steps of its trajectory precede each row, how many follow, and whether the last step is over.
 
-        Both counts are at most ``within`` (None: no limit), and Triton's kernel reads no further. The third result,
-        ``[B]`` bool, says whether the trajectory is over at the last row ahead.
+        ``cells``, ``[B]`` int64, are indices of the flattened ``[T * E]`` rows. Both counts are at most ``within``. The
+        third result describes the last counted step.
         """
 
     @abstractmethod
@@ -65,7 +64,7 @@ class BoundariesBase(ABC):
 
 
 class FlagBoundaries(BoundariesBase):
-    """The reference: two flags per row, ``cut`` and ``over``, ``[T, E]`` bool each."""
+    """The reference implementation: two flags per row, ``cut`` and ``over``, both ``[T, E]`` bool."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.lanes = lanes
@@ -96,7 +95,7 @@ class FlagBoundaries(BoundariesBase):
         return self.scan(cells, within)
 
     def scan(self, cells: Tensor, within: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`reach` in torch operations, which scan all rows once after each write."""
+        """Implement :meth:`reach` in torch operations; the first call after a write scans all rows."""
         if is_capturing():  # a graph may be launched after further writes
             back, ahead = self._scan()
         else:
@@ -108,11 +107,11 @@ class FlagBoundaries(BoundariesBase):
 
     @cached_property
     def numbers(self) -> DeviceScalars:
-        """Parameters that captured graphs read: the law of hindsight goals, and the discount factor of returns."""
+        """Parameters that captured CUDA graphs read: the law of hindsight goals and the discount factor."""
         return DeviceScalars(8, self.cut.device)
 
     def _scan(self) -> tuple[Tensor, Tensor]:
-        """Return the steps back and ahead of all rows, both ``[T, E]``."""
+        """Return how many steps of its trajectory precede and follow each row, both ``[T, E]``."""
         steps = len(self.cut)
         twice = torch.cat((self.cut, self.cut))  # the ring, unrolled
         at = torch.arange(2 * steps, device=twice.device)[:, None].expand(twice.shape)
@@ -129,10 +128,7 @@ class FlagBoundaries(BoundariesBase):
 
 
 class BitBoundaries(BoundariesBase):
-    """Boundaries on the CPU: one bit per row, one summary bit per 64 of these (set if any of them is), and so on.
-
-    ``bits`` are ``[E, words]`` int64: per lane the levels of cuts (see ``starts``), then one bit per step: is it over?
-    """
+    """The implementation on the CPU: a bitmap; :mod:`rlbuf_td.kernels.episodes.cpu` describes its layout."""
 
     def __init__(self, steps: int, lanes: int, device: torch.device | str = "cpu") -> None:
         self.steps, self.lanes = steps, lanes
@@ -154,10 +150,7 @@ class BitBoundaries(BoundariesBase):
         loops("episodes.cpu").write(self.numbers(end, name), start, count)
 
     def numbers(self, end: Tensor, name: Tensor | None) -> np.ndarray:
-        """Return the arguments of the loop of :meth:`write`: bitmap, address of the head, ends and names.
-
-        A column is given by its address and its strides in bytes, names also by their item size; zeros mean no names.
-        """
+        """Return the arguments of the loop of :meth:`write`; zeros stand for ``name`` if it is None."""
         names = (0, 0, 0, 0) if name is None else (*_column(name), name.element_size())
         return np.array([*self.bitmap, self.head.data_ptr(), *_column(end), *names], np.int64)
 
@@ -172,7 +165,6 @@ class BitBoundaries(BoundariesBase):
         return {"bits": self.bits, "head": self.head}
 
     def share_memory_(self) -> None:
-        """Move the state into shared memory: a process that receives this object reads and writes the same bits."""
         for tensor in self.tensors().values():
             tensor.share_memory_()
         self.__dict__.pop("bitmap", None)
@@ -195,7 +187,6 @@ def make_boundaries(steps: int, lanes: int, device: torch.device) -> Boundaries:
 
 
 def _compare(device: torch.device) -> None:
-    """Raise unless Triton's kernel agrees with the reference on three lanes of 500 steps."""
     generator = torch.Generator().manual_seed(0)
     boundaries = FlagBoundaries(500, 3, device)
     end = torch.randint(100, (500, 3), generator=generator, device="cpu") == 0

@@ -1,20 +1,16 @@
-"""Hindsight goals and n-step sums on the CPU; tensors are passed by address."""
-
-from __future__ import annotations
+"""Loops for hindsight goals and n-step sums on the CPU; tensors are passed by address."""
 
 import numpy as np
 
 from rlbuf_td.kernels.compiled import inlined, kernel, load, prefetch, store
 from rlbuf_td.kernels.episodes.cpu import expect, is_cut, is_over, split, steps_ahead, steps_back
 
-# -- hindsight
-
 _SOON = 16  # how many rows ahead the bits and rewards of a row are prefetched
 
 
 @inlined
 def steps_to_goal(share, ahead, log_gamma):
-    """Return the number of steps to the goal, 0 to ``ahead``: the quantile ``share`` of its distribution."""
+    """Return how many steps ahead the goal is, 0 to ``ahead``, from the uniform random number ``share``."""
     if log_gamma < 0:
         return min(np.int64(np.log1p(share * np.expm1((ahead + 1) * log_gamma)) / log_gamma), ahead)
     return min(np.int64(share * (ahead + 1)), ahead)
@@ -22,7 +18,7 @@ def steps_to_goal(share, ahead, log_gamma):
 
 @inlined
 def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
-    """Return the row that provides the goal of row ``cell``, or -1 to keep its goal; ``pick`` is its uniform number."""
+    """Return the row that provides a new goal for row ``cell``, or -1 for none; ``pick`` is a uniform random number."""
     future, final, episode, random = thresholds[0], thresholds[1], thresholds[2], thresholds[3]
     if pick >= episode:
         return min(np.int64((pick - episode) / (random - episode) * live), live - 1) if pick < random else np.int64(-1)
@@ -43,14 +39,10 @@ def choose(bitmap, thresholds, only_finished, log_gamma, live, cell, pick):
 
 @kernel
 def choose_goals(bitmap, thresholds, only_finished, log_gamma, live, cells, uniform, rows, mask):
-    """Write to ``rows`` the rows that provide goals for ``cells``, and to ``mask`` whether each gets a new goal."""
     for i in range(len(cells)):
         row = choose(bitmap, thresholds, only_finished, log_gamma, live, cells[i], uniform[i])
         mask[i] = row >= 0
         rows[i] = row if row >= 0 else cells[i]
-
-
-# -- n steps
 
 
 @inlined
@@ -60,7 +52,7 @@ def _reward_at(address, double):
 
 @inlined
 def walk(bitmap, cell, n):
-    """Return the number of rows of a trajectory from row ``cell`` on, at most n, and the last of these rows."""
+    """Return the number of rows from ``cell`` to its trajectory's end, at most ``n``, and the last of these rows."""
     steps, lanes = bitmap[4], bitmap[5]
     t, lane = split(cell, lanes)
     k = 1
@@ -72,7 +64,7 @@ def walk(bitmap, cell, n):
 
 @inlined
 def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
-    """Write the discounted sum of ``k`` rewards from row ``cell`` on."""
+    """Write the discounted sum of the ``k`` rewards that begin at row ``cell``."""
     total, discount = _reward_at(rewards + cell * row_bytes, double), 1.0
     for _ in range(1, k):
         cell = cell + lanes if cell + lanes < cells else cell + lanes - cells
@@ -86,7 +78,7 @@ def put_sum(target, rewards, row_bytes, cell, lanes, cells, k, gamma, double):
 
 @kernel
 def sums_ahead(bitmap, reward, row_bytes, features, double, count, rows, n, gamma, total, taken, last):
-    """See :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`; tensors come as addresses."""
+    """Implement :func:`rlbuf_td.kernels.episodes.n_step.sums_ahead`, with results ``total``, ``taken`` and ``last``."""
     lanes, cells, width = bitmap[5], bitmap[4] * bitmap[5], 8 if double else 4
     for i in range(count):
         if i + _SOON < count:

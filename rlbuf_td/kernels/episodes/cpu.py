@@ -1,15 +1,12 @@
-"""The bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries` on the CPU.
+"""Look-ups and writes in the bitmap of :class:`rlbuf_td.kernels.episodes.BitBoundaries`.
 
-``bits[e]`` describes lane ``e``: level ``k`` of its cuts begins at word ``starts[k]``, and from word ``starts[-1]`` on,
-one bit per step says whether the step ends a trajectory. Bit ``t`` of the first level is step ``t``; bit ``w`` of the
-next level says whether any bit of word ``w`` below is set.
+The words ``bits[e]``, ``[E, words]`` int64, describe lane ``e``. Bit ``t`` of level 0 is set if step ``t`` is cut. Bit
+``w`` of the next level is set if any bit of word ``w`` below is set. Level ``k`` begins at word ``starts[k]``. From
+word ``starts[-1]`` on, bit ``t`` is set if step ``t`` is over.
 
-Look-ups take the bitmap as one tuple of numbers, ``BitBoundaries.bitmap``: address of the bits, words per lane, address
-of the starts of the levels, number of levels, time steps, lanes. With arrays, numba would count references at each
-call, which takes longer than the look-up.
+``bitmap`` is a tuple: address of the bits, words per lane, address of ``starts``, number of levels, T, E. If look-ups
+took arrays, numba would count references at each call, which takes longer than the look-up.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import carray
@@ -22,7 +19,7 @@ _ALL, _ONE, _SIX, _63 = np.uint64(2**64 - 1), np.uint64(1), np.uint64(6), np.uin
 
 @inlined
 def _start(bitmap, level):
-    """Return the first word of a level; the level after the last one marks the steps that end a trajectory."""
+    """Return the first word of a level; the level after the last one has the bits of steps that are over."""
     return np.uint64(load(bitmap[2] + 8 * level, np.int64))
 
 
@@ -38,14 +35,14 @@ def _bit(bitmap, lane, start, t):
 
 @inlined
 def expect(bitmap, cell):
-    """Prefetch the word that says whether a row is cut."""
+    """Prefetch the word that contains the cut bit of a row."""
     t, lane = split(cell, bitmap[5])
     prefetch(bitmap[0] + 8 * (lane * bitmap[1] + (t >> 6)))
 
 
 @kernel
 def _descend(bitmap, lane, level, position, first):
-    """Follow the first (or last) set bit of each level down to the rows."""
+    """Return the first (or last) cut that the set bit ``position`` of a level summarises."""
     while level > 0:
         level -= 1
         word = _word(bitmap, lane, _start(bitmap, level) + position)
@@ -90,14 +87,14 @@ def _previous(bitmap, lane, t):
 
 @kernel
 def _next_around(bitmap, lane, t):
-    """Return the first cut at step ``t`` or later; beyond the ring's end, step numbers continue."""
+    """Return the first cut at step ``t`` or later; if the search wraps around, the result is that step plus T."""
     following = _next(bitmap, lane, t)
     return following if following >= 0 else _next(bitmap, lane, np.int64(0)) + bitmap[4]
 
 
 @inlined
 def steps_ahead(bitmap, lane, t):
-    """Return the number of steps from step ``t`` of a lane to its trajectory's last step, the next cut."""
+    """Return the number of steps from step ``t`` of a lane to the next cut, the last step of the trajectory."""
     position, bit = np.uint64(t) >> _SIX, np.uint64(t) & _63
     window = _word(bitmap, lane, position) >> bit  # the next 64 steps, which hold a cut more often than one word
     if position + _ONE < _start(bitmap, 1):
@@ -132,7 +129,6 @@ def split(cell, lanes):
 
 @kernel
 def reach(bitmap, cells, within, back, ahead, ended):
-    """Write how far the trajectories of rows reach; see :meth:`FlagBoundaries.reach`."""
     for i in range(len(cells)):
         t, lane = split(cells[i], bitmap[5])
         back[i] = min(steps_back(bitmap, lane, t), within)
@@ -140,12 +136,9 @@ def reach(bitmap, cells, within, back, ahead, ended):
         ended[i] = is_over(bitmap, lane, t + ahead[i])
 
 
-# -- writing
-
-
 @inlined
 def _put(bits, lane, first, t, value):
-    """Set or clear bit ``t`` of the level from word ``first`` on; return its word before and after the change."""
+    """Set or clear bit ``t`` of the level that begins at word ``first``; return the bit's word before and after."""
     word, bit = first + (t >> _SIX), _ONE << (t & _63)
     old = bits[lane, word]
     new = old | bit if value else old & ~bit
@@ -155,7 +148,7 @@ def _put(bits, lane, first, t, value):
 
 @kernel
 def _put_cut(bits, lane, starts, t, value):
-    """Set or clear a cut, and the summaries above it."""
+    """Set or clear a cut, and update the levels above."""
     t = np.uint64(t)
     for level in range(len(starts) - 1):
         old, new = _put(bits, lane, np.uint64(starts[level]), t, value)
@@ -166,17 +159,14 @@ def _put_cut(bits, lane, starts, t, value):
 
 @inlined
 def _is_renamed(numbers, lane, t, following):
-    """Return whether two steps of a lane have different trajectory names."""
+    """Whether two steps of a lane have different trajectory ids."""
     name = numbers[10] + lane * numbers[12]
     return not same_bytes(name + t * numbers[11], name + following * numbers[11], numbers[13])
 
 
 @kernel
 def write(numbers, start, count):
-    """Record ``count`` written steps from ``start`` on; see :meth:`FlagBoundaries.write`.
-
-    ``numbers`` comes from :meth:`BitBoundaries.numbers`.
-    """
+    """Implement :meth:`BitBoundaries.write`; ``numbers`` is the result of :meth:`BitBoundaries.numbers`."""
     steps, lanes, stop = numbers[4], numbers[5], start + count
     bits = carray(pointer(numbers[0]), (lanes, numbers[1]), np.uint64)
     starts = carray(pointer(numbers[2]), numbers[3] + 1, np.int64)

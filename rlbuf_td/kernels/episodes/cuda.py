@@ -1,7 +1,6 @@
-"""Triton kernel of :class:`rlbuf_td.kernels.episodes.FlagBoundaries`: look-ups that read one trajectory.
+"""Triton kernel of look-ups in :class:`rlbuf_td.kernels.episodes.FlagBoundaries`.
 
-One program per row reads flags from that row on, a block at a time, up to a cut or the limit: O(trajectory length).
-The reference scans all rows after every write.
+Each program looks up one row: it reads flags, block by block, until it finds a cut or reaches the limit.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ OPTIONS = {"enable_fp_fusion": True, "num_warps": 2}
 
 @triton.jit
 def steps_to_cut(cut, steps, lanes, t, lane, most, DIRECTION: tl.constexpr, STRETCH: tl.constexpr):
-    """Return the steps from ``t`` to the next cut (DIRECTION 1; 0 if ``t`` is cut), or back to the first step (-1).
-
-    The result is at most ``most``, which is at most ``steps``.
-    """
+    """Return the steps from ``t`` to the next cut (DIRECTION 1) or the trajectory's first step (-1), up to ``most``."""
     offset = tl.arange(0, STRETCH)
-    found = tl.zeros([], tl.int64) + most
+    found = tl.zeros([], tl.int64) + most  # which is at most ``steps``
     begun = tl.zeros([], tl.int64)
     while (found == most) & (begun < most):
         away = begun + offset

@@ -1,4 +1,4 @@
-"""Hindsight: choose the rows that give new goals to a batch, by numba on the CPU, by torch operations elsewhere."""
+"""Hindsight: chooses the rows whose achieved goals become the goals of a batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LOG_GAMMA = 7  # index of log_gamma in ``FlagBoundaries.numbers``, after the di
 
 
 class Law(NamedTuple):
-    """The distribution of goals: which rows get a new goal, and which rows provide it.
+    """The distribution of hindsight goals.
 
-    There is one threshold per strategy, in ascending order, at most 1. The first threshold above a row's uniform number
-    selects the strategy (none above: the row keeps its goal). The position of the number between two thresholds selects
-    the row that provides the goal.
+    Each strategy has a threshold of at most 1, in ascending order. The first threshold above a row's uniform random
+    number selects the strategy; if no threshold is above the number, the row keeps its goal. The position of the number
+    between two thresholds selects the row that provides the goal.
     """
 
     thresholds: tuple[float, ...]
@@ -30,18 +30,18 @@ class Law(NamedTuple):
 
 
 def put_law(boundaries: FlagBoundaries, law: Law, live: int) -> None:
-    """Copy a law and the number of rows to the device, where captured graphs read them."""
+    """Copy a law and the number of written rows to the device, where captured graphs read them."""
     for place, value in enumerate((*law.thresholds, live, float(law.only_finished))):
         boundaries.numbers.set_(place, value)
     boundaries.numbers.set_(_LOG_GAMMA, law.log_gamma)
 
 
 def choose_goals(boundaries: Boundaries, cells: Tensor, uniform: Tensor, law: Law, live: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows, out of ``live`` written ones, whose outcomes become goals.
+    """For each row of a batch, choose the row whose achieved goal becomes the new goal.
 
-    ``cells`` are the batch's flat rows, ``[B]`` int64; ``uniform``, ``[B]`` float64 in ``[0, 1)``, drives the choice.
-    Both are contiguous. Returns the chosen flat rows, ``[B]`` int64 (the row itself if it keeps its goal), and whether
-    each row gets a new goal, ``[B]`` bool.
+    ``cells``, ``[B]`` int64, are the batch's indices of the flattened rows; ``uniform``, ``[B]`` float64 in ``[0, 1)``,
+    are random numbers; both are contiguous. ``live`` is the number of written rows. Returns the chosen rows, ``[B]``
+    int64 (a row that keeps its goal is its own choice), and which rows get a new goal, ``[B]`` bool.
     """
     if isinstance(boundaries, BitBoundaries):
         rows, mask = np.empty(len(cells), np.int64), np.empty(len(cells), np.bool_)

@@ -1,4 +1,4 @@
-"""n-step returns: sums of rewards along trajectories, in torch ops or, on the CPU, in one compiled loop."""
+"""n-step returns: discounted sums of rewards along trajectories."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _GAMMA = 6  # index of gamma in ``FlagBoundaries.numbers``; 0 to 5, and 7, hold 
 
 
 def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Return each row and the ``n - 1`` rows after it, ``[B, n]``, and the number of steps to the trajectory's end.
+    """Return a window of ``n`` rows from each row on, ``[B, n]``, and the number of steps to the trajectory's end.
 
-    That number is at most ``n``. Beyond the end, the last row of the trajectory is repeated.
+    The number is at most ``n``. After the end, a window repeats the last row of the trajectory.
     """
     ahead = boundaries.reach(rows, n)[1]
     offset = torch.arange(n, device=rows.device).minimum(ahead[:, None])
@@ -22,9 +22,10 @@ def windows(boundaries: Boundaries, rows: Tensor, n: int, lanes: int, cells: int
 
 
 def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return discounted sums of rewards ``[B, n, ...]``, computed in float64, and how many are in each, ``[B]`` int64.
+    """Return discounted sums of rewards, ``[B, ...]``, and the number of rewards in each sum, ``[B]`` int64.
 
-    ``end``, ``[B, n]`` bool: the trajectory ends with this step. ``ahead``, ``[B]``: the most rewards after the first.
+    ``reward`` is ``[B, n, ...]``. A sum ends with the first step where ``end``, ``[B, n]`` bool, is True, and contains
+    at most ``1 + ahead`` rewards, ``[B]`` int64.
     """
     steps = torch.arange(reward.shape[1], device=reward.device)
     ended_before = end.cumsum(1) - end.long() > 0
@@ -40,10 +41,10 @@ def n_step_sums(reward: Tensor, end: Tensor, ahead: Tensor, gamma: float | Tenso
 def sums_ahead(
     boundaries: Boundaries, rows: Tensor, reward: Tensor, n: int, gamma: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the n-step sum of discounted rewards of each row; a sum ends with the row's trajectory.
+    """Return the discounted sum of each row's next ``n`` rewards; a sum ends with the row's trajectory.
 
-    ``reward`` is ``[T * E, ...]``. Returns sums, ``[B, ...]``; the number of rewards in each, ``[B]`` int64; and the
-    row of the last reward in each, ``[B]`` int64.
+    ``reward`` is ``[T * E, ...]``. Returns the sums, ``[B, ...]``; the number of rewards in each sum, ``[B]`` int64;
+    and the row of the last reward in each sum, ``[B]`` int64.
     """
     is_plain = reward.dtype in (torch.float32, torch.float64) and reward[:1].is_contiguous()
     if isinstance(boundaries, BitBoundaries) and is_plain:
@@ -60,12 +61,11 @@ def sums_ahead(
 
 
 def put_gamma(boundaries: FlagBoundaries, gamma: float) -> None:
-    """Copy the discount factor to the device, where captured graphs read it."""
     boundaries.numbers.set_(_GAMMA, gamma)
 
 
 def discount_of(boundaries: Boundaries, gamma: float) -> float | Tensor:
-    """Return the discount factor; off the CPU as a tensor, which captured graphs read."""
+    """Return the discount factor; on a GPU as a tensor, which captured graphs read."""
     if isinstance(boundaries, BitBoundaries) or torch.compiler.is_compiling():
         return gamma
     put_gamma(boundaries, gamma)

@@ -1,24 +1,21 @@
-"""Computes episode statistics from written steps, on the CPU. The reference is the oracle in ``tests/test_stats.py``.
+"""Computes episode statistics on the CPU; ``tests/test_stats.py`` has a reference implementation.
 
-Steps are processed in time order, all lanes of a step together, so that episodes are recorded in the order of their
-ends.
+Time steps are processed in order, all lanes of a step together, so episodes are recorded in the order of their ends.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
 from rlbuf_td.kernels.compiled import compiled, load
 
 SUM, MEAN, LAST = 0, 1, 2
-FREE = np.iinfo(np.int64).min  # the key of an unused slot
-PADDING = -1  # the trajectory number that TorchRL gives to padding
+FREE = np.iinfo(np.int64).min  # the key of an unused slot in the table of open episodes
+PADDING = -1  # the trajectory id that TorchRL gives to padding
 STEPS, EPISODES, WRITES = 0, 1, 2  # indices into ``counters``
 
 
 @compiled
 def _slot(keys, key, hint):
-    """Return the slot with this key, else a free slot, else -1; try slot ``hint`` first."""
+    """Return the slot of the open episode ``key``, else an unused slot, else -1; the search begins at slot ``hint``."""
     slots, free = keys.shape[0], -1
     for k in range(slots):
         slot = (hint + k) % slots  # the hint may exceed the present number of slots
@@ -31,7 +28,7 @@ def _slot(keys, key, hint):
 
 @compiled
 def _finish(slot, row, reasons, reduction, keys, lengths, sums, records, ends, counters):
-    """Record the time, length, metrics and end reasons of a finished episode; free its slot."""
+    """Record the time, length, metrics and end reasons of an episode, and remove it from the open episodes."""
     at = counters[EPISODES] % records.shape[0]
     records[at, 0] = counters[STEPS]
     records[at, 1] = lengths[slot]
@@ -48,20 +45,20 @@ def count_steps(
     start, shape, strides, inputs, is_double, reduction,
     keys, lengths, touched, sums, lane_slot, records, ends, counters,
 ):  # fmt: skip
-    """Count the steps of one write from number ``start`` on; return the next number, smaller than T E if slots ran out.
+    """Count the steps of one write from step ``start`` on; return T * E, or the first step that finds no unused slot.
 
-    ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous blocks: trajectory
-    numbers (int64; address 0: use lanes instead), ends (one byte), M metrics, R reasons (one byte). ``keys``,
-    ``lengths``, ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe open episodes; a free
-    slot has the key ``FREE``. ``lane_slot``: the last slot of each lane. ``records``, ``[H, 2 + M]``, and ``ends``,
-    ``[H, R]``: a ring of finished episodes.
+    ``strides``: rows between time steps, and between lanes. ``inputs``: addresses of contiguous arrays: trajectory ids
+    (int64; address 0: use lanes instead), ends (one byte), M metrics, R end reasons (one byte). ``keys``, ``lengths``,
+    ``touched`` (the last write that added a step) and ``sums`` (``[S, M]``) describe the open episodes in S slots.
+    ``lane_slot``: the last slot of each lane. ``records``, ``[H, 2 + M]``, and ``ends``, ``[H, R]``: a ring of finished
+    episodes.
     """
     steps, lanes = shape
     metrics = is_double.shape[0]
     for number in range(start, steps * lanes):
         t, lane = number // lanes, number % lanes
         row = t * strides[0] + lane * strides[1]
-        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # no trajectory number
+        key = load(inputs[0] + 8 * row, np.int64) if inputs[0] else np.int64(-2 - lane)  # no trajectory id
         if key == PADDING:
             continue
         slot = _slot(keys, key, lane_slot[lane])

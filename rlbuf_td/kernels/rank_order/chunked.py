@@ -1,4 +1,4 @@
-"""The order on the CPU: always sorted, in chunks that split."""
+"""The rank order on the CPU, which is always sorted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from rlbuf_td.kernels.strata import NORMS, step_of
 
 
 class ChunkedOrder:
-    """Rows in the order of their magnitudes, exact after every change.
+    """Rows in the order of their magnitudes, with the methods of ``SortedOrder``.
 
-    Its methods are those of :class:`~rlbuf_td.kernels.rank_order.reference.SortedOrder`. The cost does not depend on
-    the values: equal, monotone and adversarial ones cost the same. ``addresses`` is replaced when the memory moves.
-
-    Cost: a draw is O(B log N), an update O(B (128 + log N)) and, at most once per N / 3 changes, O(N).
-    15 to 27 bytes per row, about 22 after random updates.
+    Cost: O(B log N) for a draw; O(B (128 + log N)) for an update, plus O(N) at most once per N / 3 changes; 15 to 27
+    bytes per row.
     """
 
     refused = 0
@@ -37,11 +34,11 @@ class ChunkedOrder:
         self._tensors = tensors
         self.chunks = Chunks(**{name: tensor.numpy() for name, tensor in tensors.items()})
         self.addresses = addresses(self.chunks)
-        self._magnitude = tensors["bits"].view(torch.float32)
+        self.magnitude = tensors["bits"].view(torch.float32)
         self.lock = Lock()  # held around the loops, which release the GIL
 
     def _fill_with(self, magnitude: Tensor) -> None:
-        self._magnitude.copy_(magnitude)
+        self.magnitude.copy_(magnitude)
         rows = np.flatnonzero(self.chunks.bits >= 0)
         self.chunks.head[GROUPS] = self.chunks.head[ROWS] = 0
         if len(rows):
@@ -60,17 +57,12 @@ class ChunkedOrder:
         """Do nothing: the CPU has no graph capture."""
 
     def forget_order(self) -> None:
-        """Do nothing: no graph changes magnitudes."""
-
-    @property
-    def magnitude(self) -> Tensor:
-        return self._magnitude
+        """Do nothing: CUDA graphs never change this order."""
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> float | Tensor:
+        given = index.numpy(), as_float32(td_error).numpy(), rows
         with self.lock:
-            return loops("rank_order.cpu_update").update(
-                self.addresses, index.numpy(), as_float32(td_error).numpy(), rows
-            )
+            return loops("rank_order.cpu_update").update(self.addresses, *given)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         if count > 0:
@@ -83,12 +75,9 @@ class ChunkedOrder:
     ) -> tuple[Tensor, Tensor] | None:
         batch = uniform.shape[0]
         index, weight = np.empty(batch, np.int64), np.empty(batch, np.float32)
-        numbers = law.head.numpy(), law.alpha, law.shift
-        step = step_of(batch, stratified)
+        given = law.head.numpy(), law.alpha, law.shift, uniform.numpy(), step_of(batch, stratified), beta, NORMS[norm]
         with self.lock:
-            drawn = loops("rank_order.cpu").draw(
-                self.addresses, *numbers, uniform.numpy(), step, beta, NORMS[norm], index, weight
-            )
+            drawn = loops("rank_order.cpu").draw(self.addresses, *given, index, weight)
         return (torch.from_numpy(index), torch.from_numpy(weight)) if drawn else None
 
     def ranks_of(self, index: Tensor) -> Tensor:
@@ -96,7 +85,7 @@ class ChunkedOrder:
         with self.lock:
             inside = loops("rank_order.cpu").ranks_of(self.addresses, index.numpy(), ranks)
         if not inside:
-            low, high, last = int(index.min()), int(index.max()), len(self._magnitude) - 1
+            low, high, last = int(index.min()), int(index.max()), len(self.magnitude) - 1
             raise IndexError(f"row {low if low < 0 else high} is out of range: rows are 0 to {last}")
         return torch.from_numpy(ranks)
 
@@ -104,10 +93,10 @@ class ChunkedOrder:
         return self._tensors["head"][ROWS]
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None and self._magnitude.is_shared():
+        if get_spawning_popen() is not None and self.magnitude.is_shared():
             return {"tensors": self._tensors}
         with self.lock:
-            return {"magnitude": self._magnitude.clone()}  # the rest is derived from it
+            return {"magnitude": self.magnitude.clone()}  # the rest is derived from it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "tensors" in state:

@@ -1,17 +1,17 @@
-"""The memory of ``ChunkedOrder``, rows sorted by magnitude: three levels of tensors, and NumPy views for the loops.
+"""The memory of ``ChunkedOrder``: rows sorted by magnitude, in three levels of tensors.
 
 - A **chunk** holds up to ``WIDTH`` keys (magnitude and row, see ``cpu.key_of``) in ascending order: ``keys[c, :n]``.
-- A **group** holds up to ``WIDTH`` chunks in order: ``child[g, s]`` is the chunk in slot ``s``, ``first[g, s]`` a lower
-  bound of its keys (above all keys of earlier chunks), ``before[g, s]`` the number of keys in the slots before it;
-  ``before[g, size[g]]`` is the group's total.
-- The **top** lists the groups in order: ``top_group[p]``, its lower bound ``top_first[p]``, its number of keys
-  ``top_count[p]``, and ``top_before[p]``, the number of keys in the groups before it.
+- A **group** holds up to ``WIDTH`` chunks in order. ``child[g, s]`` is the chunk in slot ``s``, and ``first[g, s]`` a
+  lower bound of its keys, above all keys of earlier chunks. ``before[g, s]`` counts the keys in earlier slots, and
+  ``before[g, size[g]]`` all keys of the group.
+- The **top** lists the groups in order: ``top_group[p]`` is a group, ``top_first[p]`` its lower bound, ``top_count[p]``
+  its number of keys, and ``top_before[p]`` the number of keys in earlier groups.
 
-A full chunk or group is split; none is merged. When no unused chunk is left, all keys are rearranged in chunks that
-are three quarters full. This takes O(N), at most once per N / 3 changes.
+A full chunk or group is split; chunks and groups are never merged. When no unused chunk is left, all keys move to
+chunks that are three quarters full. This takes O(N), at most once per N / 3 changes.
 
 Invariants (``tests/kernels/invariants.py`` checks them): ``first[g, 0] == top_first[p]``, 0 for the first group;
-entries past the end hold ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
+elements past the end are ``NO_KEY`` or ``FULL``, so that a branchless search of fixed length never enters them. An
 order without groups has no rows, and the rest of its memory is undefined.
 """
 
@@ -35,12 +35,11 @@ FULL = 1 << 30
 # Indices into ``head``: the numbers of rows, groups and chunks in use. Groups and chunks are numbered by first use.
 ROWS, GROUPS, CHUNKS = range(3)
 
-
 Chunks = namedtuple("Chunks", "head bits keys first child before size top_first top_group top_count top_before")
 
 
 def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Make the tensors of an empty order. Pages that are never touched cost no memory."""
+    """Return the tensors of an empty order. Memory pages that are never written take no memory."""
     chunks = capacity // 47 + 8
     groups = chunks // (WIDTH // 2) + 2  # a split group leaves two half-full ones
     top = 1 << groups.bit_length()
@@ -66,6 +65,6 @@ def allocate(capacity: int, device: torch.device | str = "cpu") -> dict[str, tor
 
 
 def addresses(st: Chunks) -> np.ndarray:
-    """Return the allocated numbers of rows, chunks, groups and top entries, then the arrays' addresses."""
+    """Return the capacities for rows, chunks, groups and the top, then the addresses of all arrays, as int64."""
     sizes = len(st.bits), len(st.keys), len(st.size), len(st.top_first)
     return np.array([*sizes, *(array.ctypes.data for array in st)], np.int64)

@@ -1,10 +1,8 @@
-"""Reads the chunked order on the CPU: key to place, rank to row, row to rank, and draws.
+"""Look-ups in the chunked order on the CPU: draws rows by rank, and finds the ranks of rows.
 
-All entries of a batch descend level by level, without branches, so that their cache misses overlap.
-``order`` is what :func:`rlbuf_td.kernels.rank_order.chunks.addresses` returns.
+The searches of a batch descend together, level by level and without branches, so that their cache misses overlap.
+``order`` is the result of :func:`rlbuf_td.kernels.rank_order.chunks.addresses`.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -15,9 +13,9 @@ from rlbuf_td.kernels.compiled import address_of, bare, compiled, inlined, masse
 from rlbuf_td.kernels.rank_order.chunks import GROUPS, ROWS, WIDTH, Chunks
 from rlbuf_td.kernels.rank_order.law import HEAD
 
-#: Entries that descend together: enough to overlap cache misses, few enough for the scratch space to stay in cache.
+#: Searches that descend together: enough to overlap cache misses, few enough for the scratch memory to stay in cache.
 BLOCK = 256
-#: How many entries ahead their chunks are prefetched.
+#: How many searches ahead chunks are prefetched.
 AHEAD = 4
 TOP_BIT = 0x7FFFFFFF
 _ROW = 0xFFFFFFFF
@@ -43,13 +41,13 @@ def chunks_at(order):
 
 @bare
 def key_of(bits, row):
-    """Sort key of a row: larger magnitudes have smaller keys, ties by row. Positive float bits sort as floats do."""
+    """Return the sort key of a row with the float32 magnitude ``bits``: larger magnitudes have smaller keys."""
     return ((TOP_BIT - np.int64(bits)) << 32) | np.int64(row)
 
 
 @bare
 def _search_top(bounds, groups, wanted, pos):
-    """Write the position of the last group whose bound is at most the wanted value, for each value."""
+    """For each wanted value, write the position of the last group whose bound is at most this value."""
     pos[:] = 0
     step = 1
     while step < groups:
@@ -64,7 +62,7 @@ def _search_top(bounds, groups, wanted, pos):
 
 @bare
 def _search_groups(bounds, top_group, wanted, pos, slot):
-    """Write the last slot, in the groups at ``pos``, whose bound is at most the wanted value, for each value."""
+    """For each wanted value, write the last slot of the group at ``pos`` whose bound is at most this value."""
     slot[:] = 0
     step = WIDTH // 2
     while step > 0:
@@ -77,7 +75,7 @@ def _search_groups(bounds, top_group, wanted, pos, slot):
 
 @bare
 def find_places(st, keys, pos, slot):
-    """Write, for each key, where its chunk is: the position of the group in the top, and the slot in the group."""
+    """For each key, write the position of its group to ``pos``, and the slot of its chunk to ``slot``."""
     _search_top(st.top_first, st.head[GROUPS], keys, pos)
     _search_groups(st.first, st.top_group, keys, pos, slot)
 
@@ -95,10 +93,7 @@ def key_address(st, c, at):
 
 @bare
 def fetch_chunk(st, p, s):
-    """Prefetch a chunk: its cache lines then arrive together.
-
-    The last quarter of its 16 lines is seldom in use; loading it costs more than it saves.
-    """
+    """Prefetch a chunk, except the last quarter, which is seldom in use."""
     address = key_address(st, st.child[st.top_group[p], s], 0)
     for line in range(0, 6 * WIDTH, 64):
         prefetch(address + line)
@@ -107,7 +102,7 @@ def fetch_chunk(st, p, s):
 @bare
 def count_below(keys, c, n, key):
     """Return how many of the first ``n`` keys of chunk ``c`` are smaller than ``key``."""
-    # Unsigned indices avoid numba's check for negative ones, which would prevent LLVM's vectorisation.
+    # Unsigned indices avoid numba's check for negative indices, which would prevent vectorisation.
     count = 0
     for t in range(n):
         count += keys[np.uint64(c), np.uint64(t)] < key
@@ -116,7 +111,7 @@ def count_below(keys, c, n, key):
 
 @compiled
 def ranks_of(order, rows, ranks):
-    """Write the rank of each row (1 the largest, 0 without a magnitude); return False if a row is out of range."""
+    """Write the rank of each row (0 without a magnitude) to ``ranks``; return False if a row is out of range."""
     st = chunks_at(order)
     ranks[:] = 0
     inside = True
@@ -138,9 +133,6 @@ def ranks_of(order, rows, ranks):
             rank = at + count_below(st.keys, c, fill, keys[i]) + 1
             ranks[start + i] = rank * (st.bits[rows[start + i]] >= 0)
     return True
-
-
-# -- drawing: uniform numbers to ranks, ranks to rows, ranks to importance weights
 
 
 @bare
@@ -174,7 +166,7 @@ def _rank_of_mass(mass, rows, law, alpha, shift):
 
 @bare
 def _find_rows(st, rest, pos, rows):
-    """Write the rows before which ``rest`` rows are ordered; ``rest`` and ``pos`` are overwritten."""
+    """Write the row of each rank ``rest + 1`` to ``rows``; ``rest`` and ``pos`` are overwritten."""
     slot = rows
     _search_top(st.top_before, st.head[GROUPS], rest, pos)
     for j in range(len(rows)):
@@ -190,10 +182,7 @@ def _find_rows(st, rest, pos, rows):
 
 @compiled
 def draw(order, law, alpha, shift, uniform, step, beta, mode, index, weight):
-    """Draw rows and their importance weights; return whether there are rows to draw from. ``uniform`` is overwritten.
-
-    ``step``: see :func:`rlbuf_td.kernels.strata.step_of`; ``mode``: see :data:`rlbuf_td.kernels.strata.NORMS`.
-    """
+    """Write drawn rows and their importance weights; return False if there are no rows. ``uniform`` is overwritten."""
     st = chunks_at(order)
     rows = st.head[ROWS]
     if rows == 0:

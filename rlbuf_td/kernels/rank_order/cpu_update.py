@@ -1,9 +1,7 @@
-"""Updates the chunked order on the CPU.
+"""Updates of the chunked order on the CPU.
 
-Cost per row: a search, and a shift of the keys of one chunk and the counts of one group (at most ``WIDTH`` each).
+Each changed row costs a search, and changes up to ``WIDTH`` keys of one chunk and ``WIDTH`` counts of one group.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
@@ -29,10 +27,7 @@ _ONE = np.int64(1)  # numba would compile the callee again for a literal
 
 @compiled
 def update(order, index, td_error, rows):
-    """Set the magnitudes of rows from float32 errors; return the largest (-1 if none), or ``REFUSED``.
-
-    Skips index -1; of a duplicate row, the last error counts.
-    """
+    """Set magnitudes to ``|td_error|``; return the largest (-1 if none), or ``REFUSED``. Index -1 is skipped."""
     if not acceptable(index, td_error, rows):
         return REFUSED
     st = _started(order)
@@ -43,7 +38,7 @@ def update(order, index, td_error, rows):
         stop = min(start + BLOCK, len(index))
         _delete(st, index[start:stop], keys, pos, slot)
         n = 0
-        for i in range(stop - 1, start - 1, -1):
+        for i in range(stop - 1, start - 1, -1):  # backwards: a duplicate row keeps its last error
             row = index[i]
             if row >= 0:
                 largest = max(largest, np.float64(abs(td_error[i])))
@@ -61,7 +56,7 @@ def update(order, index, td_error, rows):
 
 @compiled
 def fill(order, index, bits):
-    """Give one magnitude, as the int32 ``bits`` of a float32, to the consecutive rows ``index``."""
+    """Set the magnitude of the consecutive rows ``index``; ``bits`` is the float32 magnitude as an int32."""
     st = _started(order)
     keys, pos, slot = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     for start in range(0, len(index), BLOCK):
@@ -81,7 +76,7 @@ def fill(order, index, bits):
 
 @compiled
 def arrange(order, keys):
-    """Replace the contents of the order by ascending keys."""
+    """Replace all keys of the order by ``keys``, which are in ascending order."""
     st = chunks_at(order)
     st.first[:] = NO_KEY
     st.before[:] = FULL
@@ -165,7 +160,7 @@ def _delete(st, index, keys, pos, slot):
 
 @bare
 def _insert(st, keys, pos, slot):
-    """Insert keys until no unused chunk is left; return the number of inserted keys."""
+    """Insert keys until a split needs an unused chunk and none is left; return the number of inserted keys."""
     find_places(st, keys, pos, slot)
     have_moved = False
     for i in range(len(keys)):
@@ -183,10 +178,10 @@ def _insert(st, keys, pos, slot):
 
 @bare
 def _insert_run(st, p, s, key, count):
-    """Insert as many of ``key, key + 1, ...`` as fit into their chunk; return how many.
+    """Insert up to ``count`` consecutive keys, from ``key`` on, into one chunk; return the number of inserted keys.
 
-    If the chunk is full, return 0, after splitting its group if that is full, else the chunk if an unused one is left.
-    Places found earlier are then invalid.
+    If the chunk is full, insert nothing, but split a full group, or else the chunk if an unused chunk is left. A split
+    invalidates earlier results of :func:`find_places`.
     """
     c, n = chunk_at(st, p, s)
     if n == WIDTH:
@@ -206,7 +201,7 @@ def _insert_run(st, p, s, key, count):
 
 @bare
 def _split_chunk(st, p, s, key, count):
-    """Move the upper keys of a full chunk to a new one after it, to make room for ``count`` keys from ``key`` on."""
+    """Move the upper keys of a full chunk to a new chunk after it; ``count`` keys from ``key`` on will be inserted."""
     g = st.top_group[p]
     c, d = st.child[g, s], st.head[CHUNKS]
     st.head[CHUNKS] += 1
@@ -229,7 +224,7 @@ def _split_chunk(st, p, s, key, count):
 
 @bare
 def _split_group(st, p):
-    """Move the upper half of a full group to a new one after it."""
+    """Move the upper half of a full group to a new group after it."""
     g, h = st.top_group[p], st.head[GROUPS]
     st.head[GROUPS] += 1
     base = st.before[g, _HALF]

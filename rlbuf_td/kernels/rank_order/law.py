@@ -1,15 +1,13 @@
-r"""The law of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
+r"""The distribution of ranks: ``P(r) = r^-alpha / H_N`` with ``H_n = 1 + 2^-alpha + ... + n^-alpha``.
 
-``H`` does not depend on the stored rows, so nothing is stored per row. The first :data:`HEAD` values are a table;
-beyond it, the Euler-Maclaurin formula, anchored at the table's end, is accurate to float64,
+The first :data:`HEAD` values of ``H`` are a table. For larger ranks, the Euler-Maclaurin formula, anchored at the end
+of the table, has float64 accuracy:
 
 .. math:: H_n = C + \frac{x^{1-\alpha} - 1}{1-\alpha} + \frac{\alpha}{24} x^{-\alpha-1} + O(x^{-\alpha-3}),
           \quad x = n + \tfrac12
 
-(for ``alpha = 1`` the fraction is ``log x``). The formula is inverted in closed form: the cost of a draw does not
-depend on ``N``, and a change of alpha is O(1).
-
-The functions here run on any device without waiting for it; ``cpu.py`` has compiled versions.
+(for ``alpha = 1`` the fraction is ``log x``). The formula has an inverse in closed form, so the cost of a draw does not
+depend on ``N``. No function waits for the device; ``cpu.py`` has compiled versions.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ HEAD = 1024
 
 @dataclass(frozen=True)
 class RankLaw:
-    """A law for one ``alpha``. For captured graphs, alpha and shift are 0-dim float64 tensors."""
+    """The distribution for one ``alpha``; in captured graphs, alpha and shift are 0-dim float64 tensors."""
 
     alpha: float | Tensor  # not negative; 0 is uniform
     head: Tensor  # ``[HEAD]`` float64, ``H_1, H_2, ...``
@@ -33,12 +31,7 @@ class RankLaw:
 
 
 def rank_law(alpha: float, device: torch.device | str = "cpu") -> RankLaw:
-    """Make the law of one ``alpha``. O(1).
-
-    Example:
-        >>> rank_law(0.5).head[:4]
-        tensor([1.0000, 1.7071, 2.2845, 2.7845], dtype=torch.float64)
-    """
+    """Return the distribution for ``alpha``. O(1)."""
     head = cumulative(alpha, HEAD)
     x = torch.tensor(HEAD + 0.5, dtype=torch.float64, device="cpu")
     # An asynchronous copy is safe: the driver reads this memory before the call returns, see storages.indexing.moved.
@@ -51,7 +44,7 @@ def cumulative(alpha: float, n: int) -> Tensor:
 
 
 def mass(law: RankLaw, ranks: Tensor) -> Tensor:
-    """Return ``H_r`` for ranks of at least 1, float64. O(1) each."""
+    """Return the cumulative mass ``H_r`` of each rank ``r`` of at least 1, float64."""
     in_head = ranks <= HEAD
     table = torch.take(law.head, torch.where(in_head, ranks, 1) - 1)  # indexing by a 0-dim tensor would synchronise
     x = torch.where(in_head, HEAD, ranks).to(torch.float64) + 0.5
@@ -59,11 +52,11 @@ def mass(law: RankLaw, ranks: Tensor) -> Tensor:
 
 
 def ranks_of_mass(law: RankLaw, value: Tensor, rows: Tensor) -> Tensor:
-    """Return the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64. O(1) each."""
+    """Return for each value the rank ``r <= rows`` with ``H_(r-1) <= value < H_r``, int64."""
     in_head = torch.searchsorted(law.head, value, right=True) + 1
     y, bend = (value - law.shift).clamp(min=0.0), 1.0 - law.alpha
     y = _unless(bend, y, torch.log1p((bend * y).clamp(min=-1.0)) / bend)
-    # Clamped before the conversion to integers: mass at the very end of the law may point past every rank.
+    # Clamped before the conversion to integers, because rounding may lead past the last rank.
     x = torch.exp(y).clamp(min=HEAD, max=2.0**52)
     beyond = torch.floor(x - law.alpha / (24.0 * x) + 0.5).to(torch.int64).clamp(min=HEAD + 1)
     return torch.minimum(torch.where(in_head <= HEAD, in_head, beyond), rows)

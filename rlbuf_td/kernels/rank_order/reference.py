@@ -1,4 +1,4 @@
-"""The reference: magnitudes that are sorted on demand, in torch operations on any device, without synchronisation."""
+"""The reference implementation of the rank order, in torch operations without host synchronisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlbuf_td.kernels.device_scalars import PriorityState, is_capturing, outside
 from rlbuf_td.kernels.rank_order.law import HEAD, RankLaw, mass, ranks_of_mass
 from rlbuf_td.kernels.strata import masses
 
-#: Larger errors count as this one.
+#: Larger TD errors count as this value.
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -20,20 +20,19 @@ def as_float32(td_error: Tensor) -> Tensor:
 
 
 class SortedOrder:
-    """Sorts on demand, if magnitudes have changed since the last sort: O(N log N), on the device.
+    """Rows in the order of their magnitudes, sorted at the first look-up after a change, in O(N log N).
 
     Args:
-        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; the order takes ownership.
-        stale_updates: sort again only after more updates than this number; with 0, ranks are always exact.
+        magnitude: ``[capacity]`` float32, -1 for rows without a magnitude; this object uses the tensor in place.
+        stale_updates: how many updates may pass before the next sort; with 0, ranks are always exact.
     """
 
     def __init__(self, magnitude: Tensor, stale_updates: int = 0) -> None:
-        self._magnitude = magnitude
+        self.magnitude = magnitude
         self._stale_updates = stale_updates
         self._behind = -1  # updates since the last sort; -1: sort at the next look-up
         self._by_rank = self._count = magnitude.new_empty(0, dtype=torch.int64)
         self._by_row: Tensor | None = None
-        #: State that captured graphs read and change. It includes the parameters of the last law.
         self.device_state = PriorityState(("alpha", "shift", "beta", "named"), magnitude.device)
         with outside_inference_mode():
             head = torch.zeros(HEAD, dtype=torch.float64, device=magnitude.device)
@@ -45,22 +44,17 @@ class SortedOrder:
         """Number of NaN or infinite errors that were skipped."""
         return self.device_state.refused
 
-    @property
-    def magnitude(self) -> Tensor:
-        """``[capacity]`` float32, -1 for rows without a magnitude; read-only."""
-        return self._magnitude
-
     def share_memory_(self) -> None:
         """Raise ValueError: the sorted order is cached in one process."""
         raise ValueError("an order on a device cannot be shared by several processes")
 
     def assign_(self, magnitude: Tensor) -> None:
-        self._magnitude.copy_(magnitude)
+        self.magnitude.copy_(magnitude)
         self.device_state.largest.fill_(-1.0)
         self.forget_order()
 
     def prepare_capture(self, law: RankLaw, beta: float, rows: int) -> Tensor:
-        """Copy settings to the memory that captured graphs read; return the largest magnitude seen, as a tensor."""
+        """Copy settings to device memory for captured graphs; return the largest magnitude seen, a 0-dim tensor."""
         state = self.device_state
         if law is not self._copied_law:
             self._copied_law = law
@@ -70,70 +64,56 @@ class SortedOrder:
         return state.largest
 
     def forget_order(self) -> None:
-        """Sort at the next look-up: magnitudes have changed, for example in a captured graph."""
+        """Sort at the next look-up, for example because a captured graph has changed magnitudes."""
         self._behind = -1
 
     def update_(self, index: Tensor, td_error: Tensor, rows: int, counts: bool = True) -> Tensor:
-        """Set magnitudes to ``|td_error|``; index -1 is skipped, the last error of a duplicate row is kept. O(B log B).
-
-        Arguments, refusals and result are those of :func:`rlbuf_td.kernels.sum_tree.update_`.
-        """
+        """Set magnitudes to ``|td_error|``; ``sum_tree.update_`` documents the arguments and the result."""
         state = self.device_state
         named = state["named"] if is_capturing() else rows
-        _, largest, refused = write_magnitudes(self._magnitude, index, as_float32(td_error).abs(), named)
+        _, largest, refused = write_magnitudes(self.magnitude, index, as_float32(td_error).abs(), named)
         self._behind += self._behind >= 0
         return state.note(largest.to(torch.float64), refused, counts)
 
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
         value = as_float32(magnitude) if isinstance(magnitude, Tensor) else min(magnitude, LARGEST)
-        self._magnitude[start : start + count] = value
+        self.magnitude[start : start + count] = value
         self._behind = -1  # new rows enter the order immediately
 
     def _refresh(self) -> None:
         if 0 <= self._behind <= self._stale_updates:
             return
         # Stable, so that ties are ordered by row; rows without a magnitude, -1, come last.
-        self._by_rank = self._magnitude.sort(descending=True, stable=True).indices
+        self._by_rank = self.magnitude.sort(descending=True, stable=True).indices
         self._by_row = None
-        self._count = (self._magnitude >= 0).sum()
+        self._count = (self.magnitude >= 0).sum()
         self._behind = 0
 
     def draw(
         self, law: RankLaw, uniform: Tensor, *, stratified: bool, beta: float, norm: str | None
     ) -> tuple[Tensor, Tensor]:
-        """Draw rows by the law of their ranks. O(B) after the sort.
-
-        Arguments and results are those of :func:`rlbuf_td.kernels.sum_tree.draw`.
-        """
+        """Draw rows by rank; ``sum_tree.draw`` documents the other arguments and the results. O(B) after the sort."""
         self._refresh()
-        power: float | Tensor = beta
+        exponent: float | Tensor = beta
         if is_capturing():
-            law, power = self._captured_law, self.device_state["beta"]
-        ranks, weight = _draw_ranks(law, self._count, uniform, stratified, power, norm)
-        return self._by_rank[ranks - 1], weight
+            law, exponent = self._captured_law, self.device_state["beta"]
+        rows, total = self._count, mass(law, self._count)
+        ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
+        # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
+        power, log_scale = law.alpha * exponent, exponent * torch.log(total / rows)
+        if norm is not None:
+            log_scale = -power * torch.log((rows if norm == "buffer" else ranks.max()).to(torch.float64))
+        weight = torch.exp(power * torch.log(ranks.to(torch.float64)) + log_scale)
+        return self._by_rank[ranks - 1], weight.to(torch.float32)
 
     def ranks_of(self, index: Tensor) -> Tensor:
-        """Return ranks of rows, int64; 0 for a row without a magnitude. O(B) after the sort."""
+        """Return the ranks of rows, int64; 0 for a row without a magnitude. O(B) after the sort."""
         self._refresh()
         if self._by_row is None:
             self._by_row = torch.empty_like(self._by_rank)
             self._by_row[self._by_rank] = torch.arange(1, len(self._by_rank) + 1, device=self._by_rank.device)
-        return torch.where(self._magnitude[index] >= 0, self._by_row[index], 0)
+        return torch.where(self.magnitude[index] >= 0, self._by_row[index], 0)
 
     def count(self) -> Tensor:
         self._refresh()
         return self._count
-
-
-def _draw_ranks(
-    law: RankLaw, rows: Tensor, uniform: Tensor, stratified: bool, beta: float | Tensor, norm: str | None
-) -> tuple[Tensor, Tensor]:
-    total = mass(law, rows)
-    ranks = ranks_of_mass(law, masses(uniform, total, stratified), rows)
-    power = law.alpha * beta
-    # (N P)^-beta is r^(alpha beta) times a constant; the least probable rank has the largest weight.
-    log_scale = beta * torch.log(total / rows)
-    if norm is not None:
-        log_scale = -power * torch.log((rows if norm == "buffer" else ranks.max()).to(torch.float64))
-    weight = torch.exp(power * torch.log(ranks.to(torch.float64)) + log_scale)
-    return ranks, weight.to(torch.float32)

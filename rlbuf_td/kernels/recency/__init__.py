@@ -1,8 +1,6 @@
-"""Draws of recent rows: the age, in time steps, follows a truncated geometric distribution."""
+"""Draws recent rows: ages follow a truncated geometric distribution."""
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from rlbuf_td.kernels.dispatch import backend_of, loops
 
 __all__ = ["QUEUE", "recent_rows"]
-Number: TypeAlias = float | Tensor
 _FIELDS = "began", "clock", "count", "newest", "fresh", "steps", "lanes", "intervals", "capacity", "head", "length"
 #: The state of :mod:`rlbuf_td.kernels.recency.fresh_cpu`. ``intervals`` is the address of a ring of ``capacity``
 #: intervals; ``length`` of them are in use, and the oldest is at position ``head``.
@@ -31,16 +28,14 @@ def recent_rows(
 
     Args:
         uniform: ``[B]`` float64 in ``[0, 1)``.
-        newest: the position of the time step that was written last.
-        span: the number of possible ages, ``0 .. span - 1``; at least 1.
-        steps: the number of stored time steps.
-        lanes: E, the number of lanes, which are equally likely.
-        log_decay: not positive; with 0 all ages are equally likely.
+        newest: position of the time step that was written last.
+        span: number of possible ages, ``0 .. span - 1``; at least 1.
+        steps: number of stored time steps.
+        lanes: E, number of lanes, which are equally likely.
+        log_decay: logarithm of the decay per time step, at most 0; with 0 all ages are equally likely.
 
-    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, so that captured graphs see changes.
-
-    Returns:
-        ``[B]`` int64 flat rows.
+    ``newest``, ``span``, ``steps`` and ``log_decay`` may be 0-dim float64 tensors, whose changes captured graphs see.
+    Returns ``[B]`` int64 indices of the flattened ``[T * E]`` rows.
     """
     if backend_of(uniform) == "numba":
         rows = torch.empty(uniform.shape, dtype=torch.int64, device="cpu")

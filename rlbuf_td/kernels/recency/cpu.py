@@ -1,13 +1,11 @@
-"""The loop of :mod:`rlbuf_td.kernels.recency` on the CPU: tensors by address."""
-
-from __future__ import annotations
+"""The CPU loop of :mod:`rlbuf_td.kernels.recency`; tensors are passed by address."""
 
 import numpy as np
 
 from rlbuf_td.kernels.compiled import kernel, load, store
 
 _DIGITS = 2.0**53
-_FLAT = -1e-9  # if all ages together decay by less, ages are uniform: rounding would spoil the logarithm
+_FLAT = -1e-9  # for a smaller total decay, ages are uniform, because rounding would spoil the logarithm
 
 
 @kernel

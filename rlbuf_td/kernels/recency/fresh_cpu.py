@@ -1,14 +1,11 @@
-"""The *fresh* rows of a storage: those that have not been at the front of a batch yet.
+"""The *fresh* rows of a storage: rows that no batch has begun with yet.
 
-Rows are numbered in the order of writing, beginning with an arbitrary row. Half-open intervals hold the numbers of the
-fresh rows, the newest last. The position of a row follows from its number and the position of the newest row.
+Rows are numbered in the order of writing. Half-open intervals hold the numbers of the fresh rows, the newest last.
 
-``queue`` is the address of a ``QUEUE``: whether rows have numbers (``began``; until then intervals hold ages), the
-storage's ``clock`` and ``newest`` time step at the last call of :func:`look`, the number that the next row gets
-(``count``), the most fresh rows per batch (``fresh``), and the shape of the ring.
+``queue`` is the address of a ``QUEUE`` record. If ``began`` is 0, rows have no numbers yet, and intervals hold ages.
+``clock`` and ``newest`` are the storage's clock and newest time step at the last call of :func:`look`. ``count`` is the
+number of the next row, and ``fresh`` the largest number of fresh rows per batch.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import carray
@@ -19,10 +16,7 @@ from rlbuf_td.kernels.recency import QUEUE
 
 @kernel
 def look(queue, live, newest, now):
-    """Give numbers to the rows that have been written since the last call.
-
-    ``live``: the number of rows; ``newest``: the position of the time step written last; ``now``: the storage's clock.
-    """
+    """Add rows written since the last call to the fresh rows; ``newest`` is the last time step, ``now`` the clock."""
     state = carray(pointer(queue), 1, QUEUE)[0]
     if state.began and now == state.clock:
         return
@@ -53,7 +47,7 @@ def look(queue, live, newest, now):
 
 @kernel
 def take(queue, live, newest, now, most, out):
-    """Write up to ``most`` fresh rows, flat, to the address ``out``; return how many. They stop being fresh."""
+    """Remove up to ``most`` of the newest fresh rows from the queue; write them to ``out``, and return their number."""
     look(queue, live, newest, now)
     state = carray(pointer(queue), 1, QUEUE)[0]
     intervals = carray(pointer(state.intervals), (state.capacity, 2), np.int64)

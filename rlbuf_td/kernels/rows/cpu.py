@@ -1,6 +1,4 @@
-"""The loops of :mod:`rlbuf_td.kernels.rows` on the CPU, by address: copies, stale rows, and pages of mapped files."""
-
-from __future__ import annotations
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows`; tensors are passed by address."""
 
 import numpy as np
 from numba import carray, types
@@ -8,10 +6,7 @@ from numba import carray, types
 from rlbuf_td.kernels.compiled import copy_few, kernel, load, pointer
 
 _PAGE = 4096
-_SAMPLED = 16  # about this number of a batch's rows are checked
-
-
-# -- copies: a column is given by its address and its stride in bytes
+_SAMPLED = 16  # about this number of rows of a batch are checked
 
 
 @kernel
@@ -33,18 +28,15 @@ def put_rows(target, column, step, width, rows, mask, count):
             copy_few(target + i * width, column + load(rows + 8 * i, np.int64) * step, width)
 
 
-# -- stale rows
-
-
 @kernel
-def _difference(a: int, b: int) -> int:
-    """Subtract with wrap-around; in signed arithmetic, the compiler would assume that no overflow occurs."""
+def _difference(a, b):
+    """Subtract with wrap-around; for signed numbers, the compiler would assume that no overflow occurs."""
     return np.int64(np.uint64(a) - np.uint64(b))
 
 
 @kernel
-def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: int, steps: int, lanes: int) -> int:
-    """Write the rows, -1 for rewritten ones, to address ``kept`` (0: nowhere); return the number of rewritten rows."""
+def skip_ring(kept, index, stamp, rows, clock, last, steps, lanes):
+    """Write the rows, -1 for rewritten rows, to address ``kept`` (0: nowhere); return the number of rewritten rows."""
     given, stamps = carray(pointer(index), rows, np.int64), carray(pointer(stamp), rows, np.int64)
     left = carray(pointer(kept), rows if kept else 0, np.int64)
     count = 0
@@ -63,15 +55,12 @@ def skip_ring(kept: int, index: int, stamp: int, rows: int, clock: int, last: in
     return count
 
 
-# -- pages of mapped files
-
-
 _mincore = types.ExternalFunction("mincore", types.int64(types.int64, types.int64, types.int64))
 
 
 @kernel
 def is_absent(base, stride, cells, count):
-    """Return whether a row of the batch is not in memory; checks 16 to 31 rows of a large batch."""
+    """Whether a row of a batch is not in memory; checks only 16 to 31 rows of a large batch."""
     found = np.zeros(1, np.uint8)
     step = max(1, count // _SAMPLED)
     for i in range(0, count, step):

@@ -1,13 +1,12 @@
-"""Deduplicated rows: observations are stored once, in a pool of entries that rows share.
+"""Deduplicated rows: each observation is stored once, in a pool of entries that rows share.
 
-An *entry* is a fixed number of bytes: an observation, or one frame of a stack. A row refers to its entries by their
-*names*: int32 numbers from 1 on; 0 means none. If the next observation of a row has the same bytes as the observation
-of the following row in its lane, both rows store the same name. All rows that refer to an entry are therefore close
-together, and no reference counts are needed: when a row is overwritten, its entries become free unless a row within
-``reach`` time steps still refers to them.
+An *entry* is a fixed number of bytes: an observation, or one frame of a stack. Rows refer to entries by *names*, int32
+numbers from 1 on; 0 means none. If a row's next observation equals the observation of the following row in its lane,
+both rows store the same name. Rows that share an entry are therefore close together, so no reference counts are needed:
+when a row is overwritten, its entries become free unless a row within ``reach`` time steps refers to them.
 
-On the CPU, numba processes row by row, O(1) per row. Elsewhere, torch operations process all lanes of a time step at
-once, with about fifty kernels per time step and without host synchronisation.
+On the CPU, numba processes row by row, O(1) per row. On other devices, torch operations process all lanes of a time
+step at once, with about fifty kernels and without host synchronisation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CHUNK = 1 << 18  # rows whose names are read at once
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of one key in an entry, or in each entry of a stack."""
+    """The layout of one deduplicated key."""
 
     into: int  # offset of its bytes in an entry
     inner: int  # bytes per contiguous run of the key in a row
@@ -40,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of one size, and the keys that they store."""
+    """The layout of entries of one size, and of the keys that they store."""
 
     ids: int  # offset of the names in a row: ``pieces`` for its own observation, then ``pieces`` for the next one
     pieces: int  # entries per observation, oldest first
@@ -59,15 +58,15 @@ class Group:
     def reach(self) -> int:
         """The largest distance, in time steps, between rows that refer to the same entry.
 
-        Frame p of a row's stack was taken at step t + p, and frame p of its next stack at step t + p + 1. Rows that
-        share a frame are therefore at most ``pieces`` steps apart, or twice that if a new stack repeats a frame.
+        Frame p of the stack at step t was taken at step t + p, and frame p of the next stack at step t + p + 1. Rows
+        that share a frame are therefore at most ``pieces`` steps apart, or twice as far if a new stack repeats a frame.
         """
         return 1 if self.pieces == 1 else 2 * self.pieces
 
 
 @dataclass(frozen=True)
 class Table:
-    """Stored rows, and the entries to which their names refer."""
+    """Stored rows, and the pools of entries to which they refer."""
 
     groups: tuple[Group, ...]  # the deduplicated keys
     runs: np.ndarray  # ``[R, 3]`` int64, all other keys: offset in a stored row, index of the leaf in a batch, bytes
@@ -99,9 +98,9 @@ class Table:
 def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None], order: Tensor | None = None) -> bool:
     """Copy each leaf of the rows ``cells``, int64 of any shape, to its tensor in ``leaves``, ``[*cells.shape, ...]``.
 
-    Leaves that are None are not read; all tensors are contiguous. ``order``, ``[B]`` int64, lists the positions in
-    ``cells`` in the order in which to read them. Returns whether all rows are in ``[0, live)``; if not, ``leaves`` are
-    incomplete. Off the CPU, where a check would make the host wait, returns True.
+    A leaf that is None is skipped; all tensors are contiguous. ``order``, ``[B]`` int64, is the order in which to read
+    the elements of ``cells``. Returns False, with incomplete ``leaves``, if a row is not in ``[0, live)``. On a GPU the
+    result is always True, because a check would make the host wait.
     """
     if not table.is_compiled:
         return _read(table, cells, live, leaves)
@@ -114,13 +113,13 @@ def read_(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
 def write_(
     table: Table, sources: np.ndarray, cells: Tensor | int, count: int, lanes: int, *, deferred: bool = False
 ) -> None:
-    """Deduplicate written observations, on the CPU: store each as an entry, and its name in the rows.
+    """Store written observations as entries, and their names in rows, on the CPU.
 
     ``sources`` is ``[P, 2, 3]`` int64: for each of the P parts of all groups, and for own and next observations, the
-    address of the written tensor and its strides in bytes along time and lanes. Each row of it is dense. ``cells`` is
-    ``[count]`` int64, contiguous: the rows in time order, all different; or an int: the first of ``count`` consecutive
-    rows, which may wrap. ``lanes`` is E, or 1 if the rows are not whole time steps. A ``deferred`` write does not reuse
-    the entries that it frees, so that restoring the old rows undoes it.
+    address of the written tensor and its strides in bytes along time and lanes. The elements of a row are contiguous.
+    ``cells`` is ``[count]`` int64, contiguous: different rows in time order; or an int: the first of ``count``
+    consecutive rows, which may wrap around. ``lanes`` is E, or 1 if the rows are not whole time steps. A ``deferred``
+    write does not reuse the entries that it frees, so that restoring the old rows undoes the write.
     """
     rows, (where, start) = table.rows, (0, cells) if isinstance(cells, int) else (cells.data_ptr(), 0)
     given = sources, rows.data_ptr(), rows.shape[1], len(rows), table.lanes, where, start, count, lanes, deferred
@@ -128,7 +127,7 @@ def write_(
 
 
 def grow_(table: Table, g: int, most: int) -> None:
-    """Enlarge the pool of group ``g`` so that it can hold ``most`` entries, and copy the existing ones."""
+    """Enlarge the pool of group ``g`` to ``most`` entries, and copy the existing entries."""
     entries, stack = table.entries[g], table.stacks[g]
     with outside_inference_mode():
         table.entries[g] = entries.new_empty((most + 1, entries.shape[1]))
@@ -139,7 +138,7 @@ def grow_(table: Table, g: int, most: int) -> None:
 
 
 def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
-    """Find the free entries, to which no row refers; ``used``: the largest name in each group, if known. O(rows)."""
+    """Find the entries to which no row refers, in O(rows); ``used`` is the largest name in each group, if known."""
     for g, (stack, counters) in enumerate(zip(table.stacks, table.counters, strict=True)):
         ids = table.ids(g)
         most = max(int(counters[1]), int(ids.max())) if used is None else used[g]
@@ -152,16 +151,6 @@ def rebuild_(table: Table, *, used: Sequence[int] | None = None) -> None:
         counters.copy_(torch.tensor([len(free), most], device="cpu"))
 
 
-# -- the reference
-
-
-def pieces_of(value: Tensor, part: Part, pieces: int) -> Tensor:
-    """Return the bytes of a key, ``[B, ...]`` dense, in the layout of its entries, ``[B, pieces, bytes]``."""
-    flat = value.reshape(len(value), value.shape[1:].numel())
-    raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    return raw.view(len(raw), part.outer, pieces, part.inner).transpose(1, 2).flatten(2)
-
-
 def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None]) -> bool:
     cells = cells.reshape(-1)
     if not len(cells):
@@ -169,7 +158,8 @@ def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
     if backend_of(cells) == "numba" and not 0 <= int(cells.min()) <= int(cells.max()) < live:
         return False
     rows = table.rows.index_select(0, cells)
-    out = {place: _as_bytes(leaf, len(cells)) for place, leaf in enumerate(leaves) if leaf is not None}
+    count, given = len(cells), [(place, leaf) for place, leaf in enumerate(leaves) if leaf is not None]
+    out = {place: leaf.view(count, leaf.numel() // count).view(torch.uint8) for place, leaf in given}
     for source, leaf, width in table.runs.tolist():
         if leaf in out:
             out[leaf].copy_(rows[:, source : source + width])
@@ -185,7 +175,3 @@ def _read(table: Table, cells: Tensor, live: int, leaves: Sequence[Tensor | None
                 raw = found[:, :, part.into : part.into + part.inner * part.outer]
                 out[leaf].copy_(raw.unflatten(2, (part.outer, part.inner)).transpose(1, 2).flatten(1))
     return True
-
-
-def _as_bytes(leaf: Tensor, count: int) -> Tensor:
-    return leaf.view(count, leaf.numel() // max(1, count)).view(torch.uint8)

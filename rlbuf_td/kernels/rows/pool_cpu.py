@@ -1,6 +1,4 @@
-"""The loops of :mod:`rlbuf_td.kernels.rows.pool` on the CPU; rows, entries and sources are addresses."""
-
-from __future__ import annotations
+"""The CPU loops of :mod:`rlbuf_td.kernels.rows.pool`; rows, entries and written observations are addresses."""
 
 import numpy as np
 
@@ -27,20 +25,20 @@ OWN, OWN_BYTES, TOTAL, LANES = range(4)  # fields of ``rows``: address, bytes pe
 
 @inlined
 def _wrapped(cell, total):
-    """Wrap a row number in ``[-total, 2 * total)`` to ``[0, total)``."""
+    """Wrap a row index in ``[-total, 2 * total)`` to ``[0, total)``."""
     return cell + total if cell < 0 else cell - total if cell >= total else cell
 
 
 @inlined
 def _numbers(groups, g):
-    """Return a group as a tuple, which stays in registers: array elements would be reloaded after each write."""
+    """Return a group as a tuple, which stays in registers; array elements would be reloaded after each write."""
     first = groups[g, 0], groups[g, 1], groups[g, 2], groups[g, 3], groups[g, 4], groups[g, 5]
     return (*first, groups[g, 6], groups[g, 7], groups[g, 8], groups[g, 9], groups[g, 10])
 
 
 @inlined
 def _row(group, rows, cell):
-    """Return the address of a row's names; ``cell`` is as in :func:`_wrapped`."""
+    """Return the address of a row's names; ``cell``, the index of the row, is in ``[-total, 2 * total)``."""
     return rows[OWN] + _wrapped(cell, rows[TOTAL]) * rows[OWN_BYTES] + group[IDS]
 
 
@@ -54,7 +52,7 @@ def _entry(group, name):
 
 @inlined
 def _sides(parts, targets):
-    """Return which observations are needed, as a range: 0 is the own one, 1 the next one."""
+    """Return the range of observations to read: 0 is a row's own observation, 1 its next observation."""
     low, high = np.int64(1), np.int64(1)
     for p in range(len(parts)):
         low = min(low, np.int64(not targets[parts[p, ROOT]]))
@@ -88,7 +86,7 @@ def _copy_piece(group, parts, name, piece, side, targets, i):
 
 @kernel
 def read(groups, parts, runs, targets, own, own_bytes, live, cells, order, count):
-    """See :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets``: the leaves' addresses, 0 for none."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.read_`; ``targets`` are the addresses of the leaves, 0 for None."""
     sides = _sides(parts, targets)
     for begun in range(count + _ROWS):
         if begun < count:
@@ -146,7 +144,7 @@ def _give(group, name):
 
 @inlined
 def _set_free(group, name, freed, kept):
-    """Free a name now; or, in a deferred write, add it to ``freed``. Return the number of names in ``freed``."""
+    """Free a name, or append the name to ``freed`` in a deferred write; return the number of names in ``freed``."""
     if not len(freed):
         _give(group, name)
         return kept
@@ -156,7 +154,7 @@ def _set_free(group, name, freed, kept):
 
 @inlined
 def _is_held(group, rows, cell, name):
-    """Return whether a row near ``cell``, in its lane, refers to an entry."""
+    """Whether another row of the lane, within reach of row ``cell``, refers to an entry."""
     for d in range(1, group[REACH] + 1):
         away = d * rows[LANES]
         if away >= rows[TOTAL]:
@@ -192,7 +190,7 @@ def _release(group, rows, cell, freed, kept):
 
 @inlined
 def _given(parts, sources, p, piece, side, t, lane):
-    """Return the address of a piece of the written observations."""
+    """Return the address of one piece (a frame) of a written observation."""
     return sources[p, side, 0] + t * sources[p, side, 1] + lane * sources[p, side, 2] + piece * parts[p, INNER]
 
 
@@ -210,7 +208,7 @@ def _is_entry(group, parts, sources, name, piece, side, t, lane):
 
 @inlined
 def _new_entry(group, parts, sources, piece, side, t, lane):
-    """Copy a piece of the written observations to a new entry; return its name."""
+    """Copy one piece of a written observation to a new entry; return the name of the entry."""
     name = _take(group)
     at = _entry(group, name)
     for p in range(group[FIRST], group[LAST]):
@@ -223,7 +221,7 @@ def _new_entry(group, parts, sources, piece, side, t, lane):
 
 @inlined
 def _fresh(group, parts, sources, side, t, lane, row):
-    """Store a stack in new entries, and their names in the row; equal neighbouring frames share one entry."""
+    """Store a stack in new entries, and their names in the row; equal consecutive frames share one entry."""
     name = np.int32(0)
     for piece in range(group[PIECES]):
         if piece == 0 or not _is_entry(group, parts, sources, name, piece, side, t, lane):
@@ -233,7 +231,7 @@ def _fresh(group, parts, sources, side, t, lane, row):
 
 @inlined
 def _fill_root(group, parts, sources, row, before, t, lane):
-    """Store the names of a row's own observation: those in the row before it if the bytes agree, else new ones."""
+    """Store the names of a row's own observation: those of the previous row if the bytes are equal, else new names."""
     pieces, side = group[PIECES], np.int64(0)
     others = before + 4 * (pieces if group[SIDES] == 2 else 1)
     common = pieces if group[SIDES] == 2 else pieces - 1
@@ -271,7 +269,7 @@ def _cell(rows, cells, start, i):
 
 @inlined
 def _expect_old(group, rows, cells, start, count, i):
-    """Prefetch rows that will soon be overwritten, and their newest entries, which are then freed and reused."""
+    """Prefetch rows that will soon be overwritten, and their newest entries, which will be reused."""
     if i + _ROWS < count:
         prefetch(_row(group, rows, _cell(rows, cells, start, i + _ROWS)))
     if i + _ENTRIES < count:
@@ -285,7 +283,7 @@ def _expect_old(group, rows, cells, start, count, i):
 
 @inlined
 def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept):
-    """Release and fill a row without stacks: only its two neighbours can share entries, which halves the time."""
+    """Release and fill a row without stacks, in half the time: only the two adjacent rows can share its entries."""
     shared, newer = load(before + 4, np.int32), load(after, np.int32)
     for name, other in ((load(row, np.int32), shared), (load(row + 4, np.int32), newer)):
         if name != 0 and name != other:
@@ -299,7 +297,7 @@ def _write_pair(group, parts, sources, row, before, after, t, lane, freed, kept)
 
 @kernel
 def write(groups, parts, sources, own, own_bytes, total, lanes, cells, start, count, given_lanes, deferred):
-    """Release and fill rows one by one; see :func:`rlbuf_td.kernels.rows.pool.write_`."""
+    """Implement :func:`rlbuf_td.kernels.rows.pool.write_`, row by row."""
     rows = own, own_bytes, total, lanes
     for g in range(len(groups)):
         group = _numbers(groups, g)

@@ -1,4 +1,4 @@
-"""Writes deduplicated rows in torch operations, on any device: all lanes of a time step at once."""
+"""Writes deduplicated rows in torch operations: all lanes of a time step at once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlbuf_td.kernels.rows.pool import Group, Table, pieces_of
+from rlbuf_td.kernels.rows.pool import Group, Table
 
 
 def write_by_steps_(
     table: Table, given: Sequence[tuple[Tensor, ...]], cells: Tensor, *, deferred: bool = False
 ) -> None:
-    """As :func:`rlbuf_td.kernels.rows.pool.write_`, on any device.
+    """Implement :func:`rlbuf_td.kernels.rows.pool.write_` on any device.
 
-    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts. A tuple holds the rows'
-    values of this key, ``[T, E, ...]``: those of their own observations and, if stored, those of the next ones.
+    ``given`` has one tuple per deduplicated key, in the order of the groups and their parts: the values of this key in
+    the rows' own observations and, if stored, in the next observations, both ``[T, E, ...]``.
     """
     steps, lanes = given[0][0].shape[:2]
     first = 0
@@ -37,12 +37,17 @@ def write_by_steps_(
 
 
 def _raw(group: Group, values: Sequence[Tensor]) -> Tensor:
-    """Return keys as the bytes of their entries, ``[B, pieces, bytes]``."""
-    return torch.cat([pieces_of(v, part, group.pieces) for v, part in zip(values, group.parts, strict=True)], 2)
+    """Return the values of a group's keys, ``[B, ...]`` each, as the bytes of their entries, ``[B, pieces, bytes]``."""
+    found = []
+    for value, part in zip(values, group.parts, strict=True):
+        flat = value.reshape(len(value), value.shape[1:].numel())
+        raw = flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        found.append(raw.view(len(raw), part.outer, group.pieces, part.inner).transpose(1, 2).flatten(2))
+    return torch.cat(found, 2)
 
 
 class _Step:
-    """One time step of a write, or some of its lanes: rows that share no entry."""
+    """Writes rows of one time step, which share no entries with each other."""
 
     def __init__(self, table: Table, g: int, rows: Tensor) -> None:
         self.table, self.group, self.rows = table, table.groups[g], rows
@@ -54,7 +59,7 @@ class _Step:
         return self.ids[(self.rows + steps * self.table.lanes) % len(self.ids)]
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """Clear the names of the rows; return the old names, and a mask of those to which no row refers any more."""
+        """Clear the names of the rows; return the old names, and a mask of the names that became free."""
         names, total = self.ids[self.rows], len(self.ids) // self.table.lanes
         held = (names[:, :, None] == names[:, None, :]).tril(-1).any(2) | (names == 0)
         for d in range(1, min(self.group.reach, total - 1) + 1):
@@ -81,7 +86,7 @@ class _Step:
         return name.to(torch.int32)
 
     def are(self, names: Tensor, raw: Tensor) -> Tensor:
-        """Return ``[B]`` bool: whether all entries ``names`` of a row equal its ``raw``, ``[B, pieces, bytes]``."""
+        """Whether all entries ``names`` of each row equal the bytes ``raw``, ``[B, pieces, bytes]``; ``[B]`` bool."""
         return ((self.entries[names.long() - 1] == raw).flatten(1).all(1)) & (names != 0).all(1)
 
     def fresh(self, where: Tensor, raw: Tensor) -> Tensor:
@@ -94,7 +99,7 @@ class _Step:
         return torch.stack(names, 1)
 
     def fill(self, root: Tensor, following: Tensor | None = None) -> None:
-        """Store own observations and, if given, next ones, ``[B, pieces, bytes]``, and their names in the rows."""
+        """Store own and, if given, next observations, ``[B, pieces, bytes]``, and their names in the rows."""
         pieces = self.group.pieces
         everywhere = torch.ones_like(self.rows, dtype=torch.bool)
         others = self.near(-1)[:, pieces:] if following is not None else self.near(-1)[:, 1:]

@@ -1,10 +1,8 @@
-"""Requests all pages of a batch from a mapped file before the batch is read.
+"""Requests the pages of a batch from a memory-mapped file before the batch is read.
 
-Reading from a page that is not in memory waits for the disk, and loads about thirty neighbouring pages, which random
-rows do not need. Requests in file order load exactly the pages of a batch, in parallel.
-
-For a batch in memory, the cost is a check of 16 to 31 rows, about 6 us. Elsewhere than on Linux with 4 KiB pages, these
-functions do nothing.
+Reading a page that is not in memory waits for the disk, and also loads about thirty neighbouring pages, which random
+rows do not need. Requests in file order load only the needed pages, in parallel. For a batch in memory, a check of 16
+to 31 rows takes about 6 us. Pages are only requested on Linux with 4 KiB pages.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _FEWEST = 2  # rows
 
 
 def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
-    """Request the rows ``cells``, ``[B]`` int64; return the best order to read them, or None if they are in memory."""
+    """Request the rows ``cells``, ``[B]`` int64; return their order in the file, or None if no request is needed."""
     if not IS_KNOWN or len(cells) < _FEWEST or not len(rows):
         return None
     cells = cells.contiguous()
@@ -38,7 +36,7 @@ def ask_for_rows(rows: Tensor, cells: Tensor) -> Tensor | None:
 
 
 def ask_for_entries(table: Table, cells: Tensor) -> None:
-    """Request all entries to which the rows ``cells``, ``[B]`` int64, refer."""
+    """Request the entries to which the rows ``cells``, ``[B]`` int64, refer."""
     known = torch.from_numpy(_inside(cells, len(table.rows)))
     for g, entries in enumerate(table.entries):
         names = np.unique(table.ids(g)[known]).astype(np.int64)
@@ -50,7 +48,7 @@ def _inside(cells: Tensor, live: int) -> np.ndarray:
 
 
 def _ask(first: np.ndarray, width: int) -> None:
-    """Request the pages of ``width`` bytes from each address in ``first``, ascending; adjacent ranges are merged."""
+    """Request the pages of ``width`` bytes at each address in ``first``, which is ascending; merge adjacent ranges."""
     if not len(first):
         return
     first, last = first // mmap.PAGESIZE * mmap.PAGESIZE, -(-(first + width) // mmap.PAGESIZE) * mmap.PAGESIZE

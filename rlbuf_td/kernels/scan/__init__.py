@@ -1,14 +1,9 @@
-"""Discounted sums over the following steps of a trajectory, computed from the last step back to the first.
+"""Computes advantages and returns for :mod:`rlbuf_td.functional` by a linear recurrence, backwards in time.
 
-Every estimate in :mod:`rlbuf_td.functional` is one linear recurrence, backwards in time::
-
-    x[t] = a[t] + b[t] * x[t + 1],        x[T] = 0
-
-with ``b[t] = 0`` wherever a trajectory ends. There, ``x[t + 1]`` is ignored instead of multiplied by zero, so NaN and
-infinity do not spread to the preceding trajectory. All tensors are ``[L, T, F]``: lanes, time, features (a time-major
-``[T, E]`` rollout is ``[1, T, E]``).
-
-:func:`reverse_scan` and :func:`gae` run numba's loops on the CPU, else the reference, :func:`reverse_scan_doubling`.
+The recurrence is ``x[t] = a[t] + b[t] * x[t + 1]`` with ``x[T] = 0``. Where a trajectory ends, ``b[t]`` is 0, and
+``x[t + 1]`` is ignored instead of multiplied by 0, so NaN and infinity do not spread to the preceding trajectory. All
+tensors are ``[L, T, F]``: lanes, time, features (a time-major ``[T, E]`` rollout is ``[1, T, E]``). Numba's loops run
+on the CPU, :func:`reverse_scan_doubling` on other devices.
 """
 
 from __future__ import annotations
@@ -27,10 +22,10 @@ _is_compiling, _empty_like = torch.compiler.is_compiling, torch.empty_like  # sa
 
 
 def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
-    """:func:`reverse_scan` in ``ceil(log2 T)`` rounds: after round k, each ``x[t]`` sums up ``2**k`` steps.
+    """Implement :func:`reverse_scan` in ``ceil(log2 T)`` rounds; after round k, each ``x[t]`` sums up ``2**k`` steps.
 
-    The pairs compose as ``(a, b) . (a', b') = (a + b a', b b')``, which is associative (Hillis and Steele, 1986).
-    O(T log T) work without host synchronisation.
+    The operation ``(a, b) . (a', b') = (a + b a', b b')`` is associative, so each round can combine pairs of steps
+    (Hillis and Steele, 1986). O(T log T) work without host synchronisation.
     """
     steps = a.shape[1]
     x, carry, reach = a, b.expand_as(a), 1
@@ -39,7 +34,7 @@ def reverse_scan_doubling(a: Tensor, b: Tensor) -> Tensor:
         here, there = carry[:, :-reach], carry[:, reach:]
         cut = here == 0
         x = torch.cat([torch.where(cut, near, near + here * far), x[:, -reach:]], dim=1)
-        # The last `reach` steps have absorbed all later ones: nothing is left to carry into them.
+        # The last `reach` steps already include all later steps, so they carry nothing.
         carry = torch.cat([torch.where(cut, 0, here * there), torch.zeros_like(carry[:, -reach:])], dim=1)
         reach *= 2
     return x.clone() if x is a else x
@@ -53,14 +48,14 @@ def gae_terms(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) ->
 
 
 def spread(x: float | Tensor, like: Tensor) -> Tensor:
-    """Return ``x`` as a tensor view of the shape of ``like``, without host synchronisation."""
+    """Expand ``x`` to the shape of ``like``, without host synchronisation."""
     if not isinstance(x, Tensor):
         x = torch.full((), x, dtype=like.dtype, device=like.device)
     return x.expand_as(like)
 
 
 def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Advantage and value target of ``[L, T, F]`` tensors that share one floating dtype; flags are bool."""
+    """Return advantages and value targets; all columns are ``[L, T, F]``, of one floating dtype or bool (flags)."""
     if isinstance(gamma, float) and isinstance(lmbda, float) and _is_for_numba(*columns):
         out = gae_contiguous(gamma, lmbda, tuple(x.contiguous() for x in columns), *columns[0].shape)
         if out is not None:
@@ -73,9 +68,9 @@ def gae(gamma: float | Tensor, lmbda: float | Tensor, columns: Columns) -> tuple
 def gae_contiguous(
     gamma: float, lmbda: float, columns: Columns, lanes: int, steps: int, features: int
 ) -> tuple[Tensor, Tensor] | None:
-    """As :func:`gae`, by numba on contiguous tensors of ``L * T * F`` elements, float32 or float64, unchecked.
+    """Implement :func:`gae` by numba, for contiguous float32 or float64 tensors of ``L * T * F`` elements, unchecked.
 
-    Returns None under ``torch.compile``, whose graphs cannot contain numba's loops.
+    Returns None under ``torch.compile``, because compiled graphs cannot contain numba's loops.
     """
     if _is_compiling():
         return None
@@ -97,7 +92,5 @@ def reverse_scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_for_numba(*tensors: Tensor) -> bool:
-    """Return whether numba can run: all tensors are in RAM, and of a supported dtype."""
-    if tensors[0].dtype not in (torch.float32, torch.float64):
-        return False
-    return all(backend_of(x) == "numba" for x in tensors)
+    """Whether numba can run: all tensors are on the CPU, and the dtype is supported."""
+    return tensors[0].dtype in (torch.float32, torch.float64) and all(backend_of(x) == "numba" for x in tensors)

@@ -1,15 +1,9 @@
-"""The loops of :mod:`rlbuf_td.kernels.scan` on the CPU.
+"""The CPU loops of :mod:`rlbuf_td.kernels.scan`; contiguous tensors are passed by address.
 
-Entry points take the addresses of contiguous blocks, because converting the seven tensors of GAE to NumPy arrays takes
-longer than computing the advantages of a short rollout.
-
-Loop order. With one feature (``[E, T, 1]``) a lane is a chain in which each step waits for the next one; four lanes are
-processed side by side so that their chains overlap. With more features (time-major rollouts) the compiler vectorises
-over them, since they are independent and contiguous. In chains, indices are unsigned: numba would otherwise check each
-access for a negative index.
+With one feature (``[E, T, 1]``), each step of a lane waits for the next step, so four lanes are processed side by side.
+With more features (time-major rollouts), the compiler vectorises over features. Unsigned indices avoid numba's check
+for negative indices.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import carray
@@ -22,7 +16,7 @@ _contracted = cached_njit(nogil=True, fastmath={"contract"})
 
 @_contracted
 def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[L, T]`` arrays, four chains side by side, the remaining lanes one by one."""
+    """GAE of ``[L, T]`` arrays: four lanes side by side, then the remaining lanes one by one."""
     lanes, steps = advantage.shape
     zero = advantage.dtype.type(0)
     for first in range(0, lanes, 4):
@@ -58,7 +52,6 @@ def _gae_lanes(gamma, decay, value, next_value, reward, done, terminated, advant
 
 @_contracted
 def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advantage, target):
-    """GAE of ``[L, T, F]`` arrays, one contiguous row of features after the other."""
     lanes, steps, features = advantage.shape
     zero = advantage.dtype.type(0)
     for i in range(lanes):
@@ -78,7 +71,6 @@ def _gae_rows(gamma, decay, value, next_value, reward, done, terminated, advanta
 
 @_contracted
 def _scan(a, b, x):
-    """``x[t] = a[t] + b[t] * x[t + 1]`` over ``[L, T, F]`` arrays."""
     lanes, steps, features = x.shape
     zero = x.dtype.type(0)
     for i in range(lanes):
@@ -120,7 +112,7 @@ def _scan_at(a, b, x, shape, dtype):
 
 @_contracted
 def gae(double, gamma, decay, value, next_value, reward, done, terminated, advantage, target, lanes, steps, features):
-    """Write GAE and targets of ``[lanes, steps, features]`` blocks, float64 (``double``) or float32; decay is γλ."""
+    """Write advantages and value targets; arrays are float64 if ``double``, else float32. Decay is gamma * lmbda."""
     blocks = (value, next_value, reward), (done, terminated), (advantage, target), (lanes, steps, features)
     if double:
         _gae_at(gamma, decay, *blocks, np.float64)
@@ -130,7 +122,7 @@ def gae(double, gamma, decay, value, next_value, reward, done, terminated, advan
 
 @_contracted
 def scan(double, a, b, x, lanes, steps, features):
-    """Scan ``[lanes, steps, features]`` blocks, float64 (``double``) or float32, by address."""
+    """Implement :func:`rlbuf_td.kernels.scan.reverse_scan`; arrays are float64 if ``double``, else float32."""
     if double:
         _scan_at(a, b, x, (lanes, steps, features), np.float64)
     else:

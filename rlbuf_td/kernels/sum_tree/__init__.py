@@ -1,13 +1,13 @@
-"""A sum tree over priorities: draw rows in proportion to their weights, change weights, track the smallest weight.
+"""A sum tree over priorities: draws rows in proportion to their weights, and changes weights.
 
 Every row has a *magnitude* ``|td_error|`` (-1 if not set) and a *weight* ``(magnitude + eps) ** alpha`` (0 if not set).
-Eight weights form a block, one cache line; eight blocks form a group, and eight groups a group of the next level, up to
-the root. A group stores three cache lines: the sums of its members, the sum *before* each member (a draw compares its
-position with these), and the minima of their positive weights. A draw reads one line per level.
+Eight weights form a block, eight blocks form a group, and eight groups form a group of the next level, up to the root.
+A group stores the sums of its members, the sum *before* each member, and the smallest positive weight below each
+member, each in one cache line. A draw reads one cache line of sums per level.
 
 Invariants (``tests/kernels/invariants.py`` checks them): a parent is *recomputed* from its children, never adjusted by
-a difference, so that rounding errors do not accumulate and equal weights give equal trees. ``before`` is infinite after
-a group's last member of positive sum, so that a draw never returns a row of weight 0.
+a difference, so rounding errors do not accumulate and equal weights give equal trees. ``before`` is infinite after a
+group's last member with a positive sum, so a draw never returns a row of weight 0.
 
 Source: Schaul et al., Prioritized Experience Replay, ICLR 2016, appendix B.2.1. Costs are for ``B`` rows out of ``N``.
 """
@@ -33,18 +33,17 @@ __all__ += ["update_", "weigh_beside_", "weight_of"]
 def update_(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number, counts: bool = True
 ) -> float | Tensor:
-    """Set the priority of rows; the last error of a duplicate row is kept. O(B log N).
+    """Set the priorities of rows; a duplicate row keeps its last error. O(B log N).
 
-    On the CPU the whole batch is refused, before anything changes, if a row is not in ``[-1, rows)`` or an error is NaN
-    or infinite. Other devices, where a check would wait for the device, skip these entries and count the bad errors.
+    On the CPU, the whole batch is refused, before any change, if a row is not in ``[-1, rows)`` or an error is NaN or
+    infinite. Other devices skip invalid rows and errors, because a check would wait for the device.
 
-    ``index``, ``[B]`` int64: -1 means "skip"; ``td_error``, ``[B]`` float32 or float64: the sign is ignored. ``rows``
-    is the number of written rows; ``alpha`` and ``eps`` define the weight. None is negative; all may be 0-dim tensors,
-    so that captured graphs see changes. ``counts``, used off the CPU: whether the errors affect the largest magnitude
-    seen.
+    Row -1 of ``index``, ``[B]`` int64, is skipped. The sign of ``td_error``, ``[B]`` float32 or float64, is ignored.
+    ``rows`` is the number of written rows. ``rows``, ``alpha`` and ``eps`` may be 0-dim tensors. With ``counts=False``,
+    the errors do not affect the largest magnitude seen; the CPU ignores this argument.
 
-    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`; on other devices the largest since the tree was
-    cleared, a 0-dim tensor that later updates change.
+    Returns the largest magnitude set, -1 if none, or :data:`REFUSED`. On other devices, returns the largest magnitude
+    since the tree was cleared, a 0-dim tensor that later updates change.
     """
     if backend_of(tree.weight) == "numba":
         numbers = int(rows), float(alpha), float(eps)
@@ -57,7 +56,7 @@ def update_(
 
 
 def fill_(tree: SumTree, start: int, count: int, magnitude: Number, alpha: Number, eps: Number) -> None:
-    """Give one magnitude to ``count`` rows from ``start`` on (such as new rows). O(count + log N)."""
+    """Set the magnitude of ``count`` rows from ``start`` on. O(count + log N)."""
     if backend_of(tree.weight) == "numba":
         return loops("sum_tree.cpu").fill(tree.addresses, start, count, float(magnitude), float(alpha), float(eps))
     kernels = _device_kernels(tree)
@@ -111,7 +110,7 @@ def draw(
 
 
 def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weight: Tensor) -> bool:
-    """Do :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` on the CPU and return True; elsewhere return False."""
+    """Implement :meth:`rlbuf_td.samplers.priorities.Law.weigh_beside_` and return True; False except on the CPU."""
     if backend_of(tree.weight) != "numba":
         return False
     loops("sum_tree.cpu").weigh_beside(tree.addresses, index.numpy(), int(drawn), float(beta), weight.numpy())
@@ -119,7 +118,7 @@ def weigh_beside_(tree: SumTree, index: Tensor, drawn: Tensor, beta: float, weig
 
 
 def prepare_capture(tree: SumTree, alpha: float, eps: float, beta: float, rows: int) -> Tensor | None:
-    """Copy settings to the memory that captured graphs read; return the largest magnitude seen, or None on the CPU."""
+    """Copy settings to device memory for captured graphs; return the largest magnitude seen, or None on the CPU."""
     if backend_of(tree.weight) == "numba":
         return None
     tree.device_state.put(alpha=alpha, eps=eps, beta=beta, drawn=rows, named=rows)
@@ -134,7 +133,6 @@ def _device_kernels(tree: SumTree) -> ModuleType:
 
 
 def _compare(device: torch.device) -> None:
-    """Raise unless Triton's kernels agree with the reference, on a tree of five levels."""
     rows, generator = 5_000, torch.Generator().manual_seed(0)
     weight = torch.rand(2, rows, dtype=torch.float64, generator=generator, device="cpu").to(device)
     weight[:, 1_000:1_100] = 0.0

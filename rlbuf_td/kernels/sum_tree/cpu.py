@@ -1,10 +1,8 @@
-"""The functions of :mod:`rlbuf_td.kernels.sum_tree` on the CPU. They take the ``addresses`` of a ``SumTree``.
+"""The CPU loops of :mod:`rlbuf_td.kernels.sum_tree`; ``tree`` is ``SumTree.addresses``.
 
-The outer loop goes over levels, the inner one over the batch: the cache misses of a level overlap, while an outer loop
-over rows would wait for each. Unsigned indices avoid numba's check for negative ones.
+Outer loops go over levels and inner loops over the batch, so that the cache misses of a level overlap. Unsigned indices
+avoid numba's check for negative indices.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import carray, uint64
@@ -79,7 +77,7 @@ def _smallest_of(minima, first):
 
 @kernel
 def _raise_minimum(starts, minima, node):
-    """Recompute the minima above a block, up to the first unchanged one."""
+    """Recompute the minima above a block, up to the first minimum that does not change."""
     for k in range(starts.shape[0] - 1):
         node >>= _SHIFT
         smallest = _smallest_of(minima, starts[k] + (node << _SHIFT))
@@ -124,7 +122,7 @@ def update(tree, index, td_error, rows, alpha, eps):
 
 @kernel
 def _sum_upwards(starts, sums, before, node, count):
-    """Recompute the groups above ``count`` blocks; ``node`` is overwritten."""
+    """Recompute the groups above the first ``count`` blocks in ``node``, which is overwritten."""
     for k in range(starts.shape[0] - 1):
         start, above = starts[k], starts[k + 1]
         if (above - start) >> _SHIFT <= uint64(count):  # no more groups than blocks: recompute all groups
@@ -176,7 +174,7 @@ def _descend(tree, starts, before, mass, node):
 
 @kernel
 def _draw_in_blocks(weight, mass, node):
-    """Descend from blocks to rows by halving, with sums computed on the way."""
+    """Descend from each block in ``node`` to one of its rows, in three halvings."""
     for j in range(node.shape[0]):
         row = node[j] << _SHIFT
         four = row | _FOUR
@@ -198,7 +196,7 @@ def _draw_in_blocks(weight, mass, node):
 
 @kernel
 def draw(tree, uniform, step, rows, beta, mode, index, importance):
-    """See :func:`rlbuf_td.kernels.sum_tree.draw`; for ``step`` and ``mode`` see :mod:`rlbuf_td.kernels.strata`."""
+    """Implement ``sum_tree.draw``; ``strata.step_of`` gives ``step``, and ``strata.NORMS`` gives ``mode``."""
     starts, _, weight, sums, before, minima = _arrays(tree)
     root = starts[starts.shape[0] - 1]
     total = sums[root]
@@ -230,10 +228,7 @@ def _importance(weight, row, smallest, beta, importance):
 
 @kernel
 def weigh_beside(tree, index, first, beta, importance):
-    """Set the importance weights of rows; on entry, ``importance[0]`` is that of the row ``first``.
-
-    Rows of weight 0, which are never drawn otherwise, get the same as ``first``.
-    """
+    """Set the importance weights of the rows ``index``; on entry, ``importance[0]`` is the weight of row ``first``."""
     weight, scale = _arrays(tree)[2], importance[0]
     for j in range(index.shape[0]):
         ratio = max(weight[index[j]] / weight[first], LEAST_RATIO) if weight[index[j]] > 0.0 else 1.0

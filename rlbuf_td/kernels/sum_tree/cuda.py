@@ -1,9 +1,8 @@
-"""Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`: draws, and repairs above changed rows.
+"""Triton kernels of :mod:`rlbuf_td.kernels.sum_tree`.
 
-A draw descends as in the reference: one thread per draw, and one cache line of ``before`` per level. A repair takes two
-launches, because only a new launch synchronises all programs: in the first, every program recomputes a subtree of 512
-rows; in the second, one program recomputes all nodes above. Sums are added in the order of the reference, so that equal
-weights give equal bits.
+A repair takes two launches, because only a new launch synchronises all programs: in the first launch, every program
+recomputes a subtree of 512 rows; in the second, one program recomputes all nodes above. Sums are added in the same
+order as in the reference, so that equal weights give equal bits.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ def _set_groups(sums, before, minima, start, above, group, inside):
 def _repair(
     rows, first, weight, sums, before, minima, blocks, starts, BY_ROW: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Recompute one subtree of 512 rows: that of a row in ``rows`` (``BY_ROW``), or number ``first`` + program.
+    """Recompute one subtree of 512 rows: the subtree of a row in ``rows`` if ``BY_ROW``, else ``first`` + program id.
 
-    Several programs may recompute one subtree: they write the same values, and each reads only after its own writes.
+    Several programs may recompute the same subtree: all write the same values, and each reads after its own writes.
     """
     subtree = first + tl.program_id(0).to(tl.int64)
     if BY_ROW:
@@ -107,7 +106,7 @@ def _go(mass, left, right):
 
 @triton.jit
 def _draw_in_blocks(weight, mass, node, inside):
-    """Descend from blocks to their rows by halves; return the rows and their weights."""
+    """Find the drawn row in each block, in three halvings; return the rows and their weights."""
     leaf = weight + node * WIDTH
     w0, w1 = tl.load(leaf, mask=inside, other=1.0), tl.load(leaf + 1, mask=inside, other=1.0)
     w2, w3 = tl.load(leaf + 2, mask=inside, other=1.0), tl.load(leaf + 3, mask=inside, other=1.0)
@@ -128,7 +127,7 @@ def _draw(
     uniform, rows, beta, weight, sums, before, minima, starts, index, importance, count, step, levels,
     STRATIFIED: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw rows. NORM: 0 divides by the buffer's largest importance weight, 2 by nothing; 1 stores tree weights."""
+    """Draw rows. NORM 0 divides importance weights by the buffer's largest, 2 by nothing; 1 writes the row weights."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     root = tl.load(starts + levels)
@@ -192,7 +191,7 @@ def _recompute(tree: SumTree, rows: Tensor | None, first: int, programs: int) ->
 def draw(
     tree: SumTree, uniform: Tensor, stratified: bool, rows: Tensor, beta: Tensor, norm: str | None
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is ``"batch"``."""
+    """Implement :func:`rlbuf_td.kernels.sum_tree.reference.draw`, in one launch unless ``norm`` is ``"batch"``."""
     count, starts, by_batch = uniform.shape[0], tree.starts_on_device, norm == "batch"
     index = torch.empty(count, dtype=torch.int64, device=uniform.device)
     importance = torch.empty(count, dtype=torch.float64 if by_batch else torch.float32, device=uniform.device)

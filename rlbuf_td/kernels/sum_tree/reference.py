@@ -1,7 +1,4 @@
-"""The reference of :mod:`rlbuf_td.kernels.sum_tree` in torch operations: any device, no host synchronisation.
-
-Rows, alpha, beta and eps may be numbers, or 0-dim tensors so that captured graphs see changes.
-"""
+"""The reference implementation of the sum tree, in torch operations without host synchronisation."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def weight_of(magnitude: Tensor, alpha: Number, eps: Number) -> Tensor:
 def assign(
     tree: SumTree, index: Tensor, td_error: Tensor, rows: Number, alpha: Number, eps: Number
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Set magnitudes and weights; return the result of ``write_magnitudes``. The caller repairs the nodes above."""
+    """Set magnitudes and weights of rows, but not the nodes above; return the result of ``write_magnitudes``."""
     row, largest, refused = write_magnitudes(tree.magnitude, index, td_error.to(torch.float64).abs(), rows)
     magnitude = tree.magnitude[row]
     tree.weight[row] = torch.where(magnitude < 0, 0.0, weight_of(magnitude, alpha, eps))
@@ -64,7 +61,7 @@ def _set_groups(tree: SumTree, start: int, above: int, group: Tensor) -> None:
 
 
 def _block_levels(weight: Tensor) -> list[Tensor]:
-    """Return ``[N, 8]`` weights as sums of 8, 4, 2 and 1 neighbours, added in the same order as in other backends."""
+    """Return the sums of 8, 4, 2 and 1 neighbours in ``[N, 8]`` weights; all backends add in this order."""
     levels = [weight]
     for _ in range(3):
         levels.insert(0, levels[0][:, 0::2] + levels[0][:, 1::2])

@@ -25,7 +25,7 @@ REFUSED = -2.0
 
 @dataclass
 class SumTree:
-    """The state: plain tensors, which can be shared, saved and moved."""
+    """The tensors of a sum tree, which can be shared, saved and moved."""
 
     magnitude: Tensor  # ``[8 * blocks]`` float64, ``|td_error|`` of each row, -1 if not set
     weight: Tensor  # ``[8 * blocks]`` float64, 0 if not set
@@ -38,7 +38,7 @@ class SumTree:
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device | str = "cpu") -> SumTree:
-        """Return a tree for ``capacity`` rows, none with a priority yet; about 20 bytes per row."""
+        """Return a tree for ``capacity`` rows without priorities; it takes about 20 bytes per row."""
         rows = -(-capacity // BLOCK) * BLOCK
         nodes = _starts(rows)[-1] + BLOCK
         tree = cls(*(_memory(size, device) for size in (rows, rows, nodes, nodes, nodes)))
@@ -86,7 +86,7 @@ class SumTree:
 
     @property
     def refused(self) -> Tensor | int:
-        """Number of NaN or infinite errors that were skipped; the CPU refuses the whole batch instead."""
+        """Number of NaN or infinite errors that were skipped; 0 on the CPU, which refuses the whole batch."""
         return 0 if self._device_state is None else self._device_state.refused
 
     def share_memory_(self) -> None:
