@@ -1,14 +1,10 @@
-"""Methods of :class:`~rlbuf_td.ReplayBuffer` other than writing, sampling and priorities.
-
-Constructors for environments, rows by age, edits of rows, health, dumps, and sharing between processes.
-"""
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` other than writing, sampling and priorities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from multiprocessing.context import get_spawning_popen
 from operator import setitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
@@ -33,7 +29,7 @@ Buffer = TypeVar("Buffer", bound=TensorDictReplayBuffer)
 if TYPE_CHECKING:
 
     class constructor(Generic[Arguments]):
-        """A ``classmethod`` that returns a buffer of the class on which it is called."""
+        """A typed ``classmethod`` that returns an instance of the class on which it is called."""
 
         def __init__(self, function: Callable[Concatenate[Any, Arguments], Any]) -> None: ...
         def __get__(self, instance: object, owner: type[Buffer]) -> Callable[Arguments, Buffer]: ...
@@ -46,25 +42,23 @@ NO_CHECKPOINTERS = (
     "TensorDictReplayBuffer over the same storage"
 )
 
-# -- constructors
-
 
 def from_env(cls: Any, /, env: Any, capacity: int, *, extras: Any = None, **kwargs: Any) -> Any:
-    """Return a buffer whose rows are allocated for the transitions of an environment.
+    """Return a buffer for the transitions of an environment.
 
-    Every write is checked against the environment's keys, dtypes and shapes. The first write may add keys, such as a
-    policy's outputs. RAM is committed as rows are written.
+    Writes must have the environment's keys, dtypes and shapes; the first write may add keys (a policy's outputs, for
+    example). Physical memory is used only as rows are written.
 
     Args:
         env: a TorchRL or Gymnasium environment, single or vectorised.
-        capacity: the number of transitions, rounded up to whole time steps; for a :class:`RolloutBuffer`, the number of
+        capacity: the number of transitions, rounded up to whole time steps. For a :class:`RolloutBuffer`, the number of
             time steps.
-        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. If several processes share
-            the rows, the first write cannot add entries: name all of them here.
-        **kwargs: as for :meth:`from_schema`.
+        extras: further entries of a transition, see :func:`~rlbuf_td.envs.specs.schema_of`. The first write cannot add
+            entries to rows that processes share.
+        **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
-        SchemaError: the environment has values without a fixed size in bytes.
+        SchemaError: a value of the environment has no fixed size in bytes.
         TypeError: ``env`` is not an environment.
 
     Example:
@@ -88,18 +82,18 @@ def from_spaces(
     extras: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer as :meth:`from_env` does, but from the Gymnasium spaces or TorchRL specs of one environment.
+    """Return a buffer for the transitions of an environment, given by its Gymnasium spaces or TorchRL specs.
 
     Args:
-        observation_space: the space or spec of one observation.
-        action_space: the space or spec of one action.
-        capacity: see :meth:`from_env`.
-        num_envs: E, the number of lanes of rows ``[T, E]``; ``None``: rows ``[T]``.
-        extras: see :meth:`from_env`; ``{"next": {"reward": numpy.zeros(1)}}`` keeps rewards float64.
-        **kwargs: as for :meth:`from_schema`.
+        observation_space: the space or spec of one environment's observation.
+        action_space: the space or spec of one environment's action.
+        capacity: the number of transitions, see :meth:`from_env`.
+        num_envs: E, the number of environments, for rows ``[T, E]``; ``None`` gives rows ``[T]``.
+        extras: further entries, see :meth:`from_env`. ``{"next": {"reward": numpy.zeros(1)}}`` stores float64 rewards.
+        **kwargs: keywords of :meth:`from_schema`.
 
     Raises:
-        SchemaError: a space has values without a fixed size in bytes.
+        SchemaError: a value of a space has no fixed size in bytes.
         TypeError: an argument is neither a space nor a spec.
 
     Example:
@@ -130,17 +124,16 @@ def from_schema(
     frames: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer whose rows are allocated for transitions like an example.
+    """Return a buffer for transitions with the keys, dtypes and shapes of an example.
 
     Args:
-        schema: an example of a time step, ``[]`` or ``[*lanes]``; or what :func:`~rlbuf_td.envs.specs.schema_of`
-            returns.
-        capacity: see :meth:`from_env`.
-        flat: ``True``: rows ``[T]`` without a lane dim, even if ``schema`` has lanes.
+        schema: an example of a time step, ``[]`` or ``[*lanes]``; :func:`~rlbuf_td.envs.specs.schema_of` returns one.
+        capacity: the number of transitions, see :meth:`from_env`.
+        flat: store rows ``[T]`` without a lane dimension, even if ``schema`` has lanes.
         device: the device of the batches and, without ``storing_device``, of the rows.
-        storing_device: the device of the rows (TorchRL's collectors use the same two names).
-        scratch_dir, shared, offload, share_next, frames: see :class:`PackedStorage`.
-        **kwargs: as for this class: ``sampler``, ``batch_size``, ``transform`` ...
+        storing_device: the device of the rows.
+        scratch_dir, shared, offload, share_next, frames: keywords of :class:`PackedStorage`.
+        **kwargs: keywords of the buffer's class: ``sampler``, ``batch_size``, ``transform``, ...
 
     Raises:
         SchemaError: the schema has an entry that cannot be packed.
@@ -163,33 +156,30 @@ def from_schema(
     return cls(storage=storage, **kwargs)
 
 
-# -- rows by age
-
-
 def chronological(rb: Any, *, flat: bool = False) -> TensorDictBase:
-    """Return all rows, oldest first, in fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
-
-    Transforms are applied, as when sampling.
+    """Return all rows, oldest first and transformed, in fresh memory: ``[n]``, or ``[T, E]`` when ``ndim=2``.
 
     Args:
-        flat: merge the lane dim into time: ``[T * E]``, all lanes of a time step together.
+        flat: return ``[T * E]``, in time order, instead of ``[T, E]``.
 
     Raises:
         RuntimeError: the buffer is empty.
-        TypeError: the writer does not write in time order, so the age of rows is unknown.
+        TypeError: the writer does not write in time order.
     """
     return last(rb, None, flat=flat)
 
 
 def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
-    """Return the newest ``n`` time steps, oldest first, in fresh memory: ``[n]``, or ``[n, E]`` when ``ndim=2``.
+    """Return the newest ``n`` time steps, oldest first and transformed: ``[n]``, or ``[n, E]`` when ``ndim=2``.
 
     Args:
-        n: the number of time steps, at least 1; ``None``: all.
-        flat: see :meth:`chronological`.
+        n: the number of time steps, at least 1; ``None`` returns all.
+        flat: return ``[n * E]``, in time order, instead of ``[n, E]``.
 
     Raises:
-        ValueError: fewer than ``n`` time steps are stored, or ``n < 1``. :meth:`chronological` lists the other errors.
+        ValueError: ``n`` is below 1, or above the number of stored time steps.
+        RuntimeError: the buffer is empty.
+        TypeError: the writer does not write in time order.
     """
     storage, writer = rb.storage, rb.writer
     with rb._locked():
@@ -199,15 +189,12 @@ def last(rb: Any, n: int | None, *, flat: bool = False) -> TensorDictBase:
     return rb._transformed(data)
 
 
-# -- edits of rows, which keep their priorities
-
-
 def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
-    """Set one entry of the rows at ``index``, an index of a tensor ``[T, *lanes]``, and return the buffer.
+    """Set the entry ``key`` of the rows at ``index``, an index into ``[T, *lanes]``; return the buffer.
 
     Raises:
-        KeyError: the rows have no such key.
-        RuntimeError: ``value`` does not have the shape of the entry.
+        KeyError: the rows have no entry ``key``.
+        RuntimeError: ``value`` has the wrong shape.
     """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_at_(rb, key, value, index)
@@ -216,11 +203,11 @@ def set_at_(rb: Buffer, key: NestedKey, value: Any, index: Any) -> Buffer:
 
 
 def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
-    """Set one entry of all rows, and return the buffer.
+    """Set the entry ``key`` of all rows; return the buffer.
 
     Raises:
-        KeyError: the rows have no such key.
-        RuntimeError: ``value`` is not ``[T, *lanes, ...]``.
+        KeyError: the rows have no entry ``key``.
+        RuntimeError: the shape of ``value`` is not ``[T, *lanes, ...]``.
     """
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.set_(rb, key, value)
@@ -229,7 +216,7 @@ def set_(rb: Buffer, key: NestedKey, value: Any) -> Buffer:
 
 
 def set_item(rb: Any, index: Any, value: Any) -> None:
-    """Set the rows at an index; if the index is a key, set that entry of all rows, in the shape of ``rb[key]``."""
+    """Set the rows at ``index``; if ``index`` is a key, set this entry of all rows, shaped as ``rb[index]``."""
     if is_key(index) and isinstance(rb.storage, PackedStorage):
         rb.storage.edit(lambda data: rb._transpose(data).set_(index, value))
     else:  # TorchRL's code would change a temporary TensorDict
@@ -237,20 +224,17 @@ def set_item(rb: Any, index: Any, value: Any) -> None:
 
 
 def update_(rb: Buffer, input_dict_or_td: Any, clone: bool = False, *, keys_to_update: Any = None) -> Buffer:
-    """Set several entries of all rows, and return the buffer; see TorchRL's ``ReplayBuffer.update_``."""
+    """Set several entries of all rows; return the buffer. See TorchRL's ``ReplayBuffer.update_``."""
     if not isinstance(rb.storage, PackedStorage):
         return TensorDictReplayBuffer.update_(rb, input_dict_or_td, clone, keys_to_update=keys_to_update)
     rb.storage.edit(lambda data: data.update_(input_dict_or_td, clone=clone, keys_to_update=keys_to_update))
     return rb
 
 
-# -- health, dumps
-
-
 def health(rb: Any) -> dict[str, float]:
-    """Return statistics of the buffer and its batches, as a flat dict for loggers.
+    """Return statistics of the buffer and its batches as a flat dict; :mod:`rlbuf_td.diagnostics.health` explains them.
 
-    See :mod:`rlbuf_td.diagnostics.health` for the entries. Cost: O(N log N) with priorities, too much for every step.
+    Cost: O(N log N) with priorities, where N is the number of rows.
     """
     storage, sampler, writer = rb.storage, rb.sampler, rb.writer
     with rb._locked():
@@ -260,21 +244,21 @@ def health(rb: Any) -> dict[str, float]:
 
 
 def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool = True) -> None:
-    """Save rows, priorities, counters, trajectories and generators in the folder ``path``.
+    """Save rows, priorities, counters, trajectories and random generators in the folder ``path``.
 
-    A process killed at any time leaves the old or the new dump intact. Unchanged content is not written again.
+    If the process is killed, the previous dump or the new one is intact. Unchanged content is not written again.
     TorchRL's buffers cannot load a dump; ``theirs.extend(rb.chronological())`` copies the rows to a TorchRL buffer.
 
     Args:
-        path: created if missing. A folder with the manifest of another program is never overwritten.
-        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
-        sync: wait until everything is on the disk. ``False`` takes half the time, but a crash of the machine (not of
-            the process) may then damage the old and the new dump; a load would detect the damage.
+        path: the folder, created if missing. A folder that belongs to another program is never overwritten.
+        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        sync: wait until all data is on the disk. ``False`` takes half the time, but a crash of the machine may then
+            damage the previous and the new dump; :meth:`loads` detects the damage.
 
     Raises:
-        CheckpointError: a part cannot be saved without pickle, or the folder holds something other than a dump.
-        OSError: for example, the disk is full. The previous dump is intact.
-        NotImplementedError: the storage has a checkpointer, which this method would not call.
+        CheckpointError: a component cannot be saved without pickle, or the folder holds something other than a dump.
+        OSError: writing has failed, because the disk is full, for example. The previous dump is intact.
+        NotImplementedError: the storage has a TorchRL checkpointer.
     """
     if type(rb.storage.checkpointer) is not rb.storage._default_checkpointer:
         raise NotImplementedError(NO_CHECKPOINTERS)
@@ -284,29 +268,28 @@ def dumps(rb: Any, path: str | Path, *, progress: bool | None = None, sync: bool
 def loads(
     rb: Any, path: str | Path, *, rows_only: bool = False, default_generator: bool = False, progress: bool | None = None
 ) -> None:
-    """Restore a dump of :meth:`dumps`; the buffer continues with the same batches as the saved one.
+    """Replace the rows and the state of this buffer by a dump of :meth:`dumps`.
 
-    Every file is first compared with its checksum; a load executes no code. The buffer must have parts of the same
-    classes; its rows are replaced. A buffer of another capacity keeps the newest rows that fit, with their priorities,
-    and warns. Unfinished trajectories with ids (``("collector", "traj_ids")``) end with the load, because new
-    collectors reuse the ids.
+    The loaded buffer draws the batches that the saved buffer would have drawn next. Checksums of all files are verified
+    first, and no code from the dump is executed. Storage, sampler and writer must have the same classes as in the saved
+    buffer. A buffer of another capacity keeps the newest rows that fit, and raises a warning. Unfinished trajectories
+    with ids (``("collector", "traj_ids")``) end at the load, because new collectors reuse the ids.
 
     Args:
         path: the folder of the dump.
-        rows_only: load only the rows; this buffer's sampler treats them as newly written.
+        rows_only: load only the rows; the sampler treats them as newly written.
         default_generator: also restore torch's default generator, which buffers without a generator use.
-        progress: as for :meth:`dumps`.
+        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
 
     Raises:
-        CheckpointError: a file is missing, damaged, truncated, foreign or of a newer version, or the dump does not fit
-            this buffer; the message gives the reason. The buffer is unchanged.
+        CheckpointError: a file is missing or damaged, or the dump does not fit this buffer. The buffer is unchanged.
     """
     connect = partial(rb._connect, default_priorities=rows_only)
     load_buffer(rb, path, connect, rows_only=rows_only, default_generator=default_generator, progress=progress)
 
 
 def refuse_hook(rb: Any, hook: Any) -> NoReturn:
-    """Refuse a hook (NotImplementedError): :meth:`dumps` and :meth:`loads` would not call it."""
+    """Raise a NotImplementedError, because :meth:`dumps` and :meth:`loads` do not call hooks."""
     raise NotImplementedError(NO_CHECKPOINTERS)
 
 
@@ -316,7 +299,7 @@ def full(rb: Any) -> bool:
 
 
 def describe(rb: Any) -> str:
-    """Return the parts and the fill level of a buffer, for its ``repr``."""
+    """Return the ``repr`` of a buffer."""
     if not rb.initialized:
         return f"{type(rb).__name__}(not initialized)"
     named = [("storage", rb.storage), ("sampler", rb.sampler), ("writer", rb.writer)]
@@ -328,7 +311,7 @@ def describe(rb: Any) -> str:
 
 
 def repair(rb: Any) -> None:
-    """Make priorities consistent after a process has died while it held the lock."""
+    """Make priorities consistent after the death of a process that held the lock."""
     if rb._parts is not None and rb._parts.prioritized is not None:
         rb._parts.prioritized.priorities.repair(rb._parts.storage)
 
@@ -339,11 +322,13 @@ def state_dict(rb: Any) -> dict[str, Any]:
 
 
 def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
-    """Restore a result of :meth:`state_dict`.
+    """Restore the state that :meth:`state_dict` has returned.
 
     Raises:
-        ValueError: the state is of other parts, or its rows do not fit this buffer. The buffer is unchanged.
-        RuntimeError: the state was saved with another ``prefetch``. The buffer is unchanged.
+        ValueError: the state is of a buffer with another storage, sampler or writer, or its rows do not fit.
+        RuntimeError: the state was saved with another ``prefetch``.
+
+        After an error, the buffer is unchanged.
     """
     rb._initialize()
     rb._validate_prefetch_state(state_dict.get("_prefetch_state"))  # as TorchRL does, before any change
@@ -360,32 +345,23 @@ def load_state_dict(rb: Any, state_dict: dict[str, Any]) -> None:
                 rb._parts.wrapper.watch(rb.storage)
 
 
-# -- sharing
-
-
-def share_if_spawning(rb: Any) -> None:
-    """Share a buffer that is being sent to a spawned process."""
-    if get_spawning_popen() is not None and rb._parts is not None and rb._parts.is_packed:
-        rb.share()
-
-
 def share(rb: Buffer, shared: bool = True) -> Buffer:
     """Share this buffer with processes that are later forked, or spawned with the buffer as an argument.
 
     Rows, counters and priorities move to shared memory. Every process may write, sample and update priorities; a lock
     runs these calls one at a time. If a process is killed during a write, the write is undone and the lock released.
-    Each process has its own copy of other sampler state (position in an epoch, generator). Storage, sampler and writer
-    of a shared buffer cannot be replaced. TorchRL's collectors with several workers call this themselves. A TorchRL
-    storage is shared in TorchRL's way.
+    Each process has its own epoch position and random generator. The storage, sampler and writer of a shared buffer
+    cannot be replaced. TorchRL's collectors with several workers call this method. A TorchRL storage is shared by
+    TorchRL's ``share``.
 
     Args:
-        shared: ``False`` changes nothing (TorchRL's constructor passes it): sharing cannot be undone.
+        shared: ``False`` does nothing, because sharing cannot be undone.
 
-    Cost: some 5 us per call, and a copy of the rows that a write replaces; O(N) after a process has died in a call.
+    Cost: about 5 us per call; a write also copies the rows that it replaces. The death of a process costs O(N).
 
     Raises:
         ValueError: the rows are on a CUDA device.
-        RuntimeError: this system lacks locks that outlive processes (Windows).
+        RuntimeError: the operating system has no locks that survive the death of a process (Windows).
     """
     storage = vars(rb).get("_storage")  # missing while TorchRL's constructor calls this
     if not shared or not isinstance(storage, PackedStorage):

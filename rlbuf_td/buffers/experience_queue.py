@@ -1,4 +1,4 @@
-"""A bounded queue between actors and a learner: a buffer that waits for free space and for rows."""
+"""A bounded queue between actors and a learner."""
 
 from __future__ import annotations
 
@@ -21,27 +21,24 @@ Result = TypeVar("Result")
 
 
 class ExperienceQueue(ReplayBuffer):
-    """A first-in-first-out queue of rows, each taken once, for asynchronous actors (IMPALA, APPO).
+    """A first-in-first-out queue for asynchronous actors (IMPALA, APPO): each row is sampled once.
 
-    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]`` (in a batch ``[B, L, ...]``). Writes
-    wait while the queue is full; samples wait until there are enough rows for a batch. A write is stored completely
-    or not at all, and the rows of one writer keep their order.
-
-    Threads share the object. After :meth:`share`, so do processes that are forked, or spawned with the queue as an
-    argument. A process that dies does not block the others: its unfinished write is undone, and the rows of its
-    unfinished sample stay in the queue. Only rows that :meth:`sample` has returned, or was transforming, are lost with
-    the process; if a transform raises an error, its rows are lost, too.
+    A row is a transition, or a trajectory of L steps, with entries ``[L, ...]``. Writes wait while the queue is full;
+    :meth:`sample` waits until there are B rows. A write is stored completely or not at all, and the rows of one writer
+    keep their order. Threads, and after :meth:`share` also processes, may use the same queue. If a process dies, its
+    unfinished write is undone, and the rows of its unfinished sample stay in the queue. If a transform raises an error,
+    the rows of the batch are lost.
 
     Args:
-        timeout: seconds to wait at most, then TimeoutError; ``None``: forever.
-        **kwargs: ``storage``, a :class:`PackedStorage` ``[T]`` whose capacity limits the waiting rows (default:
-            1,000), ``batch_size``, ``transform`` and others of :class:`ReplayBuffer`.
+        timeout: longest wait in seconds; ``None`` waits forever.
+        **kwargs: keywords of :class:`ReplayBuffer`. ``storage`` must be a :class:`PackedStorage` ``[T]``, whose
+            capacity limits the number of waiting rows (default: 1,000).
 
     Raises:
-        TimeoutError: (on writing or sampling) there was no free space, or too few rows, in time; nothing has changed.
-        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given (rows drawn
-            ahead would be lost if a process died); (on writing) there are no rows, or more than the capacity.
-        RuntimeError: (while waiting) the queue was shut down, in any process.
+        TimeoutError: a write or a sample had to wait for longer than ``timeout``; nothing has changed.
+        ValueError: ``sampler``, ``writer``, ``samples_per_insert``, ``min_size`` or ``prefetch`` is given. A write of
+            no rows raises it, and so does a write or a batch of more rows than the capacity.
+        RuntimeError: a process has shut down the queue.
 
     Cost: that of a uniform sample and of a write; a waiting call polls every millisecond.
 
@@ -64,32 +61,26 @@ class ExperienceQueue(ReplayBuffer):
     """
 
     def __init__(self, *, timeout: float | None = None, **kwargs: Any) -> None:
-        given = {
-            name for name in ("sampler", "writer", "prefetch", "samples_per_insert", "min_size") if kwargs.get(name)
-        }
+        refused = "min_size", "prefetch", "sampler", "samples_per_insert", "writer"
+        given = [name for name in refused if kwargs.get(name)]
         if given:
             reason = "it writes in order, takes each row once, on request, and its capacity controls the flow"
-            raise ValueError(f"an ExperienceQueue has no {' and no '.join(sorted(given))} of its own choice: {reason}")
+            raise ValueError(f"an ExperienceQueue has no {' and no '.join(given)} of its own choice: {reason}")
         self.timeout = timeout
         writer = QueueWriter()
         super().__init__(writer=writer, sampler=QueueSampler(writer), **kwargs)
 
     @property
     def waiting(self) -> int:
-        """The number of rows that wait to be taken."""
+        """The number of rows that have not been sampled yet."""
         return self._initialize().writer.waiting
 
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one row once there is free space; return its index. The class documents the errors."""
+        """Write one row once there is free space; return its index. Raises the errors that the class lists."""
         return self._once_possible(partial(super().add, data), self.timeout)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write ``[n]`` rows in order, once there is space for all; return their index. The class documents the errors.
-
-        Args:
-            tensordicts: ``[n]`` transitions or trajectories.
-            update_priority: has no effect, because a queue has no priorities.
-        """
+        """Write ``[n]`` rows in order once there is space for all; ``update_priority`` has no effect."""
         return self._once_possible(partial(super().extend, tensordicts, update_priority=update_priority), self.timeout)
 
     def sample(
@@ -101,29 +92,20 @@ class ExperienceQueue(ReplayBuffer):
         wait: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Take the oldest waiting rows, once there are enough; see :meth:`ReplayBuffer.sample`.
+        """Return the oldest ``batch_size`` rows and remove them from the queue; see :meth:`ReplayBuffer.sample`.
 
-        Args:
-            batch_size: default: the queue's.
-            return_info: return ``(batch, info)``, with the sampler's report.
-            include_info: ``False`` omits the report from the batch.
-            wait: ``False``: raise TimeoutError at once if there are too few rows.
-            timeout: seconds to wait at most; default: that of the queue.
+        ``wait=False`` raises a TimeoutError if there are too few rows. ``timeout`` defaults to the queue's ``timeout``.
         """
         seconds = (self.timeout if timeout is None else timeout) if wait else 0.0
         return self._once_possible(partial(super().sample, batch_size, return_info, include_info), seconds)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the buffer's threads, and wake all calls that wait, in any process, with a RuntimeError.
-
-        Args:
-            timeout: seconds to wait for threads.
-        """
+        """Stop the threads of the queue within ``timeout`` seconds; waiting calls raise a RuntimeError."""
         self._initialize().writer.close()
         super().shutdown(timeout)
 
     def _once_possible(self, call: Callable[[], Result], timeout: float | None) -> Result:
-        """Repeat ``call`` while it raises Full or Empty, then return its result; no lock is held between two calls."""
+        """Repeat ``call`` while it raises Full or Empty, then return its result; hold no lock in between."""
         deadline = inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._initialize().writer.is_closed:

@@ -1,4 +1,4 @@
-"""Flow control: keeps the number of samples per written row within a tolerance."""
+"""Flow control: the ratio of sampled to written rows stays within a tolerance."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ _POLL = 0.001  # polling interval in seconds; unlike a notification, polling sti
 
 
 class FlowControl:
-    r"""Admits batches and writes while the number of samples per insert stays within a tolerance.
+    r"""Admits batches and writes while the ratio of sampled to written rows stays within a tolerance.
 
     .. math:: |\text{samples} - \sigma \, (\text{inserts} - \text{min\_size})| \le \text{tolerance}
 
-    where :math:`\sigma` is ``samples_per_insert``, and samples and inserts are the numbers of rows sampled and written
-    so far. Until ``min_size`` rows are written, every write and no batch is admitted. :meth:`share_memory_` shares the
-    counters with other processes.
+    Here :math:`\sigma` is ``samples_per_insert``, and samples and inserts are the numbers of rows sampled and written
+    so far. Until ``min_size`` rows are written, all writes and no batches are admitted.
 
     Args:
-        samples_per_insert: rows sampled per row written; ``None``: only ``min_size`` is enforced.
-        min_size: rows that must be written before the first batch.
-        tolerance: in sampled rows; at least the size of a batch, and at least ``samples_per_insert`` times the size of
-            a write, since otherwise batches and writes could wait for each other forever. ``None``: the smallest
-            tolerance that the batches and writes so far allow.
+        samples_per_insert: target ratio of sampled to written rows; ``None``: only ``min_size`` is enforced.
+        min_size: number of rows that must be written before the first batch.
+        tolerance: largest deviation, in sampled rows. It must be at least the batch size, and at least
+            ``samples_per_insert`` times the rows of a write; otherwise, batches and writes could wait for each other
+            forever. ``None``: the smallest tolerance that the largest batch and write so far allow.
 
     Raises:
-        ValueError: an argument is out of range; (on a call) a batch or a write is too large for the tolerance.
+        ValueError: an argument is out of range. A call raises it if a batch or a write is too large for the tolerance.
 
     Source: Cassirer et al., Reverb, 2021, section 3.4. The names are those of TorchRL's ``RateLimitedReplayBuffer``,
     which limits sampling only.
@@ -62,16 +61,17 @@ class FlowControl:
         return max(1.0, self._numbers[_BATCH], (self.samples_per_insert or 0.0) * self._numbers[_WRITE])
 
     def admit_sample(self, rows: int) -> bool:
-        """Count a batch and return True if it is admitted, else return False; the caller holds the lock."""
+        """Count a batch if it is admitted; return whether it is. The caller holds the lock."""
         self._note(_BATCH, rows, rows, "a batch")
         numbers = self._numbers
-        if numbers[_INSERTED] < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows) > self.tolerance:
+        inserted = numbers[_INSERTED]
+        if inserted < max(1, self.min_size) or self._excess(numbers[_SAMPLED] + rows, inserted) > self.tolerance:
             return False
         numbers[_SAMPLED] += rows
         return True
 
     def admit_insert(self, rows: int) -> bool:
-        """Count a write and return True if it is admitted, else return False; the caller holds the lock."""
+        """Count a write if it is admitted; return whether it is. The caller holds the lock."""
         self._note(_WRITE, rows, rows * (self.samples_per_insert or 0.0), "a write")
         numbers = self._numbers
         inserted = numbers[_INSERTED] + rows
@@ -80,34 +80,30 @@ class FlowControl:
         numbers[_INSERTED] = inserted
         return True
 
-    def _excess(self, sampled: int, inserted: int | None = None) -> float:
+    def _excess(self, sampled: int, inserted: int) -> float:
         if self.samples_per_insert is None:
             return 0.0
-        inserted = self._numbers[_INSERTED] if inserted is None else inserted
         return sampled - self.samples_per_insert * (inserted - self.min_size)
 
     def _note(self, which: int, rows: int, weight: float, what: str) -> None:
-        """Record the largest batch and write so far; refuse one that the tolerance could never admit."""
-        self._refuse_closed()
+        """Record the largest batch and write; raise a ValueError for a size that the tolerance never admits."""
+        if self._numbers[_CLOSED]:
+            raise RuntimeError("the buffer has been shut down")
         if self.given_tolerance is not None and weight > self.given_tolerance:
             room = f"a tolerance of {self.given_tolerance} sampled rows"
             raise ValueError(f"{what} of {rows} rows could block forever with {room}: make it at least {weight:g}")
         if rows > self._numbers[which]:
             self._numbers[which] = rows
 
-    def _refuse_closed(self) -> None:
-        if self._numbers[_CLOSED]:
-            raise RuntimeError("the buffer has been shut down")
-
     def count_imported(self, rows: int) -> None:
-        """Count rows that were imported: they count for ``min_size``, and cause neither batches nor writes to wait."""
+        """Count imported rows towards ``min_size``, so that neither batches nor writes wait because of them."""
         numbers = self._numbers
         numbers[_INSERTED] += rows
         surplus = (self.samples_per_insert or 0.0) * (numbers[_INSERTED] - self.min_size)
         numbers[_SAMPLED] = max(numbers[_SAMPLED], int(surplus))
 
     def take_back(self, *, sampled: int = 0, inserted: int = 0) -> None:
-        """Subtract a batch or a write that has failed from the counters; the caller holds the lock."""
+        """Subtract a failed batch or write from the counters; the caller holds the lock."""
         self._numbers[_SAMPLED] -= sampled
         self._numbers[_INSERTED] -= inserted
 
@@ -115,22 +111,22 @@ class FlowControl:
         self._numbers[_SAMPLE_WAITS if of_sample else _INSERT_WAITS] += 1
 
     def shutdown(self) -> None:
-        """Wake all waiting calls with a RuntimeError."""
+        """Make all waiting calls raise a RuntimeError."""
         self._numbers[_CLOSED] = 1
 
     def share_memory_(self) -> None:
-        """Share the counters with processes that are later forked, or spawned with this object."""
+        """Share the counters with processes that are later forked, or spawned with this object as an argument."""
         self._numbers.share_memory_()
 
     def report(self) -> dict[str, float]:
-        """Return the counters, as a flat dict for loggers."""
+        """Return the counters for :meth:`ReplayBuffer.health`."""
         inserted, sampled, _, _, sample_waits, insert_waits, _ = map(float, self._numbers)
         counts = {"inserts": inserted, "samples": sampled, "samples_per_insert": sampled / max(1.0, inserted)}
         return counts | {"sample_waits": sample_waits, "insert_waits": insert_waits}
 
     @contextmanager
     def inserting(self, rows: int, lock: AbstractContextManager[Any]) -> Iterator[None]:
-        """Wait until a write is admitted, and count it; if the ``with`` block fails, uncount it."""
+        """Wait until a write is admitted and count it; subtract it if the ``with`` block raises an error."""
         wait_until(partial(self.admit_insert, rows), lock, None, partial(self.count_wait, of_sample=False))
         try:
             yield
@@ -143,12 +139,7 @@ class FlowControl:
     def sampling(
         self, rows: int, ready: Callable[[], bool], lock: AbstractContextManager[Any], wait: bool, timeout: float | None
     ) -> Iterator[None]:
-        """Wait until rows are ``ready`` and a batch is admitted, and count it; if the ``with`` block fails, uncount it.
-
-        Raises:
-            RuntimeError: the batch is not admitted and ``wait`` is False, or the buffer has been shut down.
-            TimeoutError: the batch was not admitted in time.
-        """
+        """Wait until a batch is admitted and count it; subtract it if the ``with`` block raises an error."""
 
         def admit() -> bool:
             return ready() and self.admit_sample(rows)
@@ -176,7 +167,7 @@ def wait_until(
     timeout: float | None,
     count_wait: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``admit``, with the lock held, until it returns True; raise TimeoutError after ``timeout`` seconds."""
+    """Call ``admit`` with the lock held until it returns True; raise a TimeoutError after ``timeout`` seconds."""
     deadline = inf if timeout is None else time.monotonic() + timeout
     while True:
         with lock:
@@ -190,13 +181,10 @@ def wait_until(
         time.sleep(_POLL)
 
 
-# -- functions of a ReplayBuffer
-
-
 def make_flow(
     samples_per_insert: float | None, min_size: int, tolerance: float | None, prefetch: int
 ) -> FlowControl | None:
-    """Return the flow control that a buffer's arguments ask for, if any; raises as :class:`FlowControl`."""
+    """Return the flow control for the arguments of a buffer, or None if all have their defaults."""
     if samples_per_insert is None and tolerance is None and min_size == 0:
         return None
     if prefetch:
@@ -205,16 +193,16 @@ def make_flow(
 
 
 def count_imported(rb: Any, flow: FlowControl | None) -> None:
-    """Give a buffer its flow control, now that its rows have been imported."""
+    """Set the flow control of a buffer, and count the rows that the buffer has imported."""
     rb.flow = flow
     if flow is not None:
         flow.count_imported(len(rb))
-        rb._connect()  # a plan for writes may have been made
+        rb._connect()  # drops a write plan, which would bypass flow control
 
 
 @contextmanager
 def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> Iterator[None]:
-    """Wait until a buffer has rows and its flow control admits a batch; raises as :meth:`FlowControl.sampling`."""
+    """Wait until a buffer has rows and its flow control, if any, admits a batch; see :meth:`FlowControl.sampling`."""
 
     def ready() -> bool:
         if rb._service_shutdown:
@@ -230,7 +218,7 @@ def permission(rb: Any, rows: int | None, wait: bool, timeout: float | None) -> 
 
 
 def shutdown(rb: Any, timeout: float | None = None) -> None:
-    """Stop the buffer's threads, and wake all calls that wait for flow control, in any process, with a RuntimeError."""
+    """Stop the buffer's threads; calls that wait for flow control raise a RuntimeError, in all processes."""
     if rb.flow is not None:
         rb.flow.shutdown()
     TensorDictReplayBuffer.shutdown(rb, timeout)

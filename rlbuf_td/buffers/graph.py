@@ -1,4 +1,4 @@
-"""Sampling, learning and updating priorities as one CUDA graph: the result of :meth:`ReplayBuffer.capture`."""
+"""Sampling, learning and updating priorities as one CUDA graph: :meth:`ReplayBuffer.capture`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from tensordict import TensorDictBase
 
-from rlbuf_td.buffers.parts import BufferOfParts
 from rlbuf_td.buffers.priorities import errors_of
 from rlbuf_td.kernels.device_scalars import DeviceScalars, capturing
 from rlbuf_td.samplers.common import EMPTY, GraphCapturable
@@ -22,23 +21,22 @@ Step: TypeAlias = Callable[[TensorDictBase], Any]
 
 
 class _Graph(NamedTuple):
-    """A recorded step, its output, and the rows and weights that it draws."""
+    """A recorded step."""
 
     graph: torch.cuda.CUDAGraph
     output: Any
-    drawn: tuple[Any, torch.Tensor | None]
+    drawn: tuple[Any, torch.Tensor | None]  # index and weights of the batch
 
 
 class CapturedStep:
-    """Samples, calls ``step`` and updates priorities, on CUDA as one graph; created by :meth:`ReplayBuffer.capture`.
+    """Samples, calls ``step`` and updates priorities, on CUDA as one graph; see :meth:`ReplayBuffer.capture`.
 
-    Numbers that may change between calls (rows stored, alpha, beta, gamma, ``her_ratio``) are copied to device memory
-    before a launch. A graph fixes the other settings, the sampler, generator, transforms and memory addresses: each
-    launch first compares them, and if one has changed, the graphs are recorded again. Random numbers continue from one
-    launch to the next. :func:`capture` documents the arguments.
+    Numbers that may change between calls (number of rows, alpha, beta, gamma, ``her_ratio``) are copied to device
+    memory before a launch. If other settings, the sampler, generator, transforms or memory have changed, the graphs are
+    recorded again.
     """
 
-    def __init__(self, buffer: BufferOfParts, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
+    def __init__(self, buffer: Any, step: Step | None, batch_size: int, ring: int, warmup: int) -> None:
         if step is not None and not callable(step):
             raise TypeError(f"step must be a function of a batch, or None, got {type(step).__name__}")
         for name, number, least in (("batch_size", batch_size, 1), ("ring", ring, 2), ("warmup", warmup, 1)):
@@ -53,14 +51,11 @@ class CapturedStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether calls launch a recorded graph: after the first call on CUDA, never on the CPU."""
+        """Whether calls launch a recorded graph; always False on the CPU."""
         return bool(self._graphs)
 
     def __call__(self) -> Any:
-        """Sample, call the step and update priorities; return the output of the step.
-
-        On CUDA, the output's memory is reused after ``ring`` calls: copy what you keep.
-        """
+        """Sample, call the step and update priorities; return the output, which is valid for ``ring`` calls."""
         buffer = self._buffer
         if device_of(self._capturable_storage()).type != "cuda":
             return self._learn(buffer._sample(self._batch_size)[0], buffer.update_tensordict_priority)
@@ -68,7 +63,7 @@ class CapturedStep:
             return self._replay(self._capturable_storage())
 
     def _capturable_storage(self) -> PackedStorage:
-        """Return the storage, after checking that the buffer can be captured and is not empty."""
+        """Return the storage; raise an error if the buffer cannot be captured or is empty."""
         storage, sampler = self._buffer.storage, self._buffer.sampler
         if not self._buffer._parts.draws or not isinstance(getattr(sampler, "innermost", sampler), GraphCapturable):
             raise TypeError(
@@ -82,8 +77,8 @@ class CapturedStep:
         return storage
 
     def _learn(self, batch: TensorDictBase, update: Callable[[TensorDictBase], None]) -> Any:
-        """Call the step and return its output; pass the batch to ``update`` if the step has written TD errors to it."""
-        if self._step is None:  # TD errors in the batch, if any, are a stored entry of its rows
+        """Call the step and return its output; call ``update`` if the batch then has TD errors."""
+        if self._step is None:  # TD errors in the batch would be a stored entry
             return batch
         output = self._step(batch)
         if self._buffer._parts.prioritized is not None and batch.get(self._buffer.priority_key, None) is not None:
@@ -115,7 +110,7 @@ class CapturedStep:
         return recorded.output
 
     def _record_all(self, storage: PackedStorage) -> None:
-        """Record one graph per output; ValueError, with the old graphs kept, if the generator is on another device."""
+        """Record ``ring`` graphs; raise a ValueError if the generator is on another device."""
         sampler, last_draw = self._buffer.sampler, self._buffer.last_draw
         generator, device = sampler._rng, device_of(storage)
         if generator is not None and generator.device.type != device.type:
@@ -160,7 +155,7 @@ class CapturedStep:
         return _Graph(graph, output, drawn)
 
     def _run(self, storage: PackedStorage) -> tuple[Any, tuple[Any, torch.Tensor | None]]:
-        """Run one step; return its output, and the drawn rows and weights."""
+        """Run one step; return its output, and the index and weights of the batch."""
         buffer, parts = self._buffer, self._buffer._parts
         sampler: Any = parts.prioritized
 
@@ -180,28 +175,26 @@ def capture(
 ) -> CapturedStep:
     """Return a function that samples, calls ``step(batch)`` and updates priorities, on CUDA as one graph.
 
-    The graph stays valid while the buffer fills and wraps and while alpha and beta change; each call draws new rows.
-    Write with :meth:`extend` between calls, on the same stream; other threads wait while a graph is launched. On
-    the CPU there is no graph, and other threads may write during the step: the priorities of rows that they replace
-    are not updated, as by :meth:`update_tensordict_priority`.
+    Each call draws new rows. The graph stays valid while rows are written, and while alpha and beta change. Write
+    between calls, on the same CUDA stream; other threads wait while a graph is launched. On the CPU, there is no graph,
+    and other threads may write during a step.
 
-    **Aliasing:** calls reuse the memory of outputs: the output of call ``k`` is valid until call ``k + ring``.
+    **Aliasing:** call ``k + ring`` reuses the memory of the output of call ``k``.
 
     Args:
-        step: takes a batch, and may return tensors. TD errors that it writes to ``priority_key`` become the
-            priorities of the rows, or of the anchors of sequences; without that key, priorities are unchanged. It must
-            be capturable in a CUDA graph: no host synchronisation, optimizers with ``capturable=True``. ``None``:
-            return the batch and update nothing.
-        batch_size: default: the buffer's.
-        ring: number of outputs that are valid at a time, at least 2; each has a graph of its own.
-        warmup: number of steps that run before the capture, at least 1; they also change weights and priorities.
+        step: a function that takes a batch, and may return tensors. TD errors that it writes to ``priority_key`` become
+            the priorities of the rows. CUDA graphs must be able to capture the step: no host synchronisation, and
+            optimizers with ``capturable=True``. With ``None``, calls return the batch and update no priorities.
+        batch_size: the number of rows per batch, default: the ``batch_size`` of the buffer.
+        ring: the number of outputs that are valid at the same time, at least 2. Each output has its own graph.
+        warmup: the number of steps that run before the capture, at least 1. These steps also change weights.
 
     Raises:
-        ValueError: an argument is out of range, or there is no batch size. When called: the buffer's generator is
-            not on the device of its rows, or the sampler cannot draw this batch; nothing has changed.
-        TypeError: ``step`` is not callable; (when called) the storage is not a :class:`PackedStorage`, or the
+        ValueError: an argument is out of range, or there is no batch size. A call raises it if the buffer's generator
+            is not on the device of the rows, or the sampler cannot draw this batch; nothing has changed.
+        TypeError: ``step`` is not callable. A call raises it if the storage is not a :class:`PackedStorage`, or the
             sampler cannot be captured (:class:`MinibatchSampler`, TorchRL's samplers).
-        RuntimeError: (when called) the buffer is empty.
+        RuntimeError: the buffer is empty when the function is called.
     """
     size = rb.batch_size if batch_size is None else batch_size
     if size is None:

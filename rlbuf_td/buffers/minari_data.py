@@ -1,10 +1,11 @@
-"""Import and export of Minari data sets: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Import and export of Minari data sets."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,33 +35,30 @@ def from_minari(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer ``[T]`` of all transitions of a Minari data set (needs the extra ``minari``).
+    """Return a buffer ``[T]`` with all transitions of a Minari data set (needs the extra ``minari``).
 
-    Memory for all transitions is reserved after the first episode is read. Episodes are read one by one: with
-    ``scratch_dir`` a data set may be larger than RAM.
-
-    The keys of a Dict observation are at the root, and a Tuple has the keys ``"0"``, ``"1"``, ..., as everywhere in
-    this package. An episode's last row holds the final observation in ``"next"``; ``terminated`` and ``truncated`` are
-    separate. ``("collector", "traj_ids")`` is the episode's id, so that an episode that is neither terminated nor
-    truncated does not continue in the next one. dtypes are those of the data set; its rewards are usually float64.
+    Episodes are read one by one, so that with ``scratch_dir`` a data set may exceed RAM. The keys of a Dict
+    observation are at the root; a Tuple observation has the keys ``"0"``, ``"1"``, ... The last row of an episode holds
+    the final observation in ``"next"``. ``("collector", "traj_ids")`` is the episode's id. Entries keep the dtypes of
+    the data set, where rewards are usually float64.
 
     Args:
-        dataset: a ``MinariDataset``, perhaps with filtered episodes, or the name of one on this machine.
-        capacity: in transitions; ``None``: the size of the data set. A larger one leaves room for more transitions.
-        infos: store infos (numbers only): those before a step at ``"info"``, those after it at ``("next", "info")``.
-        reward_dtype: the dtype of rewards; ``torch.float32`` matches :class:`GymnasiumRecorder`.
-        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
-        **kwargs: as for :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size`` ...
+        dataset: a ``MinariDataset``, or the name of a data set on this machine.
+        capacity: the largest number of transitions, default: the size of the data set.
+        infos: store numeric infos before a step at ``"info"``, and after the step at ``("next", "info")``.
+        reward_dtype: the dtype of rewards, default: unchanged. :class:`GymnasiumRecorder` stores float32.
+        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        **kwargs: keywords of :meth:`from_schema`: ``scratch_dir``, ``share_next``, ``sampler``, ``batch_size``, ...
 
     Raises:
         ImportError: Minari is not installed.
         ValueError: the data set has no transitions, or more than ``capacity``.
-        SchemaError: an observation, action or info does not consist of numbers (``Text``, ``Sequence``, ``Graph``), or
-            episodes differ in dtypes or shapes. The message names the entry or the episode.
-        MemoryError: the rows can never fit into RAM.
-        OSError: (with ``scratch_dir``) the disk has too little free space.
+        SchemaError: an observation, action or info does not consist of numbers (as in ``Text`` spaces), or
+            episodes differ in dtypes or shapes.
+        MemoryError: the rows are larger than RAM.
+        OSError: the disk of ``scratch_dir`` has too little free space.
 
-    Cost: about 1.5 times that of reading with Minari (``python tests/benchmarks/minari_speed.py``).
+    Cost: about 1.5 times the time of reading with Minari (``python tests/benchmarks/minari_speed.py``).
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -71,11 +69,8 @@ def from_minari(
     if capacity is not None and capacity < steps:
         remedy = "raise it, or choose episodes with dataset.filter_episodes(...)"
         raise ValueError(f"{dataset.id} has {steps:,} transitions, more than the capacity of {capacity:,}: {remedy}")
-    episodes = (
-        transitions_of(episode, infos=infos, reward_dtype=reward_dtype)
-        for episode in dataset.iterate_episodes()
-        if len(episode)
-    )
+    read = partial(transitions_of, infos=infos, reward_dtype=reward_dtype)
+    episodes = map(read, filter(len, dataset.iterate_episodes()))
     first = next(episodes, None)
     if first is None:
         raise ValueError(f"{dataset.id} has no transitions")
@@ -94,15 +89,14 @@ def from_minari(
 
 
 def _fit_reward_(rows: Any, dtype: torch.dtype) -> None:
-    """Cast rewards without loss, because an environment may return ints in some episodes and floats in others."""
+    """Cast rewards without loss: an environment may return integers in some episodes, and floats in others."""
     reward = rows["next", "reward"]
-    if reward.dtype is not dtype and torch.promote_types(reward.dtype, dtype) is dtype:
-        rows["next", "reward"] = reward.to(dtype)
-    elif reward.dtype is not dtype:
+    if torch.promote_types(reward.dtype, dtype) is not dtype:
         episode = int(rows[TRAJECTORY][0])
         raise SchemaError(
             f"episode {episode} has {reward.dtype} rewards, earlier ones {dtype}: pass reward_dtype=torch.float64"
         )
+    rows["next", "reward"] = reward.to(dtype)
 
 
 def to_minari(
@@ -115,21 +109,21 @@ def to_minari(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Write all rows, oldest first, as a new Minari data set on this machine, and return it (extra ``minari``).
+    """Write all rows, oldest first, as a new Minari data set on this machine (needs the extra ``minari``).
 
-    An episode is a trajectory of one lane: the rows with equal ``("collector", "traj_ids")``, or, without these ids,
-    the rows up to the next one that is ``done``. Lanes are written one after the other. Data loaded by
-    :meth:`from_minari` is written byte for byte. Observations, actions, rewards, ``terminated``, ``truncated`` and
-    infos are written, but no other entries (a policy's outputs, for example); transforms are not applied.
+    Episodes of an environment are consecutive rows with equal ``("collector", "traj_ids")``; without these ids, an
+    episode ends at a row that is ``done``. Environments are written one after the other. Observations, actions,
+    rewards, ``terminated``, ``truncated`` and infos are written, without transforms. Other entries, such as a policy's
+    outputs, are omitted.
 
     Args:
-        dataset_id: a new name, ``"namespace/name-v0"``.
-        env: the Gymnasium environment, its name or spec; the data set stores the spec.
-        observation_space: default: that of ``env``.
-        action_space: default: that of ``env``.
-        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
-        **kwargs: as for Minari's ``create_dataset_from_buffers``: ``algorithm_name``, ``author``, ``data_format`` ...
-            Unlike there, ``jpeg_encoding`` is ``False``: images keep their bytes.
+        dataset_id: the name of the data set, ``"namespace/name-v0"``.
+        env: the Gymnasium environment, its name or its spec; the data set stores the spec.
+        observation_space: the Gymnasium space of observations, default: that of ``env``.
+        action_space: the Gymnasium space of actions, default: that of ``env``.
+        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        **kwargs: keywords of Minari's ``create_dataset_from_buffers``, except that ``jpeg_encoding`` is ``False`` by
+            default: images keep their bytes.
 
     Returns:
         the ``MinariDataset``.
@@ -138,10 +132,10 @@ def to_minari(
         ImportError: Minari is not installed.
         ValueError: neither ``env`` nor both spaces are given, a data set of this name exists, or a next observation
             differs from the observation of the following row, which Minari cannot store.
-        SchemaError: the rows lack a part of an observation or action.
+        SchemaError: the rows lack an entry of an observation or action.
         RuntimeError: the buffer is empty.
 
-        After an error there is no new data set.
+        After an error, there is no new data set.
 
     Example:
         >>> import gymnasium
@@ -193,7 +187,7 @@ def _episodes(storage: Storage, steps: torch.Tensor, spaces: tuple[Any, Any]) ->
 
 
 def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
-    """Return where episodes begin in ``flat``, a lane's rows from old to new: their positions, except position 0."""
+    """Return the positions in ``flat``, except 0, at which episodes begin; ``flat``: rows of a lane, oldest first."""
     columns: Any = stored_rows(storage)
     numbers = columns.get(TRAJECTORY, None)
     if numbers is None and columns.get(("next", "done"), None) is None:
@@ -207,7 +201,7 @@ def _first_rows(storage: Storage, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _together(episodes: Iterator[tuple[dict[str, Any], int]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Yield lists of episodes that are written at once, and their size in bytes."""
+    """Yield lists of episodes to write at once, each with its size in bytes."""
     waiting: list[dict[str, Any]] = []
     total = 0
     for episode, nbytes in episodes:

@@ -1,4 +1,4 @@
-"""Several replay buffers as one: each batch has rows from all of them, in given shares."""
+"""A mixture of replay buffers: each batch has rows of several buffers, in given shares."""
 
 from __future__ import annotations
 
@@ -43,42 +43,40 @@ _FOLDER, _MEMBERS = "mixture", "members-"  # folders of a dump: for the mixture'
 
 
 class ReplayBufferMixture:
-    r"""Samples from several replay buffers in given shares: half demonstrations, half online data (RLPD), for example.
+    r"""Samples from several replay buffers (members), for example half demonstrations and half online data (RLPD).
 
-    A batch holds the rows of the first member, then those of the second, and so on; ``"source"``, ``[B]`` int64, is the
-    position of each row's member in :attr:`names`. A member with share s provides :math:`\lfloor B s \rfloor` or
-    :math:`\lceil B s \rceil` rows, on average :math:`B s`. With ``exact=False``, the member of each row is drawn at
-    random instead. Members with a :class:`SequenceSampler` provide whole windows. A :class:`MinibatchSampler` may
-    provide fewer rows, at the end of an epoch.
+    A batch holds the rows of the first member, then the rows of the second member, and so on; ``"source"``, ``[B]``
+    int64, is the position of a row's member in :attr:`names`. A member with share s provides
+    :math:`\lfloor B s \rfloor` or :math:`\lceil B s \rceil` rows, on average :math:`B s`. Members with a
+    :class:`SequenceSampler` provide whole windows. A :class:`MinibatchSampler` may provide fewer rows at the end of an
+    epoch.
 
     **Importance weights** correct for the samplers of the members, but not for the shares. A row of a prioritized
-    member has the weight :math:`(N P)^{-\beta}`, where the member has N rows, draws this row with probability P, and
-    has this beta; rows of other members have the weight 1. All weights are divided by the largest one that a member of
-    this batch can give (with ``weight_norm="batch"``: gives in it), unless a member has ``weight_norm=None``.
+    member with N rows has the weight :math:`(N P)^{-\beta}`, where P is the probability that its sampler draws the
+    row. Rows of other members have the weight 1. All weights of a batch are divided by the largest weight that a
+    member in the batch can give, unless a member has ``weight_norm=None``.
 
     Args:
-        members: a :class:`ReplayBuffer` for each name, all with the same keys, dtypes and shapes. Each keeps its
-            sampler, transforms and device, and can be used on its own. Rows may be ``[T]`` in one member and ``[T, E]``
-            in another.
-        shares: the share of each member, at least 0; they are scaled to add up to 1. ``mixture.sampler.name = x`` and
-            ``LinearScheduler(mixture.sampler, "name", ...)`` set one share and scale the others.
-        batch_size: B, for :meth:`sample`.
-        exact: ``True``: every batch has the shares, up to rounding; ``False``: only the average does.
-        writes_to: the member that :meth:`extend` and :meth:`add` write to by default; TorchRL's trainers need it.
-        generator: used to choose the number of rows from each member; ``None``: torch's default generator.
+        members: a :class:`ReplayBuffer` for each name, all with equal keys, dtypes and shapes. Members may have
+            different samplers, transforms and devices, and can be used without the mixture.
+        shares: the expected fraction of a batch that each member provides, at least 0, scaled to add up to 1.
+            ``mixture.sampler.name = x`` or ``LinearScheduler(mixture.sampler, "name", ...)`` changes a share.
+        batch_size: B, the default for :meth:`sample`.
+        exact: ``True``: the number of rows from each member is fixed up to rounding; ``False``: the member of each row
+            is drawn at random.
+        writes_to: the member to which :meth:`extend` and :meth:`add` write by default; TorchRL's trainers need it.
+        generator: used to choose the number of rows from each member, default: torch's default generator.
 
-    TorchRL's trainers accept a mixture as their ``replay_buffer``. A mixture is not a subclass of TorchRL's
-    ``ReplayBuffer``, because it has no storage, sampler or writer of its own. TorchRL's ``ReplayBufferEnsemble`` also
-    draws from several buffers, but returns stacked parts and does not support priorities.
+    TorchRL's trainers accept a mixture as their ``replay_buffer``. TorchRL's ``ReplayBufferEnsemble`` also samples from
+    several buffers, but stacks their batches and does not support priorities.
 
     Raises:
         TypeError: a member is not a :class:`ReplayBuffer`, or is an :class:`ExperienceQueue`.
         ValueError: members and shares differ in names, or shares are out of range.
-        SchemaError: members hold different keys, dtypes or shapes. The message names the first difference.
-        RuntimeError: (when sampling) a member that this batch needs has no rows, or there is no batch size.
+        SchemaError: members hold different keys, dtypes or shapes.
 
-    Cost: one compiled call per member, if all members have uniform or recency samplers over rows in RAM; otherwise the
-    members' batches are sampled one after the other and concatenated.
+    Cost: one compiled call per member, if all members have uniform or recency samplers over rows in RAM. Otherwise, the
+    members are sampled one after the other, and their batches concatenated.
 
     Source: Ball, Smith, Kostrikov, Levine: Efficient Online Reinforcement Learning with Offline Data, ICML 2023.
 
@@ -127,7 +125,7 @@ class ReplayBufferMixture:
 
     @property
     def storage(self) -> Any:
-        """The storage of the member ``writes_to``; without it, of the first member."""
+        """The storage of the member ``writes_to``, or of the first member if ``writes_to`` is None."""
         return (self.members[self.writes_to] if self.writes_to else next(iter(self.members.values()))).storage
 
     def __getitem__(self, name: str) -> ReplayBuffer:
@@ -142,7 +140,7 @@ class ReplayBufferMixture:
         return sum(member.write_count for member in self.members.values())
 
     def _refuse_other_schemas(self) -> None:
-        """Raise a SchemaError if members differ in keys; compare only after rows were allocated or replaced."""
+        """Raise a SchemaError if members differ in keys, dtypes or shapes."""
         rows = [settled_rows(member.storage) for member in self.members.values()]
         if len(rows) == len(self._checked) and all(map(lambda a, b: a is b, rows, self._checked)):
             return
@@ -182,7 +180,7 @@ class ReplayBufferMixture:
     # -- samples
 
     def counts(self, batch_size: int) -> list[int]:
-        """Return the number of rows that each member provides for a batch; random, as described in the class."""
+        """Return the number of rows that each member provides for a batch; the numbers may be random."""
         shares, window = [*self.sampler.by_name.values()], self._window
         if batch_size % window:
             raise ValueError(f"batch_size={batch_size} must be a multiple of {window}, the windows of the members")
@@ -190,7 +188,7 @@ class ReplayBufferMixture:
 
     @property
     def _window(self) -> int:
-        """The smallest number of rows that consists of whole windows of every member."""
+        """The least common multiple of the members' window lengths."""
         if self._plan is not None:
             return 1  # members with a plan draw no windows
         return lcm(*(window_of(member._sampler) for member in self.members.values()))
@@ -204,7 +202,7 @@ class ReplayBufferMixture:
             totals = accumulate(share * batch_size for share in shares[:-1])
             self._split = batch_size, shares, [round(total, 9) for total in totals]
         bounds = self._split[2]
-        # One random offset for all bounds rounds each count up or down with the right mean; the counts sum to B.
+        # One random offset for all bounds gives each count the right mean; the counts sum to B.
         offset = 0.0
         if not all(map(float.is_integer, bounds)):
             offset = torch.rand((), dtype=torch.float64, generator=self._rng, device="cpu").item()
@@ -215,8 +213,8 @@ class ReplayBufferMixture:
         """Return a batch in fresh memory, ``[B]``.
 
         Raises:
-            RuntimeError: a member that this batch needs has no rows, or there is no batch size.
-            ValueError: the batch size is not positive, or not a multiple of a member's windows.
+            RuntimeError: there is no batch size, or a member that provides rows for this batch is empty.
+            ValueError: the batch size is not positive, or not a multiple of a member's window length.
             SchemaError: the batches of members differ in keys, dtypes or shapes.
         """
         size = self.batch_size if batch_size is None else batch_size
@@ -275,7 +273,7 @@ class ReplayBufferMixture:
 
         Raises:
             KeyError: the batch has no ``"source"``, no index, or no TD errors.
-            ValueError: an error is NaN or infinite; all priorities are unchanged.
+            ValueError: a TD error is NaN or infinite; all priorities are unchanged.
         """
         flat, updates = data.reshape(-1), []
         for name, is_own in self._members_of(flat):
@@ -294,9 +292,9 @@ class ReplayBufferMixture:
             member.update_tensordict_priority(part)
 
     def write_back(self, batch: TensorDictBase, keys: Any, *, sampled_at: Mapping[str, int] | None = None) -> int:
-        """Write entries of a batch back to the rows of all members; see :meth:`ReplayBuffer.write_back`.
+        """Write entries of a batch to the rows of all members; see :meth:`ReplayBuffer.write_back`.
 
-        ``sampled_at``: each member's ``storage.clock.now`` before the batch, by name; needed if none is prioritized.
+        ``sampled_at``: by name, each member's ``storage.clock.now`` before sampling; needed without priorities.
         """
         flat, written, times = batch.reshape(-1), 0, sampled_at or {}
         for name, is_own in self._members_of(flat):
@@ -305,7 +303,7 @@ class ReplayBufferMixture:
         return written
 
     def _members_of(self, flat: TensorDictBase) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names of the members that rows of a batch belong to, each with a mask of its rows."""
+        """Yield the name of each member that has rows in a batch, with a mask ``[B]`` of its rows."""
         if "source" not in flat.keys():
             raise KeyError(f"the batch has no 'source', the member of each row: pass a batch of this mixture{MIXTURES}")
         for place, name in enumerate(self.members):
@@ -316,12 +314,12 @@ class ReplayBufferMixture:
     # -- state, health
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all state that determines behaviour, except the mixture's generator."""
+        """Return a copy of the state of all members, the shares and ``exact``."""
         members = {name: member.state_dict() for name, member in self.members.items()}
         return {"members": members, "shares": self.sampler.state_dict(), "exact": self.exact}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; ValueError, with nothing changed, if it belongs to other members."""
+        """Restore a :meth:`state_dict`; for a state of other members, raise a ValueError and change nothing."""
         if state_dict["members"].keys() != self.members.keys():
             raise ValueError(f"the state is of members {[*state_dict['members']]}, the mixture has {self.names}")
         self.sampler.load_state_dict(state_dict["shares"])
@@ -330,9 +328,9 @@ class ReplayBufferMixture:
             member.load_state_dict(state_dict["members"][name])
 
     def dumps(self, path: str | Path) -> None:
-        """Save the members, each as :meth:`ReplayBuffer.dumps` does, and the shares, as one crash-safe dump.
+        """Save all members and the shares as one crash-safe dump; see :meth:`ReplayBuffer.dumps`.
 
-        Data that has not changed since the previous dump is hard-linked, if the file system supports this.
+        Unchanged data is hard-linked to the previous dump, if the file system supports hard links.
         """
         with writing(Path(path) / _FOLDER, type(self).__name__) as writer:
             folders = [*Path(path).glob(f"{_MEMBERS}*")]
@@ -355,11 +353,10 @@ class ReplayBufferMixture:
                     shutil.rmtree(other)
 
     def loads(self, path: str | Path) -> None:
-        """Restore what :meth:`dumps` saved.
+        """Load a dump of :meth:`dumps`.
 
         Raises:
-            CheckpointError: a folder is missing, damaged or not a dump; the shares, and the members before the one in
-                this folder, have been loaded.
+            CheckpointError: a folder is missing, damaged or not a dump. Some members may have been loaded.
             ValueError: the dump belongs to other members; nothing has changed.
         """
         with reading(Path(path) / _FOLDER, type(self).__name__) as reader, explained(reader):
@@ -372,13 +369,13 @@ class ReplayBufferMixture:
                 member.loads(Path(path) / state["members"] / name)
 
     def share(self) -> ReplayBufferMixture:
-        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process sets its own shares."""
+        """Share the members with other processes, see :meth:`ReplayBuffer.share`; each process has its own shares."""
         for member in self.members.values():
             member.share()
         return self
 
     def health(self) -> dict[str, float]:
-        """Return each member's :meth:`ReplayBuffer.health` and share, as ``"name/entry"``."""
+        """Return the share and :meth:`ReplayBuffer.health` of each member, with keys ``"name/entry"``."""
         if self._plan is not None:
             self._plan.note_draws()
         shares = {f"{name}/share": share for name, share in self.sampler.by_name.items()}

@@ -1,4 +1,4 @@
-"""The parts of a mixture's batch: draws of its members, whose rows must have the same entries."""
+"""The batches of the members of a mixture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlbuf_td.storages.trajectory_index import as_tuple
 
 
 def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | None:
-    """Return the number that the weights in a sampler's report were divided by; None if they were not divided."""
+    """Return the number by which a member's importance weights were divided, or None if they were not divided."""
     sampler, storage = member._parts.prioritized, member.storage
     if sampler is None or sampler.weight_norm is None or "priority_weight" not in report:
         return None
@@ -34,7 +34,7 @@ def largest_weight(member: ReplayBuffer, report: Mapping[Any, Any]) -> float | N
 
 
 def refuse_member(name: Any, member: Any) -> None:
-    """Raise a TypeError if this cannot be a member of a mixture."""
+    """Raise a TypeError if ``member`` cannot be a member of a mixture."""
     if not isinstance(member, ReplayBuffer):
         remedy = "put its storage into a rlbuf_td.ReplayBuffer"
         raise TypeError(f"member {name!r} must be a ReplayBuffer, got {type(member).__name__}: {remedy}")
@@ -46,10 +46,10 @@ def refuse_member(name: Any, member: Any) -> None:
 
 
 class Part(NamedTuple):
-    """A member's rows of a batch, drawn now, also from a member with ``prefetch``."""
+    """The rows that a member provides for a batch."""
 
     rows: TensorDictBase  # with the sampler's report
-    scale: float | None  # what the member's weights were divided by
+    scale: float | None  # see :func:`largest_weight`
     now: int  # the storage's clock before the draw
 
 
@@ -59,7 +59,7 @@ def part_of(member: ReplayBuffer, count: int) -> Part:
     with member._futures_lock, member._locked():  # priorities must not change before the scale is known
         now = member.storage.clock.now if hasattr(member.storage, "clock") else 0
         sent = None if prefetcher is None else prefetcher.send(count)
-        drawn = member._draw(count) if sent is None else sent.result.result()
+        drawn = member._draw(count) if sent is None else sent.result()
         scale = None if drawn is None else largest_weight(member, drawn[1])
     if drawn is not None:
         finished = member._finish(*drawn) if prefetcher is None or sent is None else prefetcher.receive(sent)
@@ -81,13 +81,13 @@ INDICES = "index", "anchor_index"
 
 
 def with_lane(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Return the indices of rows ``[T]`` as those of rows ``[T, 1]``."""
+    """Return the indices of rows ``[T]`` as indices of rows ``[T, 1]``."""
     flat = {key: rows[key] for key in INDICES if key in rows.keys() and rows[key].ndim == 1}
     return {key: torch.stack((index, torch.zeros_like(index)), -1) for key, index in flat.items()}
 
 
 def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
-    """Undo :func:`with_lane` for rows of a batch, if the member's rows are ``[T]``."""
+    """Undo :func:`with_lane` for the rows of a member with ``ndim=1``."""
     for key in INDICES:
         if member.storage.ndim == 1 and key in rows.keys() and rows[key].ndim > 1:
             rows[key] = rows[key][:, 0]
@@ -95,7 +95,7 @@ def without_lane(member: ReplayBuffer, rows: TensorDictBase) -> TensorDictBase:
 
 
 def settled_rows(storage: Any) -> Any:
-    """Return the rows of a storage; None before the first write, which may still add keys to reserved rows."""
+    """Return the rows of a storage, or None before the first write, which may add keys."""
     return None if getattr(storage, "is_reserved", False) else getattr(storage, "rows", None)
 
 
@@ -105,9 +105,9 @@ def kinds(data: TensorDictBase) -> dict[tuple[str, ...], Any]:
 
 
 def refuse_difference(members: dict[str, dict[tuple[str, ...], Any]], reserved: Collection[str] = ()) -> None:
-    """Raise a SchemaError that names the first entry in which a member differs from the first member.
+    """Raise a SchemaError if a member has other entries than the first member.
 
-    The first write may add entries to the schema of a ``reserved`` member.
+    Members in ``reserved`` may lack entries, because their first write can still add them.
     """
     if not members:
         return

@@ -1,4 +1,4 @@
-"""The short path of mixtures: one compiled call per member copies its rows into its part of the batch."""
+"""Fast sampling from mixtures: one compiled call per member copies its rows into the batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ _PLANS: dict[type, Any] = {UniformSampler: UniformPlan, RecencySampler: RecencyP
 
 
 class MixturePlan:
-    """Fills batches from members with uniform or recency samplers.
-
-    Args:
-        members: replay buffers with the same row layout and ``ndim``.
-        size: B, rows per batch.
-    """
+    """Samples batches from members that have uniform or recency samplers, and equal row layouts and ``ndim``."""
 
     def __init__(self, members: Sequence[Any], size: int) -> None:
         self.members, self.size, self.kernel = members, size, loops("batch.cpu").sample_part
@@ -39,18 +34,18 @@ class MixturePlan:
         self.gather = Gather(
             first.rows.flat, self.layout.extents, [*entries, index, (torch.int64, torch.Size([]))], size
         )
-        #: For each member, by number of rows n: the first n places of the member's scratch memory.
+        #: For each member and number of rows n: the first n elements of the member's scratch memory.
         self.firsts: list[dict[int, Tensor]] = [{} for _ in members]
         self.drawn: tuple[Tensor, Any] | None = None  # the last batch's index, and the members' counts
         self.blanks: list[Blank] = []
-        self.lock = Lock()  # a slot's addresses are of one batch at a time
+        self.lock = Lock()  # each address array serves one batch at a time
 
     def has_all_parts(self) -> bool:
-        """Whether no member has replaced a part since the plan was made."""
+        """Whether all members have the storage, sampler and writer that they had when the plan was made."""
         return all(member._parts is parts for member, parts in zip(self.members, self.member_parts, strict=True))
 
     def sample(self, counts: Sequence[int]) -> TensorDict | None:
-        """Return a batch with the given number of rows from each member, or None to use the general path."""
+        """Return a batch with ``counts`` rows of the members, or None if the general path must sample."""
         for member, plan, count in zip(self.members, self.plans, counts, strict=True):
             if count and not (is_usual(member) and plan.holds()):
                 return None
@@ -77,7 +72,7 @@ class MixturePlan:
         return batch
 
     def note_draws(self) -> None:
-        """Tell each member which rows it has drawn for the last batch: their health reports on these."""
+        """Record in each member the rows of the last batch, for :meth:`ReplayBuffer.health`."""
         if self.drawn is None:
             return
         for member, index in zip(self.members, self.drawn[0].split(self.drawn[1]), strict=True):
@@ -94,12 +89,12 @@ class MixturePlan:
 
 
 def is_usual(member: Any) -> bool:
-    """Whether a member returns batches as drawn, and does not count draws."""
+    """Whether a member returns batches as drawn: without transforms, prefetching or counting of draws."""
     return member._is_plain and member.replay_count is None and member._prefetcher is None and member._include_info
 
 
 def make_mixture_plan(members: Sequence[Any], size: int) -> MixturePlan | None:
-    """Return a plan for these members, or None if one of them needs the general path."""
+    """Return a plan for these members, or None if a member needs the general path."""
     for member in members:
         kinds = type(member._sampler) in _PLANS and can_plan(member._storage, member._sampler)
         if not kinds or not is_usual(member) or member.flow is not None or not member._parts.draws:

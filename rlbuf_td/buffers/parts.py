@@ -1,13 +1,11 @@
-"""The parts of a buffer: their relations, their replacement, and their sharing between processes."""
+"""The components of a buffer (storage, sampler and writer): their replacement, and sharing between processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import (
     ConsumingSampler,
     PrioritizedSampler,
@@ -28,7 +26,7 @@ from rlbuf_td.writers.common import next_step
 
 
 class Parts(NamedTuple):
-    """The parts of a buffer, with the properties that each call needs; rebuilt when a part is replaced."""
+    """The components of a buffer, with properties derived from them; rebuilt when a component is replaced."""
 
     storage: Any
     sampler: Any
@@ -37,21 +35,21 @@ class Parts(NamedTuple):
     prioritized: Prioritized | None  # the innermost sampler, if it is a prioritized one of this package
     transforms: Collection[Any]  # TorchRL's own list, kept here because each lookup takes 1 us
     is_packed: bool  # the storage is a PackedStorage
-    has_units: bool  # a sample unit expands the drawn rows
-    is_stamped: bool  # batches record when they were sampled
-    draws: str  # the sampler's method on the short path: "draw_batch", "draw"; "": use TorchRL's general path
-    writes_generally: bool  # writes use TorchRL's general path
+    has_units: bool  # TorchRL's ``sample_unit`` expands the drawn rows
+    is_stamped: bool  # batches have an entry "sampled_at"
+    draws: str  # the sampler's method that draws: "draw_batch" or "draw"; "": TorchRL's code draws
+    writes_generally: bool  # TorchRL's code writes
 
     @classmethod
     def of(
         cls, storage: Storage, sampler: Sampler, writer: Writer, transforms: Any, has_units: bool, collates: bool
     ) -> Parts:
-        """Return the parts; ``collates``: whether the user has passed a collate function."""
+        """Return the components of a buffer; ``collates``: whether the user has passed a ``collate_fn``."""
         wrapper = sampler if isinstance(sampler, SamplerWrapper) else None
         innermost = sampler if wrapper is None else wrapper.innermost
         refuse_unordered(sampler, writer)
         if wrapper is not None:
-            wrapper.watch(storage)  # before a load of rows, which must end the trajectories
+            wrapper.watch(storage)  # must precede a load of rows, which ends their trajectories
         prioritized = innermost if isinstance(innermost, Prioritized) else None
         is_packed = isinstance(storage, PackedStorage)
         is_direct = is_packed and not has_units and not collates and not writer.tracks_generations
@@ -63,40 +61,15 @@ class Parts(NamedTuple):
         return cls(*given, is_packed, has_units, is_stamped, draws, generally)
 
     def draw(self, batch_size: int, gather: Callable[[torch.Tensor], Any]) -> tuple[torch.Tensor, dict[Any, Any], Any]:
-        """Draw on the short path; return the flat rows, the sampler's report, and the transitions.
-
-        A wrapper reads the transitions itself; otherwise ``gather`` reads them. The caller holds the lock.
-        """
+        """Return the positions of drawn rows, the sampler's report and the transitions; the caller holds the lock."""
         if self.draws == "draw_batch":
             return self.sampler.draw_batch(self.storage, batch_size)
         flat, info = self.sampler.draw(self.storage, batch_size)
         return flat, info, gather(flat)
 
 
-class BufferOfParts(Protocol):
-    """The methods of :class:`ReplayBuffer` that prefetching and captured steps use."""
-
-    storage: Any
-    sampler: Any
-    writer: Any
-    priority_key: NestedKey
-    last_draw: Any
-    replay_count: Any
-    _parts: Parts
-    _futures_lock: Any
-    _prefetch_executor: Any
-
-    def _locked(self) -> AbstractContextManager[None]: ...
-    def _draw(self, batch_size: int) -> Any: ...
-    def _finish(self, batch: Any, info: dict[Any, Any]) -> tuple[TensorDictBase, dict[Any, Any]]: ...
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]: ...
-    def _assemble(self, flat: torch.Tensor, info: dict[Any, Any], batch: Any) -> TensorDictBase: ...
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Update the priorities of the rows of a batch from its TD errors."""
-
-
 def _method_to_draw(sampler: type[Sampler]) -> str:
-    """Return the name of a sampler's draw method; "" if it has none, or overrides ``sample`` in a subclass."""
+    """Return the name of a sampler's draw method; "" if it has none, or a subclass overrides ``sample``."""
     for each in sampler.__mro__:
         for name in ("draw_batch", "draw"):
             if name in each.__dict__:
@@ -107,25 +80,21 @@ def _method_to_draw(sampler: type[Sampler]) -> str:
 
 
 def refuse_unordered(sampler: Sampler, writer: Writer) -> None:
-    """Raise a ValueError if the sampler needs rows in time order and the writer does not keep this order."""
+    """Raise a ValueError if the sampler needs rows in time order, but the writer does not write them in time order."""
     if getattr(sampler, "needs_order", False) and not getattr(writer, "keeps_order", True):
         kinds = type(sampler).__name__, type(writer).__name__
         raise ValueError("a {} needs rows in time order, a {} keeps none: use a RingWriter".format(*kinds))
 
 
 def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> None:
-    """Move rows, counters and priorities to shared memory; undoing a killed process's write restores the counters.
-
-    Raises:
-        ValueError: the rows are on a CUDA device.
-    """
+    """Move rows, counters and priorities to shared memory; raise a ValueError if the rows are on a CUDA device."""
     storage.share_memory_()
     attached_or_new(storage, TrajectoryNumbers)  # before sharing, so that recorders in all processes use these numbers
     counters = vars(writer)
     if storage.shared_rows is not None:
         names = "_cursor_value", "_write_count_value", "_taken_value", "_following_value", "_threshold_value"
         watched = (counters[name] for name in names if name in counters)
-        storage.shared_rows.journal.watch(*watched)
+        storage.shared_rows.journal.watch(*watched)  # restored if a process is killed during a write
     samplers = [sampler]
     while isinstance(inner := getattr(samplers[-1], "sampler", None), Sampler):
         samplers.append(inner)
@@ -136,7 +105,7 @@ def share_parts(storage: PackedStorage, sampler: Sampler, writer: Writer) -> Non
 
 
 def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
-    """Replace the storage and thus all rows, and return the old storage.
+    """Replace the storage with all its rows; return the old storage.
 
     Unlike in TorchRL, the writer continues after the newest row of the new storage, and priorities are reset.
     """
@@ -155,7 +124,7 @@ def set_storage(rb: Any, storage: Storage, collate_fn: Any = None) -> Storage:
 
 
 def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
-    """Replace the sampler, and return the old one.
+    """Replace the sampler; return the old one.
 
     Unlike in TorchRL, rows without a priority in the new sampler get the default priority.
     """
@@ -175,7 +144,7 @@ def set_sampler(rb: Any, sampler: Sampler) -> Sampler:
 
 
 def set_writer(rb: Any, writer: Writer) -> Writer:
-    """Replace the writer, and return the old one."""
+    """Replace the writer; return the old one."""
     _refuse_if_shared(rb, "writer")
     refuse_unordered(rb._sampler, writer)
     with rb._replay_lock:

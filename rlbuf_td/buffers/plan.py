@@ -1,9 +1,8 @@
-"""The short path: ``sample`` and ``update_tensordict_priority`` in one compiled call each.
+"""Fast sampling and priority updates: one compiled call each.
 
-A plan exists while storage, sampler, schema and batch size are fixed: it holds the addresses and the kernel for a
-call. Each call first checks, with a few comparisons, that nothing has changed since the plan was made. From the same
-generator state, a plan gives the same batches and priorities as the general path. If something has changed, or an
-argument is unusual, the plan returns None: the buffer takes the general path, and makes a new plan.
+A plan holds the memory addresses and the kernels for one storage, sampler, schema and batch size. From the same random
+generator state, a plan gives the same batches and priorities as the general path (see :mod:`rlbuf_td.buffers`). A plan
+whose buffer has changed returns None: the buffer then takes the general path, and makes a new plan.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ _CPU = torch.device("cpu")
 
 
 class Blank(NamedTuple):
-    """A batch whose memory is not yet filled."""
+    """A batch of uninitialised tensors."""
 
-    slot: int  # address of the memory that holds the addresses of the batch's tensors
+    slot: int  # address of an array with the addresses of the tensors
     tensors: list[Tensor]
     batch: TensorDict
     report: dict[str, Tensor]
 
 
 class Planned(ABC):
-    """Abstract base of the plans that sample plain rows on the CPU; a subclass allocates the batches."""
+    """Abstract base of all plans for sampling rows in host memory; subclasses allocate the batches."""
 
     gather: Gather
     _blanks: list[Any]
 
     def blank(self) -> Any:
-        """Return fresh memory for a batch, with a separate tensor per leaf."""
+        """Return a batch of uninitialised tensors, one per leaf."""
         if not self._blanks:
             with torch.inference_mode(False):  # a batch may outlive inference mode
                 self._blanks = self.make_blanks()
@@ -55,30 +54,26 @@ class Planned(ABC):
 
     @abstractmethod
     def make_blanks(self) -> list[Any]:
-        """Return uninitialised batches, one for each slot of :attr:`gather`."""
+        """Return uninitialised batches, one for each address array of :attr:`gather`."""
 
     @abstractmethod
     def sample(self) -> Blank | None:
-        """Return a batch, or None to use the general path; the caller holds the buffer's locks."""
+        """Return a batch, or None if the general path must sample; the caller holds the buffer's locks."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Update priorities from TD errors; return the number of stale rows, or None for the general path."""
+        """Update priorities; return the number of rows replaced since the draw, or None to use the general path."""
         return None
 
 
 class Plan(Planned):
-    """Abstract base of the plans that draw rows; a subclass defines their distribution.
+    """Abstract base of the plans that draw rows; subclasses define the distribution of the rows.
 
-    Args:
-        storage: its rows are ``[T]`` or ``[T, E]``.
-        sampler: draws the rows.
-        size: B, rows per batch.
-        gathers: ``True``: a batch holds the leaves, index and report of the rows; ``False``: only index and report.
+    With ``gathers=False``, a batch has only the index of its rows and the sampler's report.
     """
 
     reports: tuple[tuple[str, torch.dtype], ...] = ()  # the sampler's report: the name and dtype of each entry
-    table = 0  # address of the priorities' address array
-    kept: tuple[Any, ...] = ()  # objects whose memory the kernel also reads
+    table = 0  # address of an array with the addresses of the priorities
+    kept: tuple[Any, ...] = ()  # objects that are kept alive because the kernel reads their memory
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.storage, self.sampler, self.size, self.kernels = storage, sampler, size, loops("batch.cpu")
@@ -98,7 +93,7 @@ class Plan(Planned):
         self.gathers, self._blanks = gathers, []
 
     def holds(self) -> bool:
-        """Whether the parts are unchanged since the plan was made."""
+        """Whether storage and sampler are unchanged since the plan was made."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator
 
     def make_blanks(self) -> list[Blank]:
@@ -120,14 +115,13 @@ class Plan(Planned):
 
     @abstractmethod
     def draw(self, written: int, slot: int) -> bool:
-        """Draw from the first ``written`` rows into the batch at ``slot``; return False to use the general path."""
+        """Draw a batch from the first ``written`` rows; return False if the general path must draw."""
 
 
 class UniformPlan(Plan):
     """Draws every row with equal probability, with replacement."""
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; also checks ``unique``, which may be set at any time."""
         return self.storage.rows is self.rows and self.sampler._rng is self.generator and not self.sampler.unique
 
     def draw(self, written: int, slot: int) -> bool:
@@ -136,12 +130,12 @@ class UniformPlan(Plan):
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
-        """Draw rows into ``flat``, the first places of the scratch memory."""
+        """Draw positions of rows into ``flat``, ``[n]`` int64."""
         flat.random_(0, written, generator=self.generator)
 
 
 class RecencyPlan(Plan):
-    """Draws rows by age."""
+    """Draws newer rows more often."""
 
     def draw(self, written: int, slot: int) -> bool:
         sampler, steps = self.sampler, written // (self.lanes or 1)
@@ -151,16 +145,15 @@ class RecencyPlan(Plan):
         return True
 
     def draw_part(self, written: int, flat: Tensor) -> None:
-        """As :meth:`UniformPlan.draw_part`."""
         flat.copy_(self.sampler.draw(self.storage, flat.shape[0])[0])
 
 
 class MinibatchPlan(Plan):
-    """Draws the next rows of an epoch; if its last batch is shorter, that batch uses the general path."""
+    """Draws the next rows of an epoch; a short last batch takes the general path."""
 
     def __init__(self, storage: PackedStorage, sampler: MinibatchSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
-        self.drawn = self.gather.record["flat"]  # the kernel reads the rows from the epoch's order, without a copy
+        self.drawn = self.gather.record["flat"]  # the address at which the kernel reads the epoch's order
 
     def draw(self, written: int, slot: int) -> bool:
         if written - self.sampler._position < self.size:
@@ -172,12 +165,12 @@ class MinibatchPlan(Plan):
 
 
 class PrioritizedPlan(Plan, ABC):
-    """Abstract base of the plans that draw by priority; a subclass chooses the kernels."""
+    """Abstract base of the plans that draw by priority; subclasses choose the kernels."""
 
     reports = (("priority_weight", torch.float32), (SAMPLED_AT, torch.int64))
     draws: Any  # the kernel that draws
     assigns: Any  # the kernel that updates priorities
-    fixed: tuple[float, ...] = ()
+    fixed: tuple[float, ...] = ()  # further arguments of ``draws``
 
     def __init__(self, storage: PackedStorage, sampler: Any, size: int, gathers: bool = True) -> None:
         self.settings, self.clock = sampler.settings.values, storage.clock.numbers.values
@@ -194,7 +187,7 @@ class PrioritizedPlan(Plan, ABC):
             return self.draws(self.gather.address, slot, *self.fixed, *law, self.clock[NOW])
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """See :meth:`Planned.update`; needs a whole sampled batch with one float32 TD error per row."""
+        """See :meth:`Planned.update`; the batch must have its sampled size, and one float32 TD error per row."""
         if type(batch) is not TensorDict or type(priority_key) is not str or batch.batch_size != self.batch_size:
             return None
         entries = entries_of(batch)
@@ -233,8 +226,7 @@ class ProportionalPlan(PrioritizedPlan):
         self.draws, self.assigns = self.kernels.sample_proportional, self.kernels.update_proportional
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; a load or sharing replaces the tree's memory, and a new alpha changes its weights."""
-        return (
+        return (  # a load or sharing replaces the memory of the sum tree, and a new alpha changes its weights
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
             and self.law.table.addresses is self.priorities
@@ -246,7 +238,7 @@ class ProportionalPlan(PrioritizedPlan):
 
 
 class RankPlan(PrioritizedPlan):
-    """Draws rows by rank."""
+    """Draws rows by the rank of their priorities."""
 
     def __init__(self, storage: PackedStorage, sampler: RankSampler, size: int, gathers: bool = True) -> None:
         super().__init__(storage, sampler, size, gathers)
@@ -255,8 +247,7 @@ class RankPlan(PrioritizedPlan):
         self.fixed = self.ranks.head.data_ptr(), self.ranks.alpha, self.ranks.shift
 
     def holds(self) -> bool:
-        """See :meth:`Plan.holds`; a load or sharing replaces the order's memory, and a new alpha changes the law."""
-        return (
+        return (  # a load or sharing replaces the memory of the order, and a new alpha changes the probabilities
             self.storage.rows is self.rows
             and self.sampler._rng is self.generator
             and self.law.table.addresses is self.priorities
@@ -265,7 +256,7 @@ class RankPlan(PrioritizedPlan):
 
 
 def _fits(entry: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    """Whether a kernel can read an entry of a batch by address."""
+    """Whether a kernel can read ``entry`` as contiguous host memory of this dtype."""
     return type(entry) is Tensor and entry.dtype is dtype and entry.is_cpu and entry.is_contiguous()
 
 
@@ -279,7 +270,7 @@ PLANS: dict[type, type[Plan]] = {
 
 
 def is_plain(storage: Any) -> bool:
-    """Whether kernels can read and write the rows of a storage by address."""
+    """Whether kernels can access the rows of a storage as plain host memory."""
     return (
         type(storage) is PackedStorage
         and type(storage.rows) is PlainRows
@@ -291,7 +282,7 @@ def is_plain(storage: Any) -> bool:
 
 
 def can_plan(storage: Any, sampler: Any) -> bool:
-    """Whether there is a plan for ``sampler``, which is not a wrapper, over ``storage``."""
+    """Whether a plan exists for this storage and sampler; ``sampler`` is not a wrapper."""
     return (
         type(sampler) in PLANS
         and is_plain(storage)

@@ -1,4 +1,4 @@
-"""Batches that are drawn ahead: ``prefetch=`` and ``device=`` of a ``ReplayBuffer``."""
+"""Prefetching: the ``prefetch`` and ``device`` arguments of a :class:`~rlbuf_td.ReplayBuffer`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import TensorDictReplayBuffer
 
-from rlbuf_td.buffers.parts import BufferOfParts, Parts
+from rlbuf_td.buffers.parts import Parts
 from rlbuf_td.buffers.priorities import write_priorities
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import GPU
@@ -23,51 +23,51 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT
 
 Sample: TypeAlias = tuple[TensorDictBase, dict[Any, Any]]  # a batch and the sampler's report
 
-# Transforms that take more seconds per batch than this run in threads. Handing a batch to a thread costs about half of
-# this time, because the threads share the interpreter's lock with the learner.
-_SLOW = 1e-3
+_SLOW = 1e-3  # transforms that take more seconds per batch run in threads; handing over a batch costs half of this
 
 
 class _Batch(NamedTuple):
-    """A batch drawn ahead, which a thread may still transform; if copied to a GPU, complete after ``arrived``."""
+    """A batch drawn ahead; ``sample`` is a Future if a thread transforms the batch."""
 
-    result: Future[Sample]
-    arrived: torch.cuda.Event | None
+    sample: Sample | Future[Sample]
+    arrived: torch.cuda.Event | None  # recorded after the copy to a GPU
     drawn_at: int  # the storage's write clock at the draw
-    place: Any  # the sampler's position before the draw, if it has epochs
+    place: Any  # the epoch position of the sampler before the draw, if it has epochs
+
+    def result(self) -> Sample:
+        return self.sample.result() if isinstance(self.sample, Future) else self.sample
 
 
 class Prefetcher:
-    """Draws batches of a buffer ``ahead`` batches before they are requested.
+    """Draws ``ahead`` batches of a buffer before they are requested.
 
-    Batches are drawn by the requesting thread, so that equal seeds give equal batches. Without ``device``, transforms
-    run ahead, in threads if they are slow. With ``device``, batches in host memory are copied to the device: each leaf
-    by an asynchronous copy from page-locked memory, on a separate stream. Transforms run on the device when a batch is
-    taken, and TD errors are copied back in the same way. If ``device`` is the CPU, there are no copies and no stream.
+    The requesting thread draws the batches, so that equal seeds give equal batches. Without ``device``, transforms run
+    ahead, in threads if they are slow. With a CUDA ``device``, batches are copied from page-locked memory on a separate
+    stream, and transforms run on the device when a batch is taken. TD errors are copied back asynchronously.
 
-    Batches drawn ahead are drawn again after a change of sampler, storage, generator or transform, and after a load.
-    The same happens when the buffer is emptied, when epochs restart (as with a new rollout), and when the whole ring
-    has been rewritten. The buffer's locks are held during a draw, but not during a wait for a thread or a copy.
+    A batch drawn ahead is dropped after a change of sampler, storage, generator or transform, after a load, and when
+    the buffer is emptied, epochs restart (with a new rollout, for example), or all rows have been rewritten. The
+    buffer's locks are held during a draw, but not while waiting for a thread or a copy.
     """
 
-    def __init__(self, buffer: BufferOfParts, device: torch.device | None, ahead: int) -> None:
+    def __init__(self, buffer: Any, device: torch.device | None, ahead: int) -> None:
         if ahead < 0:
             raise ValueError(f"prefetch must be at least 0, got {ahead}")
         self.device, self.ahead = device, ahead
         self._buffer = buffer
         self._batches: deque[_Batch] = deque()
-        #: Queued updates, each with the event after which its TD errors are on the host.
+        #: Queued priority updates, each with the event after which its TD errors are on the host.
         self._errors: deque[tuple[Any, torch.cuda.Event | None]] = deque()
         self._drawn_from: tuple[Any, ...] = ()
         self._seconds, self._is_slow = 0.0, False  # duration of the last transforms; whether the last two were slow
         self._stream: torch.cuda.Stream | None = None  # created with the first copy, so that unpickling needs no GPU
 
     def __reduce__(self) -> Any:
-        """Pickle the settings only; the buffer saves the batches drawn ahead."""
+        """Pickle the settings only, because the buffer saves the batches drawn ahead."""
         return type(self), (self._buffer, self.device, self.ahead)
 
     def copies_from(self, storage: Any) -> bool:
-        """Whether batches are moved to ``device``: not if it is None, or the GPU that holds the rows."""
+        """Whether batches must be moved to ``device``: not if it is None, or the GPU that holds the rows."""
         if self.device is None:
             return False
         rows = device_of(storage)
@@ -75,7 +75,7 @@ class Prefetcher:
         return self.device.type == "cpu" or not is_there
 
     def refuse_other_parts(self, parts: Parts) -> None:
-        """Refuse parts whose batches cannot be copied to the device (TypeError)."""
+        """Raise a TypeError if batches of this storage and sampler cannot be copied to the device."""
         if self.copies_from(parts.storage) and not (parts.draws and device_of(parts.storage).type == "cpu"):
             raise TypeError(
                 "device= needs a PackedStorage on the CPU and a sampler of this package or one with draw(), got "
@@ -83,13 +83,8 @@ class Prefetcher:
                 f"(and no collate_fn, sample unit or tracked generations){GPU}"
             )
 
-    # -- batches
-
     def take(self, batch_size: int, prefetch: bool) -> Sample:
-        """Return a batch in fresh memory, and the sampler's report.
-
-        With ``prefetch``, draw until ``ahead + 1`` batches are there, and return the oldest; else draw one now.
-        """
+        """Return a batch in fresh memory, and the sampler's report; without ``prefetch``, draw the batch now."""
         with self._buffer._futures_lock:
             self._drop_outdated()
             if not prefetch:
@@ -105,7 +100,7 @@ class Prefetcher:
             return bool(self._batches)
 
     def drop(self) -> None:
-        """Make the next draw drop the batches drawn ahead."""
+        """Invalidate the batches drawn ahead."""
         self._drawn_from = ()
 
     def _drop_outdated(self) -> None:
@@ -128,19 +123,15 @@ class Prefetcher:
             batch, report = buffer._draw(batch_size)
             self._drop_outdated()  # a draw may start new epochs
         if device is None:
-            return _Batch(self._transform(batch, report), None, drawn_at, place)
+            work = partial(self._timed, batch, report)
+            return _Batch(buffer._prefetch_executor.submit(work) if self._is_slow else work(), None, drawn_at, place)
         if device.type != "cuda":
-            return _Batch(_finished((batch.to(device), report)), None, drawn_at, place)
+            return _Batch((batch.to(device), report), None, drawn_at, place)
         self._stream = self._stream or torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             # torch reuses freed page-locked memory only after the copy from it is complete.
             there: Any = batch.apply(partial(_sent, device=self._stream.device), device=self._stream.device)
-            return _Batch(_finished((there, report)), self._stream.record_event(), drawn_at, place)
-
-    def _transform(self, batch: TensorDictBase, report: dict[Any, Any]) -> Future[Sample]:
-        if self._is_slow:
-            return self._buffer._prefetch_executor.submit(self._timed, batch, report)
-        return _finished(self._timed(batch, report))
+            return _Batch((there, report), self._stream.record_event(), drawn_at, place)
 
     def _timed(self, batch: TensorDictBase, report: dict[Any, Any]) -> Sample:
         start = perf_counter()
@@ -150,8 +141,8 @@ class Prefetcher:
         return sample
 
     def receive(self, sent: _Batch) -> Sample:
-        """Wait for a batch; with ``device``, hand its memory to the current stream and transform it."""
-        batch, report = sent.result.result()
+        """Wait for a batch; with ``device``, transform it on the current stream."""
+        batch, report = sent.result()
         if self.device is None:
             return batch, report
         if sent.arrived is not None:
@@ -165,15 +156,12 @@ class Prefetcher:
                 report["index"] = report["index"].unbind(-1)
         return self._buffer._finish(batch, report)
 
-    # -- priorities
-
     def return_errors(
         self, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
     ) -> bool:
-        """Queue TD errors that are on the device and return True; if they are elsewhere, return False.
+        """Queue a priority update if its TD errors are on the device; return whether it was queued.
 
-        Then write queued updates: all but the last ``ahead`` if the result is True, all if it is False. Raises as
-        :meth:`flush`.
+        Then apply the oldest queued updates: all but ``ahead`` of them, or all if this update was not queued.
         """
         with self._buffer._futures_lock:
             is_queued = self.device is not None and index.device.type == self.device.type
@@ -186,11 +174,7 @@ class Prefetcher:
         return is_queued
 
     def flush(self, left: int = 0) -> None:
-        """Wait for queued TD errors and write their priorities, oldest first; the last ``left`` updates stay queued.
-
-        Raises:
-            ValueError: a TD error is NaN or infinite; its update is skipped.
-        """
+        """Apply queued priority updates, oldest first, until ``left`` updates remain."""
         with self._buffer._futures_lock:
             while len(self._errors) > left:
                 update, arrived = self._errors.popleft()
@@ -201,9 +185,9 @@ class Prefetcher:
     # -- state; the caller holds the buffer's ``_futures_lock``
 
     def settle(self) -> list[Sample]:
-        """Write all queued priorities, and return the batches drawn ahead; with ``device``, drop them instead.
+        """Apply all queued priority updates; return the batches drawn ahead, or drop them if ``device`` is set.
 
-        A sampler with epochs returns to the position before the dropped batches, and draws their rows again.
+        A sampler with epochs draws the rows of dropped batches again.
         """
         self.flush()
         self._drop_outdated()
@@ -211,17 +195,17 @@ class Prefetcher:
             if self._batches and self._batches[0].place is not None:
                 self._buffer.sampler.rewind(self._batches[0].place)
             self._batches.clear()
-        return [batch.result.result() for batch in self._batches]
+        return [batch.result() for batch in self._batches]
 
     def restore(self, samples: Iterable[Sample]) -> None:
         self.drop()
         self._drop_outdated()
         now = self._buffer.storage.clock.now
-        self._batches.extend(_Batch(_finished(sample), None, now, None) for sample in samples)
+        self._batches.extend(_Batch(sample, None, now, None) for sample in samples)
 
 
 def restamped(samples: Iterable[Sample], parts: Parts, sign: int) -> tuple[Sample, ...]:
-    """Make ``sampled_at`` relative to the write clock, to be saved (``sign=-1``), or absolute again (``sign=1``)."""
+    """Make ``sampled_at`` relative to the write clock for saving (``sign=-1``), or absolute again (``sign=1``)."""
     if not parts.is_stamped:
         return tuple(samples)
     return tuple(_restamped(*sample, sign * parts.storage.clock.now) for sample in samples)
@@ -232,18 +216,12 @@ def _restamped(batch: TensorDictBase, report: dict[Any, Any], by: int) -> Sample
     return batch.copy().set(SAMPLED_AT, report[SAMPLED_AT]) if SAMPLED_AT in batch.keys() else batch, report
 
 
-def _finished(sample: Sample) -> Future[Sample]:
-    future: Future[Sample] = Future()
-    future.set_result(sample)
-    return future
-
-
 def _sent(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(leaf, pin_memory=True).copy_(leaf).to(device, non_blocking=True)
 
 
 def iterate(rb: Any) -> Iterator[TensorDictBase]:
-    """Yield batches until the sampler is exhausted (at the end of its epochs, for example)."""
+    """Yield batches until the sampler has run out of rows (at the end of its epochs, for example)."""
     ahead = rb._prefetcher
     if ahead is None or not rb._initialize().draws or rb._batch_size is None:
         yield from TensorDictReplayBuffer.__iter__(rb)
@@ -255,7 +233,7 @@ def iterate(rb: Any) -> Iterator[TensorDictBase]:
 
 
 def synchronize(rb: Any) -> None:
-    """Wait for asynchronous updates, and for TD errors in transit from a device."""
+    """Wait for asynchronous writes and priority updates."""
     TensorDictReplayBuffer.synchronize(rb)
     if rb._prefetcher is not None:
         rb._prefetcher.flush()
@@ -263,7 +241,7 @@ def synchronize(rb: Any) -> None:
 
 @contextmanager
 def capture_prefetched(rb: Any, *, clone_queue: bool = True) -> Iterator[dict[str, Any]]:
-    """Suspend draws in a ``with`` block, and yield the state to save, with the batches drawn ahead."""
+    """Suspend sampling in a ``with`` block, and yield the state to save, which contains the batches drawn ahead."""
     with rb._futures_lock:
         ahead = [] if rb._prefetcher is None or not rb._parts.draws else rb._prefetcher.settle()
         with TensorDictReplayBuffer._capture_prefetch_state(rb, clone_queue=clone_queue) as state:
@@ -279,7 +257,7 @@ def clear_prefetched(rb: Any) -> None:
 
 
 def validate_prefetched(rb: Any, prefetch_state: Any) -> None:
-    """Refuse saved batches that do not fit the buffer, as TorchRL does."""
+    """Raise TorchRL's error if saved batches do not fit the buffer."""
     if rb._prefetcher is not None and isinstance(prefetch_state, dict) and not rb._prefetch:
         prefetch_state = prefetch_state | {"queue": ()}  # saved without ``device``: batches are drawn again
     TensorDictReplayBuffer._validate_prefetch_state(rb, prefetch_state)

@@ -1,4 +1,4 @@
-"""Updates of priorities from TD errors: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` that update priorities from TD errors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from rlbuf_td.storages.write_clock import SAMPLED_AT, skip_stale
 
 
 def update_priority(rb: Any, index: Any, priority: Any) -> None:
-    """Set the priorities of rows from TD errors, also of rows that have been replaced since they were sampled.
+    """Set the priorities of rows from the magnitudes of TD errors, even if the rows were replaced after sampling.
 
     Args:
-        index: flat rows, or the index that :meth:`extend` and :meth:`sample` return: a tuple of coordinates, or
-            ``[..., ndim]``.
-        priority: one TD error per row, in the order of ``index``, or one for all. Its magnitude counts.
+        index: positions of rows, or the index that :meth:`extend` or :meth:`sample` returns.
+        priority: one TD error per row, in the order of ``index``, or one TD error for all rows.
 
     Raises:
-        ValueError: wrong number of TD errors, or a TD error is NaN or infinite; all priorities are unchanged.
+        ValueError: the number of TD errors is wrong, or one is NaN or infinite; all priorities are unchanged.
         IndexError: a row is out of range; all priorities are unchanged.
 
-        On CUDA, rows that are out of range, or whose TD error is NaN or infinite, are skipped instead.
+        On CUDA, rows that are out of range, or have a NaN or infinite TD error, are skipped instead.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None:
@@ -42,11 +41,10 @@ def update_priority(rb: Any, index: Any, priority: Any) -> None:
 
 
 def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
-    """Set the priorities of the rows of a batch from its TD errors; does nothing for a sampler without priorities.
+    """Set the priorities of the rows of a batch from its TD errors; without a prioritized sampler, do nothing.
 
-    Rows that have been replaced since the batch was sampled keep their priority, and are counted in :meth:`health`.
-    This also works after prefetching, slicing, a move to a device, and writes by other processes. If the batch has no
-    entry ``"sampled_at"``, all rows are updated, as by :meth:`update_priority`.
+    Rows that have been replaced since the batch was sampled keep their priorities, and :meth:`health` counts them. A
+    batch without the entry ``"sampled_at"`` updates all its rows.
 
     Args:
         data: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"`` and with TD errors at
@@ -54,7 +52,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 
     Raises:
         KeyError: the batch has no TD errors, or no index.
-        ValueError: a TD error is NaN or infinite (on CUDA, its row is skipped instead); all priorities are unchanged.
+        ValueError: a TD error is NaN or infinite; all priorities are unchanged. On CUDA, its row is skipped instead.
     """
     parts = rb._parts or rb._initialize()
     if parts.prioritized is None or parts.has_units:
@@ -76,7 +74,7 @@ def update_tensordict_priority(rb: Any, data: TensorDictBase) -> None:
 def write_priorities(
     rb: Any, index: torch.Tensor, td_error: torch.Tensor, sampled_at: torch.Tensor | None, dims: int
 ) -> None:
-    """Update the priorities of rows that were not replaced since ``sampled_at``; ``dims``: batch dims of the batch."""
+    """Update priorities of rows that were not replaced since ``sampled_at``; ``dims``: the ``ndim`` of the batch."""
     stale: int | torch.Tensor = 0
     with rb._parts.storage.lock if rb._parts.is_packed else rb._locked():
         parts = rb._parts
@@ -89,11 +87,7 @@ def write_priorities(
 
 
 def errors_of(parts: Parts, data: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of the rows whose priorities a batch updates, and one TD error for each.
-
-    Raises:
-        KeyError: the batch has no TD errors, or no index.
-    """
+    """Return the index of the rows whose priorities a batch updates, and one TD error for each row."""
     entries, sampler = entries_of(data), parts.prioritized
     td_error = entries.get(key) if type(key) is str else data.get(key, None)
     index = entries.get("index")

@@ -1,4 +1,4 @@
-"""The replay buffer with the keywords of TorchRL's prioritized buffers."""
+"""A replay buffer with the keywords of TorchRL's prioritized buffers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
         beta: exponent of the importance weights, at least 0.
         eps: added to the magnitude of each TD error, default 1e-8.
-        reduction: how several TD errors of a row are reduced to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        reduction: reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
         storage: a storage, or a function that creates one; default ``PackedStorage(1_000)``.
-        sync: must be ``True``: every write updates priorities. Processes share a buffer by :meth:`share`.
-        sampler_device: must be ``None``: priorities are on the device of the rows.
-        **kwargs: as for :class:`ReplayBuffer`.
+        sync: must be ``True``, because every write updates priorities.
+        sampler_device: must be ``None``, because priorities are on the device of the rows.
+        **kwargs: keywords of :class:`ReplayBuffer`.
 
     Raises:
         NotImplementedError: ``sync`` is ``False``, or a ``sampler_device`` is given.
 
-    Cost: as for :class:`ReplayBuffer` and :class:`ProportionalSampler`.
+    Cost: that of :class:`ReplayBuffer` and :class:`ProportionalSampler`.
 
     Example:
         >>> rb = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=PackedStorage(100), batch_size=8)

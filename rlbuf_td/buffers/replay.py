@@ -1,10 +1,11 @@
-"""The replay buffer, which combines storage, sampler and writer, with a short path through them."""
+"""The replay buffer, which combines a storage, a sampler and a writer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from threading import RLock
 from typing import Any
 
@@ -33,44 +34,39 @@ from rlbuf_td.writers.common import next_step
 
 
 class ReplayBuffer(TensorDictReplayBuffer):
-    """Stores transitions and draws batches: TorchRL's ``TensorDictReplayBuffer``, faster with this package's parts.
+    """A replay buffer for TorchRL: stores transitions and samples batches.
 
-    Takes every keyword of ``TensorDictReplayBuffer`` except ``checkpointer``. The short path draws rows, gathers them
-    from a :class:`PackedStorage`, and wraps them in a TensorDict; it needs a sampler of this package or one with a
-    ``draw`` method. With TorchRL's own samplers, ``collate_fn``, ``sample_unit`` or generation tracking, the buffer
-    takes TorchRL's general path. Equal generator states give equal batches on both paths.
+    Takes the keywords of TorchRL's ``TensorDictReplayBuffer``, except ``checkpointer``. Sampling is fast with a
+    :class:`PackedStorage` and a sampler of this package, or another sampler with a ``draw`` method. With TorchRL's
+    storages or samplers, ``collate_fn``, ``sample_unit`` or generation tracking, TorchRL's own code draws the batches.
 
     Args:
-        storage: default ``PackedStorage(1_000)``. If it holds rows, a new :class:`RingWriter` continues after them.
-        sampler: default :class:`UniformSampler`.
-        writer: default :class:`RingWriter`.
+        storage: keeps the transitions, default ``PackedStorage(1_000)``. New rows are written after existing ones.
+        sampler: chooses the rows of a batch, default :class:`UniformSampler`.
+        writer: chooses where new transitions are stored, default :class:`RingWriter`.
         priority_key: the key of TD errors in a batch, default ``"td_error"``.
-        stats: an :class:`EpisodeStats` that receives every write, before any transform.
-        count_replays: count how often each row is drawn, for :meth:`health`. Costs 4 bytes per row, a few us per batch.
-        include_info: ``False``: batches omit the sampler's report (index, weights ...), which
-            ``sample(return_info=True)`` returns.
-        device: the device of batches, for rows in host memory. Leaves are copied asynchronously, and transforms
-            run on the device. With ``prefetch=k``, k batches are drawn and copied ahead, and priorities are updated up
-            to k updates late, while their TD errors are copied to the host. With ``prefetch=0``, results equal those of
-            a buffer without ``device``. Saving waits for the TD errors and drops the batches drawn ahead.
-        prefetch: k, the number of batches that are drawn and transformed ahead; slow transforms (over 1 ms) run in
-            threads. Equal seeds give equal batches, except for random transforms in threads. Without transforms,
-            batches are drawn on request, which costs less than a thread. Batches drawn ahead are dropped after
-            :meth:`empty`, a load, a new rollout or a change of parts. TorchRL's samplers draw in TorchRL's threads:
-            equal seeds may then give other batches.
-        samples_per_insert: rows sampled per row written. A write that would deviate too far waits; a batch waits with
-            ``wait=True``, else :meth:`sample` raises an error. All calls then take the general path.
-        min_size: rows that must be written before the first batch.
-        tolerance: allowed deviation from this ratio, in sampled rows; see
-            :class:`~rlbuf_td.buffers.flow.FlowControl`.
-        **kwargs: as in TorchRL: ``batch_size``, ``transform``, ``pin_memory``, ``generator``, ``dim_extend``,
-            ``sample_unit``, ``collate_fn``, ``shared`` ...
+        stats: an :class:`EpisodeStats` that records every write, before any transform.
+        count_replays: count how often each row is sampled, for :meth:`health`. Costs 4 bytes per row.
+        include_info: whether batches contain the sampler's report (index, weights, ...), default ``True``.
+        device: the device of batches, for rows in host memory; transforms run on this device. With ``prefetch=k``, k
+            batches are copied ahead asynchronously, and priorities are updated up to k updates late. Saving the buffer
+            applies pending updates, and drops the batches copied ahead.
+        prefetch: k, the number of batches that are drawn and transformed ahead. Transforms that take more than 1 ms run
+            in threads. Without transforms, batches are drawn on request, because a thread would cost more time. Equal
+            seeds give equal batches, except with random transforms in threads, or with TorchRL's samplers.
+            :meth:`empty`, a load, or a change of storage, sampler or transform drops the batches drawn ahead.
+        samples_per_insert: target ratio of sampled rows to written rows. A write that would deviate by more than
+            ``tolerance`` waits. Such a batch waits with ``wait=True``; otherwise, it raises a RuntimeError.
+        min_size: number of rows that must be written before the first batch.
+        tolerance: largest deviation, in sampled rows; see :class:`~rlbuf_td.buffers.flow.FlowControl`.
+        **kwargs: other keywords of ``TensorDictReplayBuffer``: ``batch_size``, ``transform``, ``pin_memory``,
+            ``generator``, ``dim_extend``, ``sample_unit``, ``collate_fn``, ``shared``, ...
 
-    Differs from TorchRL: transforms see the sampler's report (index, importance weights ...) in the batch, and cannot
-    drop it. If a row has several TD errors, the buffer reduces magnitudes, not signed errors, to one. A priority
-    update from a batch without TD errors raises a KeyError instead of giving its rows the default priority.
+    Differs from TorchRL: transforms see the sampler's report in the batch, and cannot remove it. If a row has
+    several TD errors, their magnitudes are reduced to one, instead of the signed errors. Updating priorities from a
+    batch without TD errors raises a KeyError; TorchRL would set the default priority.
 
-    Cost: that of its parts; ``python -m rlbuf_td bench`` measures them.
+    Cost: that of the storage, sampler and writer; ``python -m rlbuf_td bench`` measures them.
 
     Example:
         >>> from tensordict import TensorDict
@@ -164,8 +160,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
     _repr_html_ = html_of
     __repr__ = abilities.describe
 
-    # -- parts
-
     def _init(self) -> None:
         super()._init()
         self._connect()
@@ -177,7 +171,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
             self.share()
 
     def _initialize(self) -> Parts:
-        """Initialize the buffer, if this was delayed, and return its parts."""
+        """Initialize the buffer, if this has not happened yet; return its components."""
         if not self._initialized:
             self._init()
         return self._parts or self._connect()
@@ -187,7 +181,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         super()._get_collate_fn(collate_fn)
 
     def _connect(self, *, default_priorities: bool = False) -> Parts:
-        """Rebuild the parts after one was replaced or loaded; optionally give rows without priority the default one."""
+        """Update ``_parts`` after a change; optionally give the default priority to rows that have none."""
         self._plan = self._write_plan = self._rows_without_plan = None
         transforms, has_units = getattr(self._transform, "transforms", ()), self._sample_unit is not None
         parts = Parts.of(self._storage, self._sampler, self._writer, transforms, has_units, self._has_collate_fn)
@@ -199,8 +193,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         self.replay_count = attached_or_new(parts.storage, ReplayCount) if self._count_replays else None
         return parts
 
-    # -- sampling
-
     def sample(
         self,
         batch_size: int | None = None,
@@ -210,20 +202,19 @@ class ReplayBuffer(TensorDictReplayBuffer):
         wait: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Return a batch in fresh memory; see TorchRL's ``TensorDictReplayBuffer.sample``.
-
-        A batch is ``[B]``, without a lane dim. On the CPU, ``batch.numpy()`` is a nested dict of NumPy arrays.
+        """Return a batch ``[B]`` in fresh memory, as a TensorDict; ``batch.numpy()`` returns a dict of NumPy arrays.
 
         Args:
-            batch_size: default: the buffer's.
-            return_info: return ``(batch, info)``, with the sampler's report.
-            include_info: ``False`` omits the report from the batch (deprecated in TorchRL).
-            wait: wait until there are rows, and until flow control admits the batch.
-            timeout: seconds to wait at most, then TimeoutError; ``None``: forever.
+            batch_size: B, default: the ``batch_size`` of the buffer.
+            return_info: return ``(batch, info)``, where ``info`` is the sampler's report.
+            include_info: whether the batch contains the sampler's report, default: the setting of the buffer.
+            wait: wait until the buffer has rows and flow control admits the batch.
+            timeout: longest wait in seconds; ``None`` waits forever.
 
         Raises:
-            RuntimeError: there is no batch size; or, without ``wait``, the buffer is empty or flow control does not
-                admit the batch.
+            RuntimeError: no batch size is given. Without ``wait``: the buffer is empty, or flow control does not admit
+                the batch.
+            TimeoutError: the wait took longer than ``timeout``.
         """
         include_info = self._include_info if include_info is None else include_info
         plan = self._plan
@@ -238,7 +229,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_unplanned(batch_size, return_info, include_info)
 
     def _sample_unplanned(self, batch_size: int | None, return_info: bool, include_info: bool) -> Any:
-        """Sample without a plan, and make one for the next call."""
+        """Sample on the general path, and make a plan for the next call."""
         if not (self._parts or self._initialize()).draws:
             generally = super().sample if include_info else super(TensorDictReplayBuffer, self).sample
             return generally(batch_size, return_info)
@@ -256,11 +247,11 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether batches are used as drawn: not transformed, not page-locked, not copied to a device."""
+        """Whether batches are returned as drawn: not transformed, not page-locked, not copied to a device."""
         return not (len(self._parts.transforms) or self._pin_memory or self._service_shutdown or self._copies_batches)
 
     def _sample_by(self, plan: Planned) -> Sample | None:
-        """Return a batch from the plan, or None if the plan is outdated."""
+        """Return a batch that the plan draws, or None if the plan is outdated."""
         parts = self._parts
         with parts.storage.lock:
             drawn = plan.sample() if self._plan is plan else None
@@ -288,7 +279,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._sample_generally(batch_size) if drawn is None else self._finish(*drawn)
 
     def _draw(self, batch_size: int) -> Sample | None:
-        """Return a batch before its transforms, and the report; or None to use TorchRL's general path."""
+        """Return an untransformed batch and the sampler's report, or None if TorchRL's code must draw."""
         storage, plan = self._storage, self._plan
         planned = self._sample_by(plan) if plan is not None and batch_size == self._batch_size else None
         if planned is not None and storage.ndim > 1:
@@ -305,7 +296,6 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return self._assemble(flat, info, batch), info
 
     def _finish(self, batch: Any, info: dict[Any, Any]) -> Sample:
-        """Transform a batch, and pin its memory if requested."""
         batch = self._transformed(batch, info)
         if self._pin_memory and batch.device is not None and batch.device.type == "cpu":
             batch = batch.pin_memory()
@@ -327,13 +317,13 @@ class ReplayBuffer(TensorDictReplayBuffer):
         return batch
 
     def _note_draw(self, index: Any, info: dict[str, Any]) -> None:
-        """Record the rows, weights and time of a batch for :meth:`health`."""
+        """Record the rows and weights of a batch, and the write position, for :meth:`health`."""
         self.last_draw = index, info.get("priority_weight"), getattr(self._writer, "_cursor", 0)
         if self.replay_count is not None:
             self.replay_count.count_(index)
 
     def _transformed(self, batch: TensorDictBase, report: Iterable[NestedKey] = ()) -> TensorDictBase:
-        """Return a transformed batch, which keeps the entries in ``report``."""
+        """Transform a batch; restore its entries ``report`` if a transform has removed them."""
         if not len(self._parts.transforms):
             return batch
         known = {key: batch.get(key) for key in report}
@@ -343,11 +333,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
             put_back_(batch, known)
         return batch
 
-    # -- locks
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the locks that order writes, draws and updates."""
+        """Hold the locks under which writes, draws and priority updates run one at a time."""
         if not self._initialized:
             self._init()
         with self._replay_lock, self._write_lock:
@@ -355,7 +343,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @contextmanager
     def _emptied_of_prefetched(self) -> Iterator[None]:
-        """Drop the batches drawn ahead, and hold all locks."""
+        """Drop the batches drawn ahead, and hold all locks of the buffer."""
         with self._futures_lock:
             self._clear_prefetch_queue_locked()  # waits for threads that need the other locks
             with self._locked():
@@ -363,7 +351,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _replay_lock(self) -> Any:
-        """The storage's lock, which all buffers over this storage share."""
+        """The lock of the storage, shared by all buffers over it; without one, a lock of this buffer."""
         lock = getattr(self.__dict__.get("_storage"), "lock", None)
         return self._own_lock if lock is None else lock
 
@@ -373,7 +361,7 @@ class ReplayBuffer(TensorDictReplayBuffer):
 
     @property
     def _copies_batches(self) -> bool:
-        """Whether ``device`` is set, except if the rows are already on that GPU."""
+        """Whether batches must be copied to ``device``: not if it is None, or the GPU that holds the rows."""
         return self._prefetcher is not None and self._prefetcher.copies_from(self._storage)
 
     _capture_prefetch_state = prefetch.capture_prefetched
@@ -381,10 +369,9 @@ class ReplayBuffer(TensorDictReplayBuffer):
     _validate_prefetch_state = prefetch.validate_prefetched
     _restore_prefetch_queue_locked = prefetch.restore_prefetched
 
-    # -- state
-
     def __getstate__(self) -> dict[str, Any]:
-        abilities.share_if_spawning(self)
+        if get_spawning_popen() is not None and self._parts is not None and self._parts.is_packed:
+            self.share()
         state = super().__getstate__()
         state.pop("_own_lock")
         return state | {"_plan": None, "_write_plan": None}  # plans hold addresses

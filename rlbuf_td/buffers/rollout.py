@@ -1,4 +1,4 @@
-"""The on-policy buffer: write a rollout, iterate over epochs of minibatches."""
+"""The buffer for on-policy learning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _STATISTICS = "advantage_mean", "advantage_std", "value_target_mean", "value_target_std", "explained_variance"
 
-Normalization = Literal["rollout", "minibatch"]
-
 
 def _statistic(name: str, doc: str) -> property:
     return property(lambda rollout: rollout.summary()[name], doc=doc)
@@ -32,41 +30,37 @@ def _statistic(name: str, doc: str) -> property:
 class RolloutBuffer(ReplayBuffer):
     """Stores a rollout for on-policy learning, computes its advantages once, and yields epochs of minibatches.
 
-    It combines :class:`PackedStorage`, :class:`RolloutWriter` and :class:`MinibatchSampler`. ``for batch in rollout``
-    runs all epochs over the current rollout, as often as you like. A rollout is written at once or in parts; after a
-    complete one, the next write begins a new rollout. A batch holds the written entries, ``advantage``,
-    ``value_target`` and ``state_value``.
+    ``for batch in rollout`` yields all minibatches of all epochs, and can be repeated. One or several writes fill a
+    rollout; the next write begins a new rollout. Batches hold the written entries, ``advantage``, ``value_target`` and
+    ``state_value``. In TorchRL, a ``GAE`` module computes advantages before the data is written to a buffer.
 
     Args:
-        num_steps: T, steps per rollout.
-        num_envs: E, lanes; ``None``: rollouts ``[T]`` without a lane dim.
-        batch_size: rows per minibatch.
-        epochs: how often iteration yields each row, default 1.
-        gamma: discount, in [0, 1], default 0.99.
-        lmbda: decay of the trace, in [0, 1], default 0.95.
-        value_network: computes values that are not stored, see :class:`RolloutWriter`.
-        normalize_advantage: scale advantages to mean 0 and deviation 1: ``"rollout"``: once, over all rows;
-            ``"minibatch"``: over each batch; ``None``: not at all. Value targets and :meth:`summary` use unscaled
-            advantages. TorchRL's losses have this flag, too: use only one.
-        partial: allow reading an incomplete rollout, estimated as if it ended with the newest step.
+        num_steps: T, the number of time steps per rollout.
+        num_envs: E, the number of environments; ``None``: rollouts are ``[T]``, without an environment dimension.
+        batch_size: the number of rows per minibatch.
+        epochs: the number of passes over the rollout in one iteration, default 1.
+        gamma: discount factor, in [0, 1], default 0.99.
+        lmbda: the lambda of GAE, in [0, 1], default 0.95.
+        value_network: computes the state values that the data lacks, see :class:`RolloutWriter`.
+        normalize_advantage: scale advantages to mean 0 and standard deviation 1: over the whole rollout
+            (``"rollout"``), over each batch (``"minibatch"``), or not at all (``None``). Value targets and
+            :meth:`summary` use unscaled advantages. TorchRL's losses can also scale advantages; scale only once.
+        partial: allow reading an incomplete rollout; advantages are computed as if it ended with the newest step.
         shuffle: draw rows in a new random order in each epoch, default ``True``.
-        drop_last: drop a short last batch, default ``False``.
-        device: the device of batches, and of rows unless ``storing_device`` is given.
-        storing_device: the device of rows; for batches see ``device`` of :class:`ReplayBuffer`.
-        storage: replaces the default :class:`PackedStorage`; its capacity must be T * E rows.
+        drop_last: drop the last batch of an epoch if it is short, default ``False``.
+        device: the device of batches and, without ``storing_device``, of rows.
+        storing_device: the device of rows.
+        storage: replaces the :class:`PackedStorage`; its capacity must be T * E rows.
         sampler: replaces the :class:`MinibatchSampler` with ``epochs``, ``shuffle`` and ``drop_last``.
         writer: replaces the :class:`RolloutWriter` with ``gamma``, ``lmbda`` and ``value_network``.
-        **kwargs: as for :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch`` ...
+        **kwargs: keywords of :class:`ReplayBuffer`: ``transform``, ``generator``, ``prefetch``, ...
 
     Raises:
-        ValueError: an argument is out of range, or would be ignored because the part that it configures is passed
-            (``epochs`` together with ``sampler``, for example).
+        ValueError: an argument is out of range, or configures a component that is also passed (``epochs`` together with
+            ``sampler``, for example).
         TypeError: ``writer`` is not a :class:`RolloutWriter`.
 
-    Cost: a copy of the rollout, one pass for the estimates (see :class:`RolloutWriter`), a gather per minibatch.
-
-    In TorchRL, a ``GAE`` module processes the data before the buffer. Here, the buffer computes each advantage once,
-    from the values that the policy stored, and rows keep their positions in time and lane.
+    Cost: a copy of the rollout, one pass for the estimates, and a gather per minibatch.
 
     Example:
         >>> from tensordict import TensorDict
@@ -91,7 +85,7 @@ class RolloutBuffer(ReplayBuffer):
         gamma: float | None = None,
         lmbda: float | None = None,
         value_network: TensorDictModuleBase | None = None,
-        normalize_advantage: Normalization | None = None,
+        normalize_advantage: Literal["rollout", "minibatch"] | None = None,
         partial: bool = False,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
@@ -118,10 +112,9 @@ class RolloutBuffer(ReplayBuffer):
 
     @classmethod
     def from_schema(cls, schema: TensorDictBase, capacity: int, *, flat: bool = False, **kwargs: Any) -> Self:
-        """Return a buffer of ``capacity`` steps whose rows are allocated for transitions like an example.
+        """Return a rollout buffer of ``capacity`` time steps; see :meth:`ReplayBuffer.from_schema`.
 
-        ``schema``: an example of a time step, ``[]`` or ``[E]``; :func:`~rlbuf_td.envs.specs.schema_of` returns one.
-        ``flat``: rows ``[T]`` without lanes. SchemaError for several lane dims, or entries that cannot be packed.
+        Raises a SchemaError if ``schema`` has several lane dimensions, or an entry that cannot be packed.
         """
         schema = schema.flatten()[0] if flat and schema.ndim else schema
         if schema.ndim > 1:
@@ -130,20 +123,18 @@ class RolloutBuffer(ReplayBuffer):
         rollout.storage.reserve(schema)
         return rollout
 
-    # -- writing
-
     def add(self, data: TensorDictBase) -> int | torch.Tensor:
-        """Write one step, ``[E]`` (or ``[]`` without lanes), and return its index; raises as :meth:`extend`."""
+        """Write one time step ``[E]`` (or ``[]`` without lanes); return its index. See :meth:`extend` for errors."""
         self._refuse_shape("add", data, () if self.num_envs is None else (self.num_envs,))
         return super().add(data)
 
     def extend(self, tensordicts: TensorDictBase, *, update_priority: bool | None = None) -> torch.Tensor:
-        """Write ``[E, n]`` steps, as collectors return them (or ``[n]`` without lanes): a rollout or a part of it.
+        """Write n time steps ``[E, n]``, as collectors return them (or ``[n]`` without lanes); return their index.
 
-        The last step of a rollout triggers the estimates. ``update_priority`` has no effect here.
+        The last step of the rollout triggers the computation of advantages. ``update_priority`` has no effect.
 
         Raises:
-            ValueError: ``tensordicts`` has another shape, or more steps than the rollout has left; nothing has changed.
+            ValueError: the shape is wrong, or fewer than n steps are left in the rollout; nothing has changed.
             SchemaError: the data does not match the rows; nothing has changed.
         """
         shape: tuple[int | None, ...] = (None,)
@@ -162,17 +153,15 @@ class RolloutBuffer(ReplayBuffer):
             takes = f"{how} takes batch size [{names}] in a rollout of {rollout}, got {list(got)}"
             raise ValueError(takes + ROLLOUTS)
 
-    # -- reading
-
     @property
     def is_complete(self) -> bool:
-        """Whether the rollout is complete, and its advantages computed."""
+        """Whether all time steps are written."""
         return self._writer.is_complete
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield the minibatches of all epochs; after a load of a state that was saved in this loop, those that remain.
+        """Yield the minibatches of all epochs, or the remaining minibatches after loading a state saved in such a loop.
 
-        Raises RuntimeError if the rollout is not complete and ``partial`` is False, or there is no batch size.
+        Raises a RuntimeError if there is no batch size, or if the rollout is incomplete and ``partial`` is False.
         """
         self._initialize()
         sampler = self._sampler
@@ -221,25 +210,23 @@ class RolloutBuffer(ReplayBuffer):
             raise RuntimeError(f"the rollout is not complete: {written}. Write the rest first{hint}{ROLLOUTS}")
         writer.estimate()
 
-    # -- statistics
-
     @property
     def value_rows(self) -> int:
-        """Number of rows of this rollout for which the value network was called."""
+        """Number of rows of this rollout for which the value network was evaluated."""
         return self._writer.value_rows
 
-    advantage_mean = _statistic("advantage_mean", "Mean of the advantages, before normalisation.")
-    advantage_std = _statistic("advantage_std", "Population deviation of the advantages, before normalisation.")
-    value_target_mean = _statistic("value_target_mean", "Mean of the value targets, the (lambda-) returns.")
-    value_target_std = _statistic("value_target_std", "Population deviation of the value targets.")
+    advantage_mean = _statistic("advantage_mean", "Mean of the unscaled advantages.")
+    advantage_std = _statistic("advantage_std", "Standard deviation (population) of the unscaled advantages.")
+    value_target_mean = _statistic("value_target_mean", "Mean of the value targets.")
+    value_target_std = _statistic("value_target_std", "Standard deviation (population) of the value targets.")
     explained_variance = _statistic(
-        "explained_variance", "Share of the targets' variance that the values explain; NaN if the targets are constant."
+        "explained_variance", "Explained variance: 1 - Var[value_target - state_value] / Var[value_target]."
     )
 
     def summary(self) -> dict[str, float]:
-        """Return statistics of the current rollout for logging, as a flat dict; computed once per rollout.
+        """Return statistics of the current rollout as a flat dict, computed once per rollout.
 
-        Raises RuntimeError if the rollout is not complete and ``partial`` is False.
+        Raises a RuntimeError if the rollout is incomplete and ``partial`` is False.
         """
         self._require_estimates()
         revision = self._storage._mutation_revision
@@ -256,7 +243,7 @@ class RolloutBuffer(ReplayBuffer):
 
 
 def _part(name: str, given: Any, make: Any, **settings: Any) -> Any:
-    """Return the part ``given``, or a new one with the settings that are not ``None``."""
+    """Return the component ``given``, or ``make`` one with the settings that are not ``None``."""
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if given is not None and settings:
         ignored = ", ".join(map("{}=".format, settings))

@@ -1,4 +1,4 @@
-"""The shares of a mixture's members."""
+"""The fraction of a batch that each member of a :class:`~rlbuf_td.ReplayBufferMixture` provides."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BAD_NAME = re.compile(r"$|[._]|by_name$|.*[/\\]").match  # members are folders 
 
 
 class Shares(Sampler):
-    """The shares of a mixture's members, which add up to 1; each is an attribute that TorchRL's schedulers can set.
+    """The fraction of a batch that each member provides, as an attribute that TorchRL's schedulers can set.
 
-    If you set one share, the others are scaled to keep the sum; if all others are 0, they become equal.
+    The shares add up to 1: after one is set, the others are scaled. If all others are 0, they become equal.
     """
 
     by_name: dict[str, float]
@@ -29,10 +29,7 @@ class Shares(Sampler):
         total = float(sum(shares.values()))
         if any(not share >= 0 for share in shares.values()) or not 0 < total < float("inf"):
             raise ValueError(f"shares must be at least 0 and finite, one of them positive, got {dict(shares)}")
-        self._scale({name: float(share) / total for name, share in shares.items()})
-
-    def _scale(self, shares: dict[str, float]) -> None:
-        self.__dict__["by_name"] = shares
+        self.__dict__["by_name"] = {name: float(share) / total for name, share in shares.items()}
 
     def __getattr__(self, name: str) -> float:
         found = self.__dict__.get("by_name", {})
@@ -53,10 +50,10 @@ class Shares(Sampler):
             raise ValueError(f"{name} is the only member: its share must be 1, got {value}")
         even = (1 - share) / max(1, len(before) - 1)
         scaled = {other: old * (1 - share) / others if others else even for other, old in before.items()}
-        self._scale(scaled | {name: share})
+        self.__dict__["by_name"] = scaled | {name: share}
 
     def sample(self, storage: Any, batch_size: int) -> Any:
-        """Raise a NotImplementedError, because only the members draw rows."""
+        """Raise a NotImplementedError, because only the members sample rows."""
         raise NotImplementedError("the shares of a mixture cannot draw rows: sample the mixture or a member")
 
     def _empty(self) -> None:
@@ -66,10 +63,10 @@ class Shares(Sampler):
         return dict(self.by_name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore shares; ValueError if they belong to other members."""
+        """Restore shares; raise a ValueError if they belong to other members."""
         if state_dict.keys() != self.by_name.keys():
             raise ValueError(f"the saved shares belong to {', '.join(state_dict)}, these to {', '.join(self.by_name)}")
-        self._scale(Shares({name: state_dict[name] for name in self.by_name}).by_name)
+        self.__dict__["by_name"] = Shares({name: state_dict[name] for name in self.by_name}).by_name
 
     def dumps(self, path: Any) -> None:
         save_state(path, type(self).__name__, self.state_dict())

@@ -1,4 +1,4 @@
-"""Import of TorchRL buffers: a constructor of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Import of TorchRL's replay buffers."""
 
 from __future__ import annotations
 
@@ -31,34 +31,32 @@ def from_torchrl(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a buffer with the rows of a TorchRL buffer, such as those of ``torchrl.data.datasets``.
+    """Return a buffer with the rows of a TorchRL buffer (a data set of ``torchrl.data.datasets``, for example).
 
-    By default all rows are copied, oldest first and without transforms, into a :class:`PackedStorage`, 64 MiB at a
-    time: with ``scratch_dir``, the rows may exceed RAM. Their memory is reserved before the copy.
+    The rows are copied oldest first, without transforms. With ``scratch_dir``, they may exceed RAM.
 
-    LeRobot data sets (formats 2 and 3) are read by TorchRL's ``LeRobotExperienceReplay``, which needs ``torchrl[vla]``
-    but not LeRobot's own library (lerobot 0.6.1 requires torch < 2.12). Exclude their instructions, which are strings,
-    and their videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
+    TorchRL's ``LeRobotExperienceReplay`` reads LeRobot data sets (needs ``torchrl[vla]``). Exclude the instructions,
+    which are strings, and the videos: ``exclude=["language_instruction", ("observation", "image", "camera")]``.
 
     Args:
-        rb: any of TorchRL's replay buffers whose rows are TensorDicts; it is not changed.
-        capacity: in transitions; ``None``: the capacity of ``rb``, which for a data set is its number of rows.
-        copy: ``False`` uses the storage itself: no row is copied, and each buffer sees the other's writes.
-        exclude: keys to omit, such as those that hold strings.
-        trajectory_key: the key of episode numbers in ``rb`` (TorchRL's data sets use ``"episode"``). They are stored as
-            ``("collector", "traj_ids")``, unless the rows already have that entry.
-        progress: show a progress bar (needs tqdm); ``None``: only on a terminal, and for at least 1 GiB.
-        **kwargs: for a copy as for :meth:`from_schema`, with ``copy=False`` as for this class: ``sampler``,
-            ``batch_size`` (default: that of ``rb``) ...
+        rb: a replay buffer of TorchRL whose rows are TensorDicts; it is not changed.
+        capacity: the largest number of transitions, default: the capacity of ``rb``.
+        copy: ``False`` uses the storage of ``rb`` without a copy; each buffer then sees the writes of the other one.
+        exclude: keys to omit, such as the keys of strings.
+        trajectory_key: the key of episode numbers in ``rb``, which are stored as ``("collector", "traj_ids")`` unless
+            the rows already have this entry.
+        progress: show a progress bar (needs tqdm), default: on a terminal, for at least 1 GiB of data.
+        **kwargs: keywords of :meth:`from_schema`, or with ``copy=False`` of the buffer's class: ``sampler``,
+            ``batch_size`` (default: that of ``rb``), ...
 
     Raises:
         RuntimeError: ``rb`` is empty.
-        TypeError: its rows are not TensorDicts.
+        TypeError: the rows of ``rb`` are not TensorDicts.
         ValueError: ``rb`` has more rows than ``capacity``, or ``capacity`` or ``exclude`` is given with ``copy=False``.
-        SchemaError: an entry does not consist of numbers, and is not excluded. The message names it.
-        MemoryError: as from :meth:`from_minari`.
+        SchemaError: an entry does not consist of numbers, and is not excluded.
+        MemoryError: the rows are larger than RAM.
 
-    Cost: a read and a write of each row; none for ``copy=False``.
+    Cost: a read and a write of each row; none with ``copy=False``.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -94,14 +92,14 @@ def from_torchrl(
 
 
 def _restore_cursor(writer: Writer, storage: Any) -> None:
-    """Tell a full storage of TorchRL its newest time step, which TorchRL's ``loads`` restores in the writer only."""
+    """Set the write position of a full TorchRL storage, because TorchRL's ``loads`` restores only the writer's."""
     is_ring = isinstance(writer, RoundRobinWriter) and writer._write_count and storage._is_full
     if is_ring and not isinstance(storage, PackedStorage):
         storage._set_last_cursor((writer._cursor - 1) % (len(storage) // lanes_of(storage).numel()))
 
 
 def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
-    """Return the written time steps, oldest first if the writer is a ring."""
+    """Return the indices of the written time steps, oldest first if the writer is a ring."""
     if not len(storage):
         raise RuntimeError("the buffer is empty: there is nothing to import")
     if isinstance(writer, RoundRobinWriter):
@@ -110,7 +108,7 @@ def _steps(writer: Writer, storage: Storage) -> torch.Tensor:
 
 
 def _chosen(rows: Any, exclude: Sequence[NestedKey], trajectory_key: NestedKey | None) -> TensorDictBase:
-    """Return rows without excluded keys, with episode numbers under this package's key."""
+    """Return rows without the keys ``exclude``; move episode numbers to ``("collector", "traj_ids")``."""
     if not isinstance(rows, TensorDictBase):
         raise TypeError(f"from_torchrl imports rows that are TensorDicts, this buffer holds a {type(rows).__name__}")
     rows = rows.exclude("index", *exclude)

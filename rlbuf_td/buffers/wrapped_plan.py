@@ -1,6 +1,6 @@
-"""The short path of wrappers: one compiled call draws rows, a second one gathers and revises them.
+"""Fast sampling through wrappers: one compiled call draws rows, a second one gathers and revises them.
 
-The plan of the wrapped sampler draws, see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
+The plan of the wrapped sampler draws the rows, see :mod:`rlbuf_td.buffers.plan`. Nested wrappers use the general path.
 """
 
 from __future__ import annotations
@@ -37,15 +37,10 @@ _WHOLE = torch.Size([])
 
 
 class WrappedPlan(Planned):
-    """Samples plain rows on the CPU through a wrapper.
+    """Abstract base of the plans for sampler wrappers.
 
-    Args:
-        storage: its rows are ``[T]`` or ``[T, E]``.
-        wrapper: wraps a sampler that is not a wrapper.
-        size: rows per batch.
-        drawn: rows that the wrapped sampler draws for a batch.
-        more: dtype and shape of the batch's entries that follow the leaves.
-        columns: further columns, one value per leaf, that the kernel reads after the leaves' extents.
+    ``drawn``: the number of rows that the wrapped sampler draws for a batch. ``more``: dtype and shape of each batch
+    entry that is not a leaf. ``columns``: further columns of the kernel's table of leaves, with one number per leaf.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class WrappedPlan(Planned):
         self.batch_size, self._blanks = torch.Size([size]), []
 
     def make_blanks(self) -> list[tuple[Blank, Blank]]:
-        """Return uninitialised batches, each with the memory for its draw."""
+        """Return pairs of uninitialised batches: the result, and the wrapped sampler's index and report."""
         blanks = []
         for slot, drawn in zip(self.gather.slots, self.inner.make_blanks(), strict=False):
             tensors = self.gather.allocate(slot)
@@ -74,7 +69,7 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries that a batch has in addition to leaves; ``drawn``: the report of the wrapped sampler."""
+        """Return the entries that a batch has besides its leaves; ``drawn``: the report of the wrapped sampler."""
 
     def sample(self) -> Blank | None:
         inner, written = self.inner, self.storage.numbers.values[0]
@@ -89,14 +84,14 @@ class WrappedPlan(Planned):
 
     @abstractmethod
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
-        """Fill a batch from the drawn rows; ``given``: the first arguments of a kernel."""
+        """Fill a batch from the drawn rows; ``given``: the first arguments of the kernel."""
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
         return self.inner.update(batch, priority_key)
 
 
 def fresh_plan(storage: PackedStorage, wrapper: FreshRowsSampler, size: int) -> Planned:
-    """Return the wrapped sampler's plan, extended: its kernel replaces the first drawn rows by fresh ones."""
+    """Return the plan of the wrapped sampler, changed so that its kernel replaces the first rows by fresh rows."""
     plan = PLANS[type(wrapper.sampler)](storage, wrapper.sampler, size)
     wrapper.queue.follow(storage)
     plan.kept = wrapper, storage.numbers.values, storage.clock.numbers.values
@@ -127,7 +122,7 @@ class NStepPlan(WrappedPlan):
 
 
 class HindsightPlan(WrappedPlan):
-    """Gathers rows, and replaces the goals of some with the achieved goals of other rows."""
+    """Gathers rows, and replaces the goals of some rows with achieved goals of other rows."""
 
     def __init__(self, storage: PackedStorage, wrapper: HindsightSampler, size: int) -> None:
         super().__init__(storage, wrapper, size, size, [(torch.bool, _WHOLE)])
@@ -137,7 +132,7 @@ class HindsightPlan(WrappedPlan):
         self.outcome, self.reward = places[outcome_key], places[wrapper.reward_key]
 
     def report(self, tensors: list[Tensor], drawn: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {}  # added after the wrapper's functions, which only see the leaves
+        return {}  # ``revise`` adds the report, after the reward function has read the leaves
 
     def revise(self, given: tuple[Any, ...], written: int, blank: Blank) -> None:
         self.uniform.uniform_(generator=self.inner.generator)
@@ -148,7 +143,7 @@ class HindsightPlan(WrappedPlan):
 
 
 class SequencePlan(WrappedPlan):
-    """Gathers the window of each drawn row, its anchor."""
+    """Gathers the window of rows around each drawn row."""
 
     def __init__(self, storage: PackedStorage, wrapper: SequenceSampler, size: int) -> None:
         index = torch.int64, torch.Size([2] if storage.ndim > 1 else [])
@@ -167,12 +162,12 @@ class SequencePlan(WrappedPlan):
         loops("batch.wrapped_cpu").windows(*given, *self.law, self.widths, self.flags)
 
     def update(self, batch: TensorDictBase, priority_key: NestedKey) -> int | None:
-        """Return None: on the general path, the wrapper combines the TD errors of a window."""
+        """Return None, because only the general path combines the TD errors of a window."""
         return None
 
 
 def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
-    """Return a plan for these parts, or None if they need the general path."""
+    """Return a plan for this storage and sampler, or None if they need the general path."""
     wraps = type(sampler) in _PLANS
     if (
         not size
@@ -185,7 +180,7 @@ def make_plan(storage: Any, sampler: Any, size: int | None) -> Planned | None:
 
 
 def _fits(storage: Any, wrapper: Any) -> bool:
-    """Whether the kernels support the wrapper with its settings, and the keys and dtypes of the rows."""
+    """Whether the kernels support the settings of the wrapper, and the keys and dtypes of the rows."""
     if type(wrapper) is FreshRowsSampler:
         return type(wrapper.sampler) in _TAKES_FRESH
     boundaries = TrajectoryIndex.of(storage, done_key=wrapper.done_key, traj_key=wrapper.traj_key).boundaries()
@@ -198,8 +193,8 @@ def _fits(storage: Any, wrapper: Any) -> bool:
     return isinstance(boundaries, BitBoundaries)
 
 
-#: Samplers whose kernels can put fresh rows in front. Not RankSampler, whose weights need torch operations, nor
-#: MinibatchSampler, whose kernel reads the rows from the order of the epoch.
+#: Samplers whose kernels can replace the first rows by fresh rows. The weights of RankSampler need torch operations,
+#: and the kernel of MinibatchSampler reads the order of the epoch.
 _TAKES_FRESH = {ProportionalSampler, RecencySampler, UniformSampler}
 _PLANS: dict[type, Any] = {
     FreshRowsSampler: fresh_plan,

@@ -1,9 +1,8 @@
-"""The short path of writes: ``add`` and ``extend`` in one compiled call each.
+"""Fast writes: ``add`` and ``extend`` as one compiled call each.
 
-A write on the general path makes a plan for the next writes. A planned write leaves the same rows, priorities, counters
-and trajectories. It does nothing and returns None if a part has changed since the plan was made, or if the data is not
-a TensorDict of plain tensors that fit the rows. The buffer then takes the general path, which raises an error if the
-data is wrong.
+A write on the general path (see :mod:`rlbuf_td.buffers`) makes a plan for later writes with equal results. A plan
+returns None if the buffer has changed, or if the data is not a TensorDict of plain tensors that fit the rows. The
+buffer then takes the general path, which raises an error if the data is wrong.
 """
 
 from __future__ import annotations
@@ -37,14 +36,7 @@ _Numbers: TypeAlias = tuple[BitBoundaries, np.ndarray, Any]
 
 
 class WritePlan:
-    """Writes to plain rows on the CPU, ``[T]`` or ``[T, E]``.
-
-    Args:
-        buffer: the buffer. If it is prioritized, its rows have no entry at its priority key.
-        parts: the buffer's parts: a storage with allocated rows, a ring writer, any sampler.
-        sampler: the innermost sampler.
-        boundaries: :meth:`TrajectoryIndex.numbers` of the index to update; ``None``: no trajectories are tracked.
-    """
+    """Writes rows ``[T]`` or ``[T, E]`` in host memory with one compiled call; :func:`make_write_plan` creates it."""
 
     def __init__(self, buffer: Any, parts: Parts, sampler: Any, boundaries: _Numbers | None) -> None:
         self.buffer, self.storage, self.sampler = buffer, parts.storage, sampler
@@ -52,7 +44,7 @@ class WritePlan:
         self.epochs = sampler if type(sampler) is MinibatchSampler else None
         self.transforms, self.writer, self.eps = parts.transforms, parts.writer, getattr(sampler, "eps", 0.0)
         self.rows, self.listeners = self.storage.rows, self.storage._attached_entities
-        self.counters = parts.writer.numbers.values  # sharing replaces them
+        self.counters = parts.writer.numbers.values  # replaced when the buffer is shared
         self.listening = len(self.listeners)
         self.lanes = self.rows.lanes.numel()
         self.extents = self.rows.layout.extents
@@ -60,7 +52,7 @@ class WritePlan:
         self.set_sources = Struct(f"{len(self.extents)}q").pack_into
         self.priorities = sampler.law.table.addresses if parts.prioritized is not None else None
         self.lock = cast(ChunkedOrder, sampler.law.table).lock if type(sampler) is RankSampler else Lock()
-        self.lead: torch.Size | None = None  # leading dims of the last write
+        self.lead: torch.Size | None = None  # batch size of the last write
         self.expected: list[tuple[torch.dtype, torch.Size]] = []
         self.boundaries = boundaries
         self.bitmap = boundaries[0].bitmap if boundaries is not None else None
@@ -73,7 +65,7 @@ class WritePlan:
             self.kernel = kernels.write_ring_rank if type(sampler) is RankSampler else kernels.write_ring_proportional
 
     def _numbers(self, parts: Parts) -> dict[str, float]:
-        """Return the fields of the kernel's ``RING``; the plan keeps the memory they point to alive."""
+        """Return the fields of the kernel's ``RING`` record; the plan keeps alive the memory to which they point."""
         rows, storage = self.rows, self.storage
         numbers: dict[str, Any] = {}
         for names, shared in (
@@ -82,30 +74,20 @@ class WritePlan:
             (("clock", "clock_last", "clock_by_row"), storage.clock.numbers),
         ):
             numbers |= {name: addressof(shared.values) + 8 * at for at, name in enumerate(names)}
-        numbers |= {
-            "rows": rows.flat.data_ptr(),
-            "row_bytes": rows.flat.stride(0) * rows.flat.element_size(),
-            "steps": rows.steps,
-            "lanes": self.lanes if rows.lanes else 0,
-            "leaves": len(self.extents),
-            "extents": self.extents.ctypes.data,
-            "sources": self.sources.ctypes.data,
-        }
+        numbers |= {"rows": rows.flat.data_ptr(), "row_bytes": rows.flat.stride(0) * rows.flat.element_size()}
+        numbers |= {"steps": rows.steps, "lanes": self.lanes if rows.lanes else 0, "leaves": len(self.extents)}
+        numbers |= {"extents": self.extents.ctypes.data, "sources": self.sources.ctypes.data}
         if self.priorities is not None:
             settings = addressof(self.sampler.settings.values)
-            numbers |= {
-                "priorities": self.priorities.ctypes.data,
-                "eps": self.eps,
-                "alpha": 0 if type(self.sampler) is RankSampler else settings + 8 * ALPHA,
-                "largest": settings + 8 * LARGEST,
-                "weighed_alpha": settings + 8 * WEIGHED,
-            }
+            alpha = 0 if type(self.sampler) is RankSampler else settings + 8 * ALPHA
+            numbers |= {"priorities": self.priorities.ctypes.data, "eps": self.eps, "alpha": alpha}
+            numbers |= {"largest": settings + 8 * LARGEST, "weighed_alpha": settings + 8 * WEIGHED}
         if self.boundaries is not None:
             numbers |= {"boundaries": self.boundaries[1].ctypes.data, "seen": addressof(self.boundaries[2])}
         return numbers
 
     def holds(self) -> bool:
-        """Whether the parts are unchanged since the plan was made."""
+        """Whether the buffer is unchanged since the plan was made."""
         return (
             self.buffer._write_plan is self  # under the lock: another thread may have replaced a part
             and self.buffer.episode_stats is None
@@ -121,7 +103,7 @@ class WritePlan:
         )
 
     def write(self, data: TensorDict, single: bool, transformed: bool = False) -> int | Tensor | None:
-        """Write one time step, or several; return their index, or None to use the general path."""
+        """Write one time step (``single``) or several; return their index, or None if the general path must write."""
         if type(data) is not TensorDict or (len(self.transforms) and not transformed):
             return None
         lanes, dim = self.rows.lanes, self.time_dim
@@ -142,7 +124,7 @@ class WritePlan:
         return None if cursor < 0 else cursor if index is None else index
 
     def collect(self, data: TensorDict, lead: torch.Size) -> list[Tensor] | None:
-        """Return the leaves, contiguous, and store their addresses; None if they are unusual or do not fit the rows."""
+        """Return the contiguous leaves, whose addresses are stored for the kernel; None if they do not fit the rows."""
         if lead != self.lead:
             self.lead = lead
             self.expected = [(leaf.dtype, lead + leaf.shape) for leaf in self.rows.layout.leaves]
@@ -165,7 +147,7 @@ class WritePlan:
 
 
 def make_write_plan(buffer: Any, parts: Parts) -> WritePlan | None:
-    """Return a plan for a buffer that was just written to; None if its writes need the general path."""
+    """Return a plan for a buffer that has allocated rows, or None if its writes need the general path."""
     storage, sampler = parts.storage, parts.sampler
     if type(parts.writer) is not RingWriter or parts.writer.counts_generations or not is_plain(storage):
         return None

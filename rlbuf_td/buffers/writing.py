@@ -1,4 +1,4 @@
-"""Writes to a buffer: methods of :class:`~rlbuf_td.ReplayBuffer`."""
+"""Methods of :class:`~rlbuf_td.ReplayBuffer` that write."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlbuf_td.storages.writes import edit_entries, is_key
 
 
 def add(rb: Any, data: TensorDictBase) -> int | torch.Tensor:
-    """Write one transition (with ``ndim > 1``: one time step of all lanes); return its index.
+    """Write one transition, or with ``ndim > 1`` one time step of all lanes; return its index.
 
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
-        ValueError: a TD error in the data is NaN or infinite, or flow control could never admit the write.
-        RuntimeError: flow control is on, and the buffer has been shut down.
+        ValueError: a TD error in the data is NaN or infinite, or flow control can never admit the write.
+        RuntimeError: a buffer with flow control has been shut down.
     """
     plan = rb._write_plan
     index = None if plan is None else plan.write(data, True)
@@ -40,11 +40,11 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
 
     Args:
         tensordicts: the transitions.
-        update_priority: ``False`` ignores TD errors in the data.
+        update_priority: whether TD errors in the data set the priorities, default ``True``.
 
     Raises:
         SchemaError: the data does not match the rows; nothing has changed.
-        ValueError: there is nothing to write, or a TD error is NaN or infinite; nothing has changed.
+        ValueError: there are no transitions, or a TD error is NaN or infinite; nothing has changed.
     """
     plan = rb._write_plan
     index = None if plan is None else plan.write(tensordicts, False)
@@ -52,7 +52,7 @@ def extend(rb: Any, tensordicts: TensorDictBase, *, update_priority: bool | None
 
 
 def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: bool) -> Any:
-    """Write on the general path, once flow control admits the write."""
+    """Wait until flow control admits the write, then write."""
     write = _write if rb.episode_stats is None else _write_and_count
     if rb.flow is None:
         return write(rb, data, how, update_priority)
@@ -62,25 +62,24 @@ def _write_in_turn(rb: Any, data: TensorDictBase, how: str, update_priority: boo
 
 
 def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | None = None) -> int:
-    """Write entries of a sampled batch (recurrent states, for example) back to its rows; return the number of rows.
+    """Write entries of a sampled batch (recurrent states, for example) to its rows; return the number of rows written.
 
-    Skips rows that have been replaced since they were sampled, and padding of sequences, whose ``"mask"`` is False. If
-    a row is in the batch twice, its last entry counts. The rows keep their age and priorities. Any thread may call this
-    method.
+    Rows that have been replaced since they were sampled are skipped, and so is the padding of sequences. If a row is in
+    the batch several times, the last entry is stored. Age and priorities of the rows do not change. Any thread may call
+    this method.
 
     Args:
         batch: a batch of this buffer, ``[B]`` or ``[B, ...]``, with its ``"index"``.
-        keys: a key or a list of keys; each must be stored, with the dtype and shape that it has in the batch.
-        sampled_at: for batches without ``"sampled_at"`` (of samplers without priorities): the value of
-            ``rb.storage.clock.now`` before the batch was sampled.
+        keys: the keys of the entries, or one key. Rows and batch must have these keys with equal dtypes and shapes.
+        sampled_at: the value of ``rb.storage.clock.now`` before the batch was sampled. Not needed for batches of
+            prioritized samplers, which have an entry ``"sampled_at"``.
 
     Raises:
-        SchemaError: a key is not stored or not in the batch, or differs in dtype or shape; nothing has changed.
+        SchemaError: a key is missing in the rows or in the batch, or its dtypes or shapes differ; nothing has changed.
         KeyError: the batch has no index, or its sampling time is unknown; nothing has changed.
         TypeError: the storage is not a :class:`PackedStorage`.
 
     Cost: O(B) times the bytes of the entries (of whole rows if these are deduplicated); on CUDA, a synchronisation.
-    Batches drawn ahead (``prefetch``) hold the values that were stored when they were drawn.
 
     Example:
         >>> from rlbuf_td import ReplayBuffer
@@ -120,12 +119,12 @@ def write_back(rb: Any, batch: TensorDictBase, keys: Any, *, sampled_at: int | N
             if isinstance(each, TrajectoryIndex):
                 watched |= {*each.end_keys(), each.traj_key}
         if watched & {*names}:
-            storage._bump_mutation_revision()  # whoever derives data from these entries then reads the rows again
+            storage._bump_mutation_revision()  # data derived from these entries is then computed again
     return len(flat)
 
 
 def _entry_by_row(storage: Any, batch: TensorDictBase, key: tuple[str, ...], inner: int) -> torch.Tensor:
-    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if the rows have no such key."""
+    """Return an entry of a batch as ``[B, ...]`` on the storage's device; SchemaError if it cannot be stored."""
     layout, value = storage.layout, batch.get(key, None)
     leaf = None if layout is None or key not in layout.places else layout.leaves[layout.places[key]]
     if leaf is None or not isinstance(value, torch.Tensor):
@@ -200,23 +199,23 @@ def _write_rows(rb: Any, parts: Parts, data: TensorDictBase, how: str, update_pr
 
 
 def _transitions(data: Any, how: str) -> TensorDictBase:
-    """Return the given transitions, without entries that a prioritized sampler added to a sampled batch."""
+    """Return ``data`` without the entries that a prioritized sampler adds to batches."""
     if type(data) is not TensorDict and not isinstance(data, TensorDictBase):
         raise TypeError(f"{how} takes a TensorDict, got {type(data).__name__}")
     if how == "extend" and not data.ndim:
         raise ValueError("extend takes several transitions, [n], got a single one: use add")
-    keys = data.keys()  # a user may have a key of one of these names, hardly of both
+    keys = data.keys()  # only one of these two keys may be an entry of the user
     return data.exclude("priority_weight", SAMPLED_AT) if SAMPLED_AT in keys and "priority_weight" in keys else data
 
 
 def mark_update(rb: Any, index: Any) -> None:
-    """Tell the sampler that the rows at ``index`` were written; writers call this."""
+    """Tell the sampler that the rows at ``index`` were written; writers call this method."""
     with rb._locked():
         TensorDictReplayBuffer.mark_update(rb, index)
 
 
 def mark_range(rb: Any, start: int, count: int) -> None:
-    """Tell the sampler that flat rows ``start`` to ``start + count - 1`` were written; writers call this."""
+    """Tell the sampler that the rows ``start`` to ``start + count - 1`` were written; writers call this method."""
     parts = rb._parts or rb._initialize()
     if parts.prioritized is not None:
         parts.prioritized.priorities.enter_range(start, count, parts.storage)
@@ -226,10 +225,10 @@ def mark_range(rb: Any, start: int, count: int) -> None:
 
 
 def empty(rb: Any, empty_write_count: bool = True) -> None:
-    """Forget all rows and priorities; keep the schema.
+    """Remove all rows and priorities, and keep the schema.
 
     Args:
-        empty_write_count: also reset :attr:`write_count`.
+        empty_write_count: also set :attr:`write_count` to 0, default ``True``.
     """
     with rb._emptied_of_prefetched(), held_back:
         TensorDictReplayBuffer.empty(rb, empty_write_count)
