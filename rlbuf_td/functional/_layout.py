@@ -15,7 +15,7 @@ _FLAGS = ("done", "terminated")
 
 @dataclass(frozen=True)
 class TimeLayout:
-    """The properties that all inputs of one call share."""
+    """The shape, device and dtypes of the inputs of one call."""
 
     function: str
     shape: torch.Size
@@ -29,10 +29,10 @@ class TimeLayout:
     def of(
         cls, function: str, time_dim: int, values: dict[str, Tensor], *others: Tensor | None
     ) -> tuple[TimeLayout, list[Tensor]]:
-        """Check types, shapes, devices and dtypes of inputs; return their layout, and each input as ``[L, T, F]``.
+        """Check the inputs; return their layout, and each input as a detached ``[L, T, F]`` tensor.
 
-        ``others`` are reward, done and terminated (``None``: same as done). ``out_dtype`` depends on ``values`` alone.
-        The returned tensors are detached; all but the flags have ``compute_dtype``.
+        ``others`` are reward, done and terminated (``None``: use done). The dtype of ``values`` is the ``out_dtype``;
+        returned tensors have the ``compute_dtype``, except for the bool flags.
         """
         reward, done, terminated = others
         inputs = values | {"reward": reward, "done": done, "terminated": done if terminated is None else terminated}
@@ -67,7 +67,7 @@ class TimeLayout:
         return x.reshape(self.shape).to(self.out_dtype)
 
     def coefficient(self, name: str, x: float | Tensor) -> float | Tensor:
-        """Check gamma or lmbda; a float stays a float, a tensor becomes ``[L, T, F]``."""
+        """Check gamma or lmbda; return a float unchanged and a tensor as ``[L, T, F]``."""
         if not isinstance(x, Tensor):
             return coefficient(self.function, name, x)
         if x.requires_grad:

@@ -1,4 +1,4 @@
-"""Advantages: the generalized advantage estimate (GAE), and V-trace for actions of another policy."""
+"""Advantages: the generalized advantage estimate (GAE), and V-trace for off-policy actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generalized_advantage_estimate(
     *,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    r"""Generalized advantage estimate of trajectories, and the corresponding value targets.
+    r"""Generalized advantage estimates (GAE), and the corresponding value targets.
 
     .. math::
         \delta_t &= r_t + \gamma (1 - \mathrm{terminated}_t) V(s'_t) - V(s_t) \\
@@ -30,25 +30,24 @@ def generalized_advantage_estimate(
 
     Args:
         gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
-        lmbda: decay of the trace, in [0, 1]: like ``gamma``, a float or a tensor.
+        lmbda: the decay :math:`\lambda` in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
         state_value: :math:`V(s_t)`, ``[*batch, T, *F]``, floating.
-        next_state_value: :math:`V(s'_t)`, same shape: the value of the true next observation (before any reset).
+        next_state_value: :math:`V(s'_t)`, same shape: the value of the next observation before any reset.
         reward: :math:`r_t`, same shape, any real dtype.
-        done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
+        done: bool, same shape: whether the trajectory ends with this step.
+        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
         time_dim: the dimension of time.
 
     Returns:
-        ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
+        ``(advantage, value_target)``, both with the shape of the inputs and the dtype of the values.
 
     Raises:
-        ValueError, TypeError: see the module.
+        ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
     Cost: one pass over the data; about 5 µs plus 1 ns per element on a CPU.
-
     Source: Schulman et al., 2016, "High-dimensional continuous control using generalized advantage estimation", eq. 16.
-    Replaces TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``. Unlike these, it
-    has no gradient, omits no small terms of the sum, and does not round gamma to float32.
+    In contrast to TorchRL's ``generalized_advantage_estimate`` and ``vec_generalized_advantage_estimate``, results have
+    no gradient, sums are not truncated, and gamma is not rounded to float32.
 
     Example:
         >>> reward = torch.ones(1, 3, 1)
@@ -75,10 +74,7 @@ def generalized_advantage_estimate(
 def _plain_sizes(
     value: Tensor, next_value: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, time_dim: int
 ) -> tuple[int, int, int] | None:
-    """Return ``(L, T, F)`` if the CPU kernel accepts the tensors unchanged, else ``None``; never raises.
-
-    A fast form of the checks in :class:`TimeLayout`, because overhead dominates for short rollouts.
-    """
+    """Return ``(L, T, F)``, or None if the inputs need the checks of :class:`TimeLayout`, which are slower."""
     try:
         dtype, shape = value.dtype, value.shape
         for x in (next_value, reward, done) if terminated is done else (next_value, reward, done, terminated):
@@ -108,7 +104,7 @@ def vtrace_advantage_estimate(
     c_thresh: float | Tensor = 1.0,
     time_dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    r"""V-trace advantages and value targets: evaluate policy :math:`\pi` on actions that policy :math:`\mu` took.
+    r"""V-trace advantages and value targets of a policy :math:`\pi`, for actions that a policy :math:`\mu` took.
 
     .. math::
         \rho_t &= \min(\bar\rho, \pi/\mu), \quad c_t = \min(\bar c, \pi/\mu), \quad
@@ -116,32 +112,30 @@ def vtrace_advantage_estimate(
         v_t &= V(s_t) + x_t, \qquad x_t = \delta_t + \gamma c_t (1 - \mathrm{done}_t) x_{t+1} \\
         A_t &= \rho_t (r_t + \gamma (1 - \mathrm{terminated}_t) v_{t+1} - V(s_t))
 
-    where :math:`V(s'_t)` replaces :math:`v_{t+1}` at the end of a trajectory and at the last step.
+    At the end of a trajectory and at the last step, :math:`V(s'_t)` replaces :math:`v_{t+1}`.
 
     Args:
         gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
-        log_pi: log-probability of the action under the policy to evaluate, ``[*batch, T, *F]``.
-        log_mu: log-probability of the action under the policy that took it, same shape.
+        log_pi: log-probability of the action under the policy :math:`\pi`, ``[*batch, T, *F]``, floating.
+        log_mu: log-probability of the action under the policy :math:`\mu`, same shape.
         state_value: :math:`V(s_t)`, same shape, floating.
-        next_state_value: :math:`V(s'_t)`, same shape.
-        reward: :math:`r_t`, same shape.
-        done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
-        rho_thresh: :math:`\bar\rho \ge 0`, the upper bound of the ratios :math:`\rho_t` that weight the TD errors.
-        c_thresh: :math:`\bar c \ge 0`, the upper bound of the ratios :math:`c_t` that decay the trace.
+        next_state_value: :math:`V(s'_t)`, same shape: the value of the next observation before any reset.
+        reward: :math:`r_t`, same shape, any real dtype.
+        done: bool, same shape: whether the trajectory ends with this step.
+        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        rho_thresh: :math:`\bar\rho \ge 0`, the upper bound of :math:`\rho_t`, a float or a tensor.
+        c_thresh: :math:`\bar c \ge 0`, the upper bound of :math:`c_t`, a float or a tensor.
         time_dim: the dimension of time.
 
     Returns:
-        ``(advantage, value_target)`` in the inputs' shape and the values' dtype.
+        ``(advantage, value_target)``, both with the shape of the inputs and the dtype of the values.
 
     Raises:
-        ValueError: see the module; also if a threshold is a negative float (values of tensors are not checked).
-        TypeError: see the module.
+        ValueError, TypeError: the inputs are invalid (see :mod:`rlbuf_td.functional`), or a threshold is negative.
 
     Cost: O(elements) on the CPU.
-
-    Source: Espeholt et al., 2018, "IMPALA", section 4.1. Same result as TorchRL's ``vtrace_advantage_estimate``, which
-    swaps the names of the two policies and, for a ``time_dim`` other than -2, needs transposed inputs.
+    Source: Espeholt et al., 2018, "IMPALA", section 4.1. TorchRL's ``vtrace_advantage_estimate`` gives the same result,
+    but swaps the names of the two policies, and needs transposed inputs if ``time_dim`` is not -2.
 
     Example:
         >>> one, zero = torch.ones(2, 1), torch.zeros(2, 1)

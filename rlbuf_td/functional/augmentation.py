@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | None = None) -> Tensor:
-    r"""Shift each image at random by up to ``pad`` pixels in each direction; edge pixels fill the gap (DrQ-v2).
+    r"""Shift each image by a random number of pixels, and fill the gap with copies of the edge pixels (DrQ-v2).
 
     .. math:: y_{r, c} = x_{\mathrm{clip}(r + \delta_r),\, \mathrm{clip}(c + \delta_c)}, \qquad
         \delta_r, \delta_c \sim \mathcal{U}\{-\text{pad}, \dots, \text{pad}\}
 
-    All channels of an image are shifted alike, so that stacked frames stay aligned. As in DrQ-v2, call this function
+    All channels of an image get the same shift, so that stacked frames stay aligned. As in DrQ-v2, call this function
     separately for the observation and the next observation.
 
     Args:
         images: ``[..., C, H, W]``, any dtype.
         pad: the largest shift in pixels, at least 0.
-        generator: random generator of the shifts, on any device; ``None``: torch's default one for the images' device.
+        generator: the random generator, on any device; ``None``: torch's default generator of the images' device.
 
     Returns:
         A new tensor of the same shape, dtype and device.
@@ -26,8 +26,8 @@ def random_shift(images: Tensor, pad: int = 4, *, generator: torch.Generator | N
     Raises:
         ValueError: ``images`` has fewer than three dims, or ``pad`` is negative.
 
-    Cost: one gather of the images; no host synchronisation. Source: Yarats et al., Mastering Visual Continuous Control,
-    2021; its bilinear sampling gives the same result, since shifts are whole pixels. TorchRL has no such transform.
+    Cost: one gather of the images, without host synchronisation.
+    Source: Yarats et al., Mastering Visual Continuous Control, 2021. TorchRL has no such transform.
 
     Example:
         >>> images = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)

@@ -1,4 +1,4 @@
-"""Returns: estimates of the value of a step from its reward and the rewards and values that follow."""
+"""Returns: TD(lambda) and TD(1)."""
 
 from __future__ import annotations
 
@@ -26,29 +26,27 @@ def td_lambda_return_estimate(
         G_t = r_t + \gamma \left[ (1 - \lambda) \bar V(s'_t) + \lambda G_{t+1} \right], \qquad
         \bar V(s'_t) = (1 - \mathrm{terminated}_t) V(s'_t)
 
-    where :math:`\bar V(s'_t)` replaces :math:`G_{t+1}` at the end of a trajectory and at the last step.
+    At the end of a trajectory and at the last step, :math:`\bar V(s'_t)` replaces :math:`G_{t+1}`.
 
     Args:
         gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
-        lmbda: mixing weight, in [0, 1]: like ``gamma``, a float or a tensor.
+        lmbda: the weight :math:`\lambda` in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
-        reward: :math:`r_t`, same shape.
-        done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
-        rolling_gamma: only for a gamma or lmbda with one value per step. True (default): each step uses its own value.
-            False: the return of a step uses that step's values for all later rewards, too; O(T²).
+        reward: :math:`r_t`, same shape, any real dtype.
+        done: bool, same shape: whether the trajectory ends with this step.
+        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        rolling_gamma: if False, the return of a step uses the gamma and lmbda of that step for all later rewards. By
+            default, each reward uses the gamma and lmbda of its own step. False needs one gamma or lmbda per step.
         time_dim: the dimension of time.
 
     Returns:
-        The return of each step, in the inputs' shape and the values' dtype.
+        The return of each step, with the shape of the inputs and the dtype of the values.
 
     Raises:
-        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma or lmbda.
-        TypeError: see the module.
+        ValueError, TypeError: the inputs are invalid; see :mod:`rlbuf_td.functional`.
 
-    Cost: O(elements) on the CPU.
-
-    Source: Sutton and Barto, 2018, section 12.1. Same result as TorchRL's ``td_lambda_return_estimate``.
+    Cost: O(elements) on the CPU; O(elements * T) with ``rolling_gamma=False``.
+    Source: Sutton and Barto, 2018, section 12.1. TorchRL's ``td_lambda_return_estimate`` gives the same result.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -70,7 +68,7 @@ def td1_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    r"""TD(1) return: discounted rewards to the trajectory's end, with bootstrapping there unless it terminated.
+    r"""TD(1) return: the discounted rewards to the end of the trajectory, plus the discounted value of its last state.
 
     .. math::
         G_t = r_t + \gamma \begin{cases}
@@ -80,23 +78,21 @@ def td1_return_estimate(
     Args:
         gamma: discount factor in [0, 1]: a float, or a tensor that broadcasts to the inputs' shape.
         next_state_value: :math:`V(s'_t)`, ``[*batch, T, *F]``, floating.
-        reward: :math:`r_t`, same shape.
-        done: bool, same shape: the trajectory ends with this step.
-        terminated: bool, same shape: the step leads to a terminal state, whose value is ignored. Default: ``done``.
-        rolling_gamma: see :func:`td_lambda_return_estimate`.
+        reward: :math:`r_t`, same shape, any real dtype.
+        done: bool, same shape: whether the trajectory ends with this step.
+        terminated: bool, same shape: whether the next state is terminal: its value is ignored. Default: ``done``.
+        rolling_gamma: as for :func:`td_lambda_return_estimate`.
         time_dim: the dimension of time.
 
     Returns:
-        The return of each step, in the inputs' shape and the values' dtype.
+        The return of each step, with the shape of the inputs and the dtype of the values.
 
     Raises:
-        ValueError: see the module; also ``rolling_gamma=False`` without a per-step gamma.
-        TypeError: see the module.
+        ValueError, TypeError: as for :func:`td_lambda_return_estimate`.
 
-    Cost: O(elements) on the CPU.
-
-    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). Same result as TorchRL's ``td1_return_estimate``, except
-    with ``rolling_gamma=False``: there, too, this function bootstraps after the last step, and TorchRL's does not.
+    Cost: as for :func:`td_lambda_return_estimate`.
+    Source: Sutton and Barto, 2018, section 12.1 (lambda = 1). TorchRL's ``td1_return_estimate`` gives the same result,
+    except that it does not bootstrap after the last step if ``rolling_gamma=False``.
 
     Example:
         >>> one = torch.ones(2, 1)
@@ -139,7 +135,7 @@ def _estimate(
 def _returns_of_fixed_discount(
     gamma: float | Tensor, lmbda: float | Tensor, bootstrap: Tensor, reward: Tensor, ends: Tensor
 ) -> Tensor:
-    """Return TD(lambda) returns, each computed with the gamma and lmbda of its first step. O(T²)."""
+    """Compute TD(lambda) returns, each with the gamma and lmbda of its first step. O(T²)."""
     gamma, lmbda = scan.spread(gamma, reward), scan.spread(lmbda, reward)
     returns = bootstrap[:, -1:].expand_as(reward).clone()
     for t in reversed(range(reward.shape[1])):

@@ -9,19 +9,20 @@ from torch import Tensor
 def explained_variance(state_value: Tensor, value_target: Tensor) -> Tensor:
     r"""Share of the targets' variance that the values explain: :math:`1 - \mathrm{Var}[R - V] / \mathrm{Var}[R]`.
 
-    1 is a perfect prediction, 0 is no better than a constant, below 0 is worse than a constant.
+    1 means a perfect prediction; 0 means that the values predict no better than a constant.
 
     Args:
-        state_value: predictions, any shape, floating.
-        value_target: targets, same shape.
+        state_value: the predictions :math:`V`, any shape, floating.
+        value_target: the targets :math:`R`, same shape.
 
     Returns:
-        A scalar tensor (at least float32); NaN if the targets are constant.
+        A 0-dim tensor, at least float32; NaN if the targets are constant.
 
     Raises:
-        ValueError: shapes differ, or the tensors are empty.
+        ValueError: the shapes differ, or the tensors are empty.
 
-    Cost: O(elements); no host synchronisation. Source: OpenAI Baselines; TorchRL has no such function.
+    Cost: O(elements), without host synchronisation.
+    Source: OpenAI Baselines. TorchRL has no such function.
 
     Example:
         >>> target = torch.tensor([1.0, 2.0, 3.0])
@@ -44,16 +45,16 @@ def normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     Args:
         x: values, any shape, floating.
-        eps: smallest divisor, > 0; a constant input becomes zeros.
+        eps: the smallest divisor, positive.
 
     Returns:
-        A new tensor of the same shape and dtype, detached. bfloat16 and float16 are computed in float32.
+        A new, detached tensor of the same shape and dtype. bfloat16 and float16 are computed in float32.
 
     Raises:
         ValueError: ``x`` is empty, or ``eps`` is not positive.
 
-    Cost: O(elements); no host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined for
-    one element; this function divides by the population deviation (n).
+    Cost: O(elements), without host synchronisation. TorchRL divides by the sample deviation (n - 1), which is undefined
+    for one element; this function divides by the population deviation (n).
 
     Example:
         >>> normalize(torch.tensor([1.0, 3.0])).tolist()

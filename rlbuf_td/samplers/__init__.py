@@ -1,19 +1,19 @@
-"""Samplers: they choose the rows of a batch.
+"""Samplers, which choose the rows of a batch.
 
-A sampler's ``draw(storage, batch_size)`` returns flat rows, ``[B]`` int64, and a *report*: further entries of the
-batch, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator`` (``_rng``, else torch's
-default), so that a seed determines the batches.
+A sampler's ``draw(storage, batch_size)`` returns flat rows, ``[B]`` int64, and a *report*: a dict of further batch
+entries, such as ``"priority_weight"``. All random numbers come from one ``torch.Generator``, the sampler's ``_rng`` or
+torch's default generator, so a seed determines the batches.
 
-**Prioritized samplers** convert the magnitudes of TD errors to probabilities by a *law*. :class:`ProportionalSampler`
-uses a power of the magnitude, in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`); :class:`RankSampler` uses the rank of
-the magnitude (:mod:`rlbuf_td.kernels.rank_order`). New rows get the largest magnitude seen, so that each is soon drawn.
-Draws are stratified: the total probability is divided into ``B`` equal segments, and one row is drawn from each. The
-code begins in ``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
+**Prioritized samplers** have a *law* that converts TD errors to probabilities. :class:`ProportionalSampler` uses powers
+of the TD errors, stored in a sum tree (:mod:`rlbuf_td.kernels.sum_tree`). :class:`RankSampler` uses the ranks of the TD
+errors (:mod:`rlbuf_td.kernels.rank_order`). A new row gets the largest ``|td_error|`` seen so far. Draws are stratified
+by default: one row is drawn from each of ``B`` segments of equal probability. To read the code, begin with
+``priorities.py``, ``proportional.py`` and :mod:`rlbuf_td.kernels.strata`.
 
-**Wrappers** (:class:`HindsightSampler`, :class:`NStepSampler`, :class:`SequenceSampler`) revise the batch of another
-sampler. The innermost sampler draws rows, then each wrapper, from the inside out, replaces or adds entries. In
-TorchRL's buffers, the revised entries are part of the report. :class:`FreshRowsSampler`, also a wrapper, replaces drawn
-rows. The code begins in ``wrapper.py`` and ``n_step.py``.
+**Wrappers** revise the batch of another sampler. :class:`HindsightSampler`, :class:`NStepSampler` and
+:class:`SequenceSampler` replace or add entries; :class:`FreshRowsSampler` replaces drawn rows. The innermost sampler
+draws rows; then each wrapper, from the inside out, revises the batch. To read the code, begin with ``wrapper.py`` and
+``n_step.py``.
 """
 
 from rlbuf_td.samplers.fresh import FreshRowsSampler
@@ -30,17 +30,6 @@ from rlbuf_td.samplers.uniform import UniformSampler
 
 UniformSampler.without_replacement = MinibatchSampler
 
-__all__ = [
-    "FreshRowsSampler",
-    "HindsightSampler",
-    "MinibatchSampler",
-    "NStepSampler",
-    "ProportionalSampler",
-    "QueueSampler",
-    "RankSampler",
-    "RecencySampler",
-    "SequenceSampler",
-    "UniformSampler",
-    "gymnasium_reward_fn",
-    "gymnasium_terminated_fn",
-]
+__all__ = ["FreshRowsSampler", "HindsightSampler", "MinibatchSampler", "NStepSampler", "ProportionalSampler"]
+__all__ += ["QueueSampler", "RankSampler", "RecencySampler", "SequenceSampler", "UniformSampler"]
+__all__ += ["gymnasium_reward_fn", "gymnasium_terminated_fn"]

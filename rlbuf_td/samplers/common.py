@@ -1,4 +1,4 @@
-"""Shared parts of samplers: base classes, CUDA graphs, random numbers, and checks of settings and TD errors."""
+"""Base classes of samplers, their random numbers, and checks of settings and TD errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMPTY = "Cannot sample from an empty storage: extend the buffer first"
 
 
 class OwnSignature:
-    """The ``__signature__`` of a class's ``__init__``: TorchRL's metaclasses would show ``(*args, **kwargs)``."""
+    """Descriptor for ``__signature__`` that shows the arguments of ``__init__``, which TorchRL's metaclasses hide."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
@@ -33,10 +33,7 @@ class OwnSignature:
 
 
 class Setting:
-    """An attribute that ``check(name, value)`` checks and converts when it is set; reading it calls no function.
-
-    If it ``is_fixed``, it can be set only once.
-    """
+    """Descriptor of an attribute: ``check(name, value)`` validates and converts each value that is set."""
 
     def __init__(self, check: Callable[[str, Any], Any], is_fixed: bool) -> None:
         self._check, self._is_fixed = check, is_fixed
@@ -55,25 +52,13 @@ def setting(check: Callable[[str, Any], Any], *, is_fixed: bool = False) -> Any:
     return Setting(check, is_fixed)
 
 
-class Replaceable(type(Sampler)):  # type: ignore[misc]
-    """Metaclass: ``cls(replacement=False)`` creates a ``cls.without_replacement`` instead, as in TorchRL."""
-
-    def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
-
-
 class StatefulSampler(Sampler):
-    """Abstract base of this package's samplers: it saves and restores their state."""
+    """Abstract base of this package's samplers, which saves and restores their settings."""
 
     __signature__ = OwnSignature()
-    _shown: ClassVar[tuple[str, ...]] = ()
-    """The attributes that ``repr`` shows."""
-
-    _setting_names: ClassVar[tuple[str, ...]] = ()
-    """The attributes that a user may change between draws; states contain them."""
-
-    needs_order: bool = False
-    """Whether the sampler needs a writer that stores rows in time order."""
+    _shown: ClassVar[tuple[str, ...]] = ()  # the attributes that ``repr`` shows
+    _setting_names: ClassVar[tuple[str, ...]] = ()  # the attributes that may be set at any time; saved in the state
+    needs_order: bool = False  # whether the sampler needs a writer that stores rows in time order
 
     def _changed(self) -> None:
         """Update derived values after a change of a setting."""
@@ -83,7 +68,7 @@ class StatefulSampler(Sampler):
 
     @contextmanager
     def _set(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Change settings; if one is refused, or the block fails, restore all of them."""
+        """Change settings, and restore the old ones if the block raises an exception."""
         before = self._settings()
         try:
             for name, value in settings.items():
@@ -94,16 +79,21 @@ class StatefulSampler(Sampler):
                 setattr(self, name, value)
             raise
 
-    @abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` without copying the tensors."""
+        """Return the state without copying its tensors; by default, the state consists of the settings."""
+        return self._settings()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all state that determines behaviour."""
+        """Return a copy of the state, which excludes the random generator."""
         return tree_map_only(Tensor, Tensor.clone, self.snapshot())
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a result of :meth:`state_dict`; ValueError, without a change, if a setting is out of range."""
+        with self._set({name: state_dict[name] for name in self._setting_names}):
+            pass
+
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Adapt a saved state to moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state
 
     def dumps(self, path: str | Path) -> None:
@@ -111,15 +101,11 @@ class StatefulSampler(Sampler):
         save_state(path, type(self).__name__, self.snapshot())
 
     def loads(self, path: str | Path) -> None:
-        """Restore a state that :meth:`dumps` saved; no code is executed.
-
-        Raises:
-            CheckpointError: the files are missing, damaged or of another class; this sampler is unchanged.
-        """
+        """Restore a state that :meth:`dumps` saved; CheckpointError, without a change, if the files do not fit."""
         self.load_state_dict(load_state(path, type(self).__name__))
 
     def add(self, index: Any) -> None:
-        """Do nothing; TorchRL's buffers call it after a write."""
+        """Ignore a write."""
 
     extend = add
 
@@ -132,39 +118,37 @@ class StatefulSampler(Sampler):
 
 
 class RowSampler(StatefulSampler):
-    """Abstract base of the samplers that draw rows: implements TorchRL's protocol with :meth:`draw`."""
+    """Abstract base of the samplers that draw rows; a subclass implements :meth:`draw`."""
 
     @abstractmethod
     def draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[str, Any]]:
-        """Draw ``batch_size`` flat rows; return them, ``[B]`` int64 on the storage's device, with the report."""
+        """Draw ``batch_size`` flat rows, ``[B]`` int64 on the storage's device; return the rows and the report."""
 
     @torch.compiler.disable(reason="compiled code would depend on the number of rows, which each write changes")
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """Draw ``batch_size`` rows; the class documents the errors.
+        """Draw ``batch_size`` rows.
 
         Returns:
-            The index, ``[B]`` or a tuple of ``ndim`` tensors ``[B]``, and a report: empty, or for prioritized samplers
-            ``{"priority_weight": [B] float32}``.
+            The index, ``[B]`` int64 (a tuple of ``ndim`` tensors if ``ndim > 1``), and a dict of further batch entries:
+            ``{"priority_weight": [B] float32}`` for prioritized samplers, else empty.
         """
         flat, info = self.draw(storage, batch_size)
         return coordinates(flat, storage), info
 
+    def _empty(self) -> None:
+        pass
+
 
 class OneStorage:
-    """The storage to which a sampler's state belongs; a sampler cannot serve two storages."""
+    """A weak reference to the only storage that a sampler serves."""
 
-    def __init__(self) -> None:
-        self.release()
+    _storage: Callable[[], Storage | None] = staticmethod(lambda: None)
 
     def release(self) -> None:
-        self._storage: Callable[[], Storage | None] = _no_storage
+        self.__dict__.clear()
 
     def claim(self, storage: Storage) -> None:
-        """Serve ``storage`` from now on.
-
-        Raises:
-            ValueError: the sampler serves another storage, which is still in use.
-        """
+        """Refer to ``storage`` from now on; ValueError if this object refers to another storage that still exists."""
         if self._storage() is storage:
             return
         if self._storage() is not None:
@@ -175,30 +159,22 @@ class OneStorage:
         self._storage = ref(storage)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_storage": _no_storage}
-
-
-def _no_storage() -> None:
-    """Return None, like a weak reference to a storage that no longer exists."""
+        return {}
 
 
 class GraphCapturable(ABC):
-    """A sampler whose draws can be recorded in a CUDA graph by :meth:`ReplayBuffer.capture`.
-
-    A graph repeats its kernels with the recorded arguments. A recorded draw therefore reads the values that the host
-    may change (number of rows, beta ...) from device memory.
-    """
+    """A sampler whose draws :meth:`ReplayBuffer.capture` can record in a CUDA graph, which repeats recorded kernels."""
 
     @abstractmethod
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Copy host-side settings to the device memory that a recorded draw of ``batch_size`` rows reads.
+        """Copy settings and the number of rows to the device memory that a recorded draw of ``batch_size`` rows reads.
 
-        The buffer calls it before each launch of the graph, while it holds its lock. Returns the settings that a
-        recorded graph cannot change: if they differ from the last result, the graph is recorded again.
+        The buffer calls this method before each launch of the graph, while it holds its lock. The method returns the
+        settings that are fixed in a graph. If these settings have changed, the buffer records a new graph.
         """
 
     def forget_order(self) -> None:  # noqa: B027
-        """Drop data derived from priorities after a graph has changed them. Does nothing by default."""
+        """Drop the cached order of rows, because a graph has changed priorities. Does nothing by default."""
 
 
 def uniform_numbers(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -229,7 +205,7 @@ def fraction(name: str, value: Any) -> float:
 
 
 def whole(least: int) -> Callable[[str, Any], int]:
-    """Return a check for whole numbers of at least ``least``; it accepts NumPy floats, which schedulers set."""
+    """Return a check for whole numbers of at least ``least``; NumPy floats pass, because schedulers set them."""
 
     def check(name: str, value: Any) -> int:
         number = float("nan") if isinstance(value, bool) else float(value)
@@ -250,7 +226,7 @@ def one_of(*choices: Any) -> Callable[[str, Any], Any]:
 
 
 def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
-    """Return TD errors (one per row, or one for all) as ``[rows]`` float32 or float64, contiguous, on ``device``."""
+    """Convert TD errors (one per row, or one for all rows) to a contiguous ``[rows]`` float tensor on ``device``."""
     td_error = priority if isinstance(priority, Tensor) else torch.as_tensor(priority, device="cpu")
     if td_error.is_complex():
         raise TypeError(f"TD errors must be real numbers, got {td_error.dtype}")
@@ -268,7 +244,7 @@ def as_errors(priority: Any, rows: int, device: torch.device) -> Tensor:
 
 
 def refuse_errors(td_error: Tensor) -> None:
-    """Raise a ValueError if TD errors are NaN or infinite; the message gives their number and positions."""
+    """Raise a ValueError if any TD error is NaN or infinite."""
     finite = td_error.isfinite()
     if not finite.all():
         where = (~finite).nonzero().squeeze(1)
@@ -278,7 +254,7 @@ def refuse_errors(td_error: Tensor) -> None:
 
 
 def refuse_priorities(flat: Tensor, td_error: Tensor, rows: int) -> NoReturn:
-    """Raise the error of a refused batch: ValueError for a bad TD error, IndexError for a bad row."""
+    """Raise a ValueError if a TD error is NaN or infinite; else, raise an IndexError that names a row out of range."""
     refuse_errors(td_error)
     low, high = int(flat.min()), int(flat.max())
     bad = high if high >= rows else low

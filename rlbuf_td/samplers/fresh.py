@@ -1,4 +1,4 @@
-"""A wrapper that begins each batch with new rows."""
+"""A sampler that begins each batch with newly written rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALL = [(1 << 62, 0)]  # an interval that contains the ages of all rows, for any
 
 
 class FreshQueue:
-    """The rows that :class:`FreshRowsSampler` calls *fresh*; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
+    """Records the fresh rows of :class:`FreshRowsSampler`; see :mod:`rlbuf_td.kernels.recency.fresh_cpu`."""
 
     def __init__(self) -> None:
         record = np.zeros(1, QUEUE)
@@ -35,12 +35,12 @@ class FreshQueue:
         self.begin(_ALL)
 
     def begin(self, ages: Sequence[Interval]) -> None:
-        """Make exactly the rows of these ages fresh, from the next call on; half-open intervals, oldest first."""
+        """Make only the rows of these ages fresh; ``ages`` holds half-open intervals, the oldest first."""
         self.state["began"] = 0
         self._keep(ages)
 
     def _keep(self, intervals: Sequence[Interval]) -> None:
-        """Store the intervals, with room for as many as can exist: there is at least one row between two of them."""
+        """Store the intervals in an array that is large enough for any later number of intervals."""
         state = self.state
         capacity = int(state["steps"] * state["lanes"]) // 2 + 2 + len(intervals)
         self._intervals = np.empty((capacity, 2), np.int64)  # pages that are never written take no memory
@@ -53,7 +53,7 @@ class FreshQueue:
         return [(int(old), int(new)) for old, new in self._intervals[(head + np.arange(length)) % capacity]]
 
     def follow(self, storage: Any) -> tuple[int, int, int]:
-        """Use this storage from now on; return its number of rows, newest time step and clock."""
+        """Use this storage from now on; return its number of rows, its newest time step and its clock."""
         rows = storage.rows
         if rows is not self.rows or self.storage() is not storage:
             self.serves.claim(storage)
@@ -65,19 +65,19 @@ class FreshQueue:
         return live, newest, storage.clock.numbers.values[NOW]
 
     def look(self, storage: Any) -> None:
-        """Give numbers to the rows written since the last call of this method or :meth:`take`."""
+        """Make the rows fresh that were written since the last call of this method or :meth:`take`."""
         numbers = self.follow(storage)
         if self.rows is not None:
             loops("recency.fresh_cpu").look(self.address, *numbers)
 
     def take(self, storage: Any, most: int) -> np.ndarray:
-        """Return up to ``most`` fresh rows (flat rows, newest first), which are no longer fresh afterwards."""
+        """Remove up to ``most`` fresh rows from the record, newest first; return them as flat rows."""
         found = np.empty(most, np.int64)
         count = loops("recency.fresh_cpu").take(self.address, *self.follow(storage), most, found.ctypes.data)
         return found[:count]
 
     def ages(self) -> list[Interval]:
-        """Return the ages of fresh rows for :meth:`begin`: a load into another capacity changes positions, not ages."""
+        """Return the ages of the fresh rows, which remain valid if the rows are loaded into another capacity."""
         storage, count = self.storage(), int(self.state["count"])
         if storage is not None:
             self.look(storage)
@@ -96,38 +96,34 @@ class FreshQueue:
 
 
 def _nothing() -> None:
-    """Return None, like a weak reference to a storage that no longer exists."""
+    """Return None, like a weak reference to a deleted storage."""
 
 
 class FreshRowsSampler(SamplerWrapper):
-    """Begin each batch with *fresh* rows, which no batch has begun with yet; the wrapped sampler draws the others.
+    """Begins each batch with *fresh* rows, with which no earlier batch has begun; the wrapped sampler draws the rest.
 
-    A row stays fresh until it is taken for the front of a batch, or replaced. If at most ``fresh`` rows are written
-    between two batches, the next batch begins with all of them. With ``fresh=1`` and one update per step, this is
-    combined experience replay. Inside a :class:`SequenceSampler` with ``boundary="shift"``, it is the online queue of
-    DreamerV3.
+    If at most ``fresh`` rows are written between two batches, the second batch begins with all of them. With
+    ``fresh=1`` and one update per step, this sampler is combined experience replay. Inside a :class:`SequenceSampler`
+    with ``boundary="shift"``, this sampler is the online queue of DreamerV3.
 
     **Distribution.** A batch of B rows begins with the newest f fresh rows, where f is the smallest of ``fresh``, B and
-    the number of fresh rows. The wrapped sampler draws the other B - f rows, which may include fresh ones. All rows
-    have the importance weights of the wrapped sampler. By design, the weights do not correct for drawing fresh rows
-    more often.
+    the number of fresh rows. The wrapped sampler draws the other B - f rows. Every row has the importance weight that
+    the wrapped sampler gives it; by design, the weights do not correct for the fresh rows at the beginning.
 
     Args:
-        sampler: the wrapped sampler, which draws the other rows. It also handles priorities, writes and state. Rows of
-            a :class:`MinibatchSampler` that fresh rows replace are missing from its epoch.
-        fresh: the largest number of fresh rows in a batch; may be set at any time.
+        sampler: draws the other rows, and handles priorities, writes and state. A wrapped :class:`MinibatchSampler`
+            does not draw the rows again that fresh rows have replaced in a batch.
+        fresh: the largest number of fresh rows at the beginning of a batch, at least 1; may be set at any time.
 
-    The clock of the storage counts edits, too: after as many edits as the storage has time steps, without a batch in
-    between, all rows are fresh again. If processes share a buffer, a row is fresh for each process until one of this
-    process's batches begins with it.
+    All rows become fresh again after many edits of rows between two batches (at least one per stored time step). If
+    processes share a buffer, each process has its own fresh rows.
 
     Raises:
         ValueError: ``fresh`` is not a positive whole number; (in a buffer) the writer does not write in time order.
-        TypeError: the sampler is a wrapper (wrap it the other way: ``HindsightSampler(FreshRowsSampler(...))``); (when
-            sampling) the storage is not a :class:`PackedStorage`.
+        TypeError: the wrapped sampler is a wrapper (use ``HindsightSampler(FreshRowsSampler(...))``) or TorchRL's
+            ``PrioritizedSampler``; (when sampling) the storage is not a :class:`PackedStorage`.
 
-    Cost: O(f) in addition to the wrapped draw.
-
+    Cost: O(f), in addition to the wrapped draw.
     Source: Zhang and Sutton: A Deeper Look at Experience Replay, 2017; Hafner et al.: Mastering Diverse Domains through
     World Models, 2023 (the queue). TorchRL has no such sampler.
 
@@ -156,11 +152,11 @@ class FreshRowsSampler(SamplerWrapper):
         self.queue.state["fresh"] = self.fresh
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """Refuse a CUDA graph: the host knows which rows are fresh."""
+        """Raise a TypeError: a CUDA graph cannot draw fresh rows, because the host chooses them."""
         raise TypeError("cannot capture a FreshRowsSampler: the host chooses the fresh rows; sample outside of a graph")
 
     def watch(self, storage: Storage) -> None:
-        """Record which rows are already stored, for example after a load; this sampler needs no trajectories."""
+        """Record the rows that the storage already holds, for example after a load."""
         if isinstance(storage, PackedStorage):
             self.queue.look(storage)
 
@@ -190,7 +186,7 @@ class FreshRowsSampler(SamplerWrapper):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`; the storage must be loaded before the next draw or write.
+        """Restore a result of :meth:`state_dict`. Load the storage before the next draw or write.
 
         Raises:
             ValueError: the state is of another sampler; this sampler is unchanged.

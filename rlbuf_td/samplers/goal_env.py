@@ -1,9 +1,9 @@
-"""Rewards for hindsight from Gymnasium's goal environments."""
+"""Rewards and terminations of hindsight, computed by Gymnasium's goal environments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from rlbuf_td.storages.notebooks import HINDSIGHT
 
-TransitionFn = Callable[[TensorDictBase], torch.Tensor]
+TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
 
 
 def gymnasium_reward_fn(
@@ -25,20 +25,20 @@ def gymnasium_reward_fn(
     """Return a ``reward_fn`` for :class:`HindsightSampler` that calls a goal environment's ``compute_reward``.
 
     Args:
-        env: a Gymnasium environment, wrapped or not, with ``compute_reward(achieved_goal, desired_goal, info)``
-            (gymnasium-robotics' environments have it), or TorchRL's wrapper of one.
-        goal_key: the key of the desired goal, at the batch's root.
-        achieved_goal_key: the key of the achieved goal, in ``"next"``.
-        info_keys: maps names of entries of ``info`` to keys of the batch, whose values they get.
-        vectorized: whether ``compute_reward`` takes a batch of goals. Otherwise it is called once per row.
+        env: an environment of Gymnasium or TorchRL, wrapped or not, that has the method
+            ``compute_reward(achieved_goal, desired_goal, info)``, as in gymnasium-robotics.
+        goal_key: the key of the desired goal in the batch.
+        achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
+        info_keys: maps each name in ``info`` to the key of the batch entry that provides its value; default: no names.
+        vectorized: whether ``compute_reward`` takes a batch of goals; if False, ``compute_reward`` is called per row.
 
     Returns:
-        A function from a batch ``[B]`` to its rewards, ``[B]``, with the dtype that ``compute_reward`` returns.
+        A function that takes a batch ``[B]`` and returns rewards, ``[B]``, of the dtype of ``compute_reward``.
 
     Raises:
         TypeError: the environment has no ``compute_reward``.
 
-    Cost: one call of ``compute_reward`` per batch (or per row); if rows are on CUDA, copies to the host and back.
+    Cost: one call of ``compute_reward`` per batch (or per row). A batch on CUDA is copied to the host.
 
     Example:
         >>> import numpy as np
@@ -65,20 +65,19 @@ def gymnasium_terminated_fn(
     """Return a ``terminated_fn`` for :class:`HindsightSampler` that calls an environment's ``compute_terminated``.
 
     Args:
-        env: an environment as for :func:`gymnasium_reward_fn`, with ``compute_terminated``.
-        goal_key: the key of the desired goal, at the batch's root.
-        achieved_goal_key: the key of the achieved goal, in ``"next"``.
-        info_keys: maps names of entries of ``info`` to keys of the batch, whose values they get.
-        vectorized: whether ``compute_terminated`` takes a batch of goals. Otherwise it is called once per row; most
-            environments, such as those of gymnasium-robotics, need this.
+        env: an environment that has the method ``compute_terminated(achieved_goal, desired_goal, info)``.
+        goal_key: the key of the desired goal in the batch.
+        achieved_goal_key: the key of the achieved goal in the batch's ``"next"``.
+        info_keys: as for :func:`gymnasium_reward_fn`.
+        vectorized: whether ``compute_terminated`` takes a batch of goals; if False, it is called once per row.
+
+    Returns:
+        A function that takes a batch ``[B]`` and returns flags, ``[B]`` bool.
 
     Raises:
         TypeError: the environment has no ``compute_terminated``.
 
     Cost: one call of ``compute_terminated`` per row, or per batch if ``vectorized``.
-
-    Returns:
-        A function from a batch ``[B]`` to flags, ``[B]`` bool.
 
     Example:
         >>> from tensordict import TensorDict
@@ -121,6 +120,5 @@ def _method(env: Any, name: str) -> Callable[..., Any]:
             if callable(method):
                 return method
         env = getattr(env, "_env", None)  # TorchRL's wrappers
-    kind = type(innermost).__name__
-    method = f"{name}(achieved_goal, desired_goal, info)"
-    raise TypeError(f"{kind} has no {method}: write a function of the batch{HINDSIGHT}")
+    missing = f"{type(innermost).__name__} has no {name}(achieved_goal, desired_goal, info)"
+    raise TypeError(f"{missing}: write a function of the batch{HINDSIGHT}")

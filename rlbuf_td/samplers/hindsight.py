@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from math import log
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
 from rlbuf_td.kernels.episodes.goals import STRATEGIES, Law, choose_goals, put_law
 from rlbuf_td.kernels.rows import put_rows_, put_values_
 from rlbuf_td.samplers.common import fraction, setting, uniform_numbers
+from rlbuf_td.samplers.goal_env import TransitionFn
 from rlbuf_td.samplers.wrapper import Read, SamplerWrapper, column_of, rows_at
 from rlbuf_td.storages.indexing import device_of
 from rlbuf_td.storages.notebooks import HINDSIGHT
@@ -26,63 +27,57 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
 Strategy: TypeAlias = Literal["future", "final", "episode", "random"]
-TransitionFn: TypeAlias = Callable[[TensorDictBase], torch.Tensor]
 _LEAST_GAMMA = 1e-300  # practically 0, but with a finite logarithm
 
 
-@dataclass(frozen=True)
-class _Bound:
+class _Bound(NamedTuple):
     """Columns that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
-    outcomes: torch.Tensor  # the column of achieved goals in "next", [T * E, ...]
+    outcomes: Tensor  # the column of achieved goals in "next", [T * E, ...]
     rows: Rows | None  # all rows, if achieved goals are deduplicated and have no column; else None
     goal_keys: list[tuple[str, ...]]
 
 
 class HindsightSampler(SamplerWrapper):
-    """Hindsight relabelling: a share of the drawn rows gets a goal that was achieved, by default one achieved later.
+    """Hindsight relabelling: replaces the goals of some drawn rows by goals that the agent achieved.
 
-    The goal of a relabelled row is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. It is
-    written at the root and in ``"next"``. The reward, and optionally ``terminated`` and ``done``, are recomputed. The
-    batch entry ``"relabeled"``, ``[B]`` bool, marks relabelled rows.
+    The new goal is the ``("next", achieved_goal_key)`` of a row that ``strategy`` selects. Then the reward is computed
+    again, and with ``terminated_fn`` also ``terminated`` and ``done``. The batch entry ``"relabeled"``, ``[B]`` bool,
+    marks the relabelled rows. ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
 
     Args:
-        sampler: draws the rows. It also handles priorities, writes and state.
-        reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. It must
-            not change the batch. :func:`gymnasium_reward_fn` makes one from a Gymnasium goal environment.
-        her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k goals per transition correspond to
-            ``k / (k + 1)``: 0.8 for 4.
-        strategy: which row provides the goal. In the row's trajectory: ``"future"``, the row itself or a later one;
-            ``"final"``, the last row so far; ``"episode"``, any row. ``"random"``: any row of the buffer. Or a mixture
-            with probabilities, ``{"future": 0.75, "random": 0.25}``. All rows that a strategy allows are equally
-            likely.
-        future_gamma: 0 to 1. Below 1, ``"future"`` prefers near rows: the row k steps ahead, within the trajectory, has
-            a probability proportional to ``future_gamma**k``. If this is the discount factor of the return, goals
-            follow the discounted state occupancy (contrastive RL).
-        goal_key: the key of the desired goal, of any shape; also updated in ``"next"`` if it is stored there.
+        sampler: draws the rows, and handles priorities, writes and state.
+        reward_fn: takes the batch ``[B]`` with the new goals, and returns the rewards, ``[B]`` or ``[B, 1]``. The
+            function must not change the batch. For a Gymnasium goal environment, use :func:`gymnasium_reward_fn`.
+        her_ratio: the probability that a row is relabelled, 0 to 1. The paper's k new goals per transition correspond
+            to ``k / (k + 1)``, so the default 0.8 corresponds to k = 4.
+        strategy: the rows that may provide the goal; each has the same probability. ``"future"``: the row itself and
+            all later rows of its trajectory; ``"final"``: the last stored row of its trajectory; ``"episode"``: all
+            rows of its trajectory; ``"random"``: all rows of the buffer. A dict such as
+            ``{"future": 0.75, "random": 0.25}`` mixes strategies.
+        future_gamma: 0 to 1. With ``"future"``, the row k steps ahead has a probability proportional to
+            ``future_gamma**k``. In contrastive RL, ``future_gamma`` is the discount factor of the return.
+        goal_key: the key of the desired goal, of any shape. If ``"next"`` has this key, too, both goals are replaced.
         achieved_goal_key: the key of the achieved goal in ``"next"``, of the desired goal's dtype and shape.
-        reward_key: the key of the reward. New rewards are converted to its dtype and shape.
-        terminated_fn: takes the same batch as ``reward_fn``, and returns whether each transition ends the episode under
-            the new goal, bool. The result replaces ``terminated`` beside the reward; ``done`` becomes
-            ``terminated | truncated``. Without this function, flags stay as stored.
-        only_finished: relabel only rows of trajectories that have ended (``"random"`` goals are not affected).
-        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
-
-    ``her_ratio``, ``only_finished`` and ``future_gamma`` may be set at any time.
+        reward_key: the key of the reward. New rewards are converted to the stored dtype and shape.
+        terminated_fn: takes the same batch as ``reward_fn``, and returns whether each transition reaches a terminal
+            state under the new goal, bool. The result replaces ``terminated``, and ``done`` becomes
+            ``terminated | truncated``. By default, the stored flags are kept.
+        only_finished: relabel only rows of trajectories that have ended. ``"random"`` ignores this setting.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
-        ValueError: an argument is out of range; (at the first draw) dtypes or shapes of the goals differ, or a reward
-            has a wrong shape or is NaN.
+        ValueError: an argument is out of range; (when sampling) the desired and achieved goals differ in dtype or
+            shape, or a new reward has a wrong shape or is NaN.
         KeyError: (at the first draw) a key is not stored.
-        TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler: those wrap this one.
+        TypeError: the wrapped sampler is an n-step, sequence or hindsight sampler.
 
-    Cost: O(B) plus the wrapped draw. Randomness: the buffer's generator, else torch's default one.
-
+    Cost: O(B), in addition to the wrapped draw.
     Source: Andrychowicz et al., Hindsight Experience Replay, NeurIPS 2017, sections 3 and 4.5; for ``future_gamma``:
-    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022. Differs from TorchRL's
-    ``HERReplayBuffer``: goals are read from ``"next"``, each row is relabelled independently of the others, goals never
-    cross lanes or the write head, and rows of unfinished trajectories are relabelled, too.
+    Eysenbach et al., Contrastive Learning as Goal-Conditioned RL, NeurIPS 2022.
+    In contrast to TorchRL's ``HERReplayBuffer``, goals are read from ``"next"``, never come from another lane (except
+    with ``"random"``), and are chosen independently for each row, even in unfinished trajectories.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -145,18 +140,13 @@ class HindsightSampler(SamplerWrapper):
             put_law(boundaries, self.law, len(storage))
         return super().prepare_graph(storage, batch_size), self.reward_fn, self.terminated_fn
 
-    def _reader(self, storage: Storage, drawn: torch.Tensor) -> Read:
+    def _reader(self, storage: Storage, drawn: Tensor) -> Read:
         return partial(self._relabelled, storage, drawn, uniform_numbers(drawn.shape[0], self._rng, device_of(storage)))
 
     def _relabelled(
-        self,
-        storage: Storage,
-        drawn: torch.Tensor,
-        uniform: torch.Tensor,
-        flat: torch.Tensor,
-        owner: torch.Tensor | None,
+        self, storage: Storage, drawn: Tensor, uniform: Tensor, flat: Tensor, owner: Tensor | None
     ) -> TensorDictBase:
-        """Read the rows ``flat``, with the goals that ``uniform`` selects for their drawn rows; see ``Read``."""
+        """Read the rows ``flat`` and relabel them; the numbers ``uniform``, ``[B]``, select the goals of ``drawn``."""
         bound, batch = self._bound_to(storage), rows_at(storage, flat)
         rows, mask = choose_goals(bound.trajectories.boundaries(), drawn, uniform, self.law, len(storage))
         if owner is not None:
@@ -171,10 +161,10 @@ class HindsightSampler(SamplerWrapper):
         set_entries_(batch, {"relabeled": mask})
         return batch
 
-    def recompute_(self, batch: TensorDictBase, mask: torch.Tensor, reward: torch.Tensor) -> None:
-        """Recompute ``reward`` and flags of the relabelled rows; ``mask``: ``[B]`` bool."""
+    def recompute_(self, batch: TensorDictBase, mask: Tensor, reward: Tensor) -> None:
+        """Recompute the rewards and flags of the relabelled rows; ``mask``, ``[B]`` bool, selects these rows."""
         new = self.reward_fn(batch)
-        if not (type(new) is torch.Tensor and new.shape == reward.shape and new.dtype is reward.dtype and new.is_cpu):
+        if not (type(new) is Tensor and new.shape == reward.shape and new.dtype is reward.dtype and new.is_cpu):
             new = _fitted(new, reward, "reward_fn", "reward")
         bad = put_values_(reward, new, mask)
         if bad >= 0:
@@ -202,7 +192,7 @@ class HindsightSampler(SamplerWrapper):
         rows = storage.rows if outcomes.is_meta else None
         return _Bound(trajectories, outcomes, rows, list(goals))
 
-    def _end_(self, batch: TensorDictBase, mask: torch.Tensor) -> None:
+    def _end_(self, batch: TensorDictBase, mask: Tensor) -> None:
         beside = self.reward_key[:-1]
         terminated, truncated, done = (leaf_of(batch, (*beside, key)) for key in ("terminated", "truncated", "done"))
         new = _fitted(self.terminated_fn(batch), terminated, "terminated_fn", "flag")  # type: ignore[misc]
@@ -218,7 +208,7 @@ class HindsightSampler(SamplerWrapper):
             yield from ((*self.reward_key[:-1], flag) for flag in ("terminated", "done"))
 
 
-def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor:
+def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> Tensor:
     column = column_of(storage, key)
     if column is None:
         raise KeyError(f"hindsight needs {show_key(key)}, which is not stored: {remedy}{HINDSIGHT}")
@@ -226,7 +216,7 @@ def _needed(storage: Storage, key: tuple[str, ...], remedy: str) -> torch.Tensor
 
 
 def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
-    """Return the cumulative shares of the strategies, in the order of ``STRATEGIES``."""
+    """Return the cumulative probabilities of the strategies, in the order of ``STRATEGIES``."""
     mixture = {strategy: 1.0} if isinstance(strategy, str) else dict(strategy)
     unknown = [name for name in mixture if name not in STRATEGIES]
     if unknown:
@@ -237,9 +227,9 @@ def _cumulative(strategy: str | Mapping[Any, float]) -> list[float]:
     return [*accumulate(mixture.get(name, 0.0) / total for name in STRATEGIES[:-1]), 1.0]
 
 
-def _fitted(values: Any, like: torch.Tensor, source: str, name: str) -> torch.Tensor:
-    """Return the per-row results of a user's function in the stored shape and dtype."""
-    if not isinstance(values, torch.Tensor):
+def _fitted(values: Any, like: Tensor, source: str, name: str) -> Tensor:
+    """Convert the results of a user's function, one per row, to the stored shape and dtype."""
+    if not isinstance(values, Tensor):
         values = torch.as_tensor(values, device=like.device)
     if values.shape != like.shape:
         if values.shape not in (like.shape[:1], (*like.shape[:1], 1)) or like.shape[1:].numel() != 1:

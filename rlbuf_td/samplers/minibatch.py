@@ -16,24 +16,20 @@ from rlbuf_td.storages.indexing import device_of
 class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     """Draws every row exactly once per epoch, for a number of epochs, in minibatches.
 
-    ``for batch in rb`` ends after the last batch of the last epoch; the next ``for`` starts again. A write restarts the
-    epochs. This class is a ``SamplerWithoutReplacement``, as TorchRL's on-policy trainers require. With the same seed,
-    it draws the same rows as TorchRL's class. Unlike that class, it counts epochs, and a write ends the current epoch.
+    ``for batch in rb`` ends after the last batch of the last epoch. A write restarts the epochs. TorchRL's
+    ``SamplerWithoutReplacement`` draws the same rows for the same seed, but continues its epoch after a write.
 
     Args:
-        epochs: how often each row is drawn, at least 1. May be set at any time.
-        shuffle: whether each epoch has a new random order. Otherwise rows come in storage order: time step by time
-            step, and within a time step lane by lane.
-        drop_last: drop the last rows of an epoch if they do not fill a batch.
+        epochs: how often each row is drawn, at least 1; may be set at any time.
+        shuffle: whether each epoch has a new random order. If False, rows are ordered by time step, then by lane.
+        drop_last: whether to drop the last rows of an epoch if they do not fill a batch.
 
     Raises:
-        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) ``drop_last`` is set and there are
-            fewer rows than in a batch, or the sampler serves another buffer.
+        ValueError: ``epochs`` is not a whole number of at least 1; (when sampling) the sampler serves another buffer,
+            or ``drop_last`` is set and the buffer has fewer rows than a batch.
         RuntimeError: (when sampling) the buffer is empty.
 
     Cost: O(B) per batch, and one permutation per epoch.
-
-    Randomness: the buffer's generator, else torch's default one.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -46,7 +42,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
 
     epochs: int = setting(whole(1))
     shuffle: bool = setting(lambda _, value: bool(value))
-    _order: Tensor | None = None  # all rows in the order of this epoch; None: the order is not drawn yet
+    _order: Tensor | None = None  # all rows in the order of this epoch; None: not drawn yet
     _position = 0
     _shown = ("epochs", "shuffle", "drop_last", "epoch")
 
@@ -63,7 +59,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     position = property(attrgetter("_position"), doc="How many rows of this epoch have been drawn.")
 
     def restart(self) -> None:
-        """Restart with the first epoch, in a new order."""
+        """Restart with the first epoch, in a new random order."""
         self.begun = object()  # invalidates batches drawn ahead
         if self._position:
             self._order, self._position = None, 0
@@ -83,7 +79,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order[start:stop].clone(), {}
 
     def advance(self, storage: Storage, rows: int, batch_size: int) -> tuple[Tensor, int, int]:
-        """Advance by one batch of the ``rows`` stored rows; return its epoch's order, and its start and end in it."""
+        """Advance by one batch; return the order of the epoch's ``rows`` rows, and the batch's start and end in it."""
         order = self._order
         if order is None or rows != self.len_storage or not order.is_cpu:
             order = self.order(storage)
@@ -101,7 +97,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         return order, start, stop
 
     def order(self, storage: Storage) -> Tensor:
-        """Return all rows in the order of the current epoch; the same tensor object throughout the epoch."""
+        """Return all rows in the order of the current epoch. The tensor object is the same throughout an epoch."""
         self._serves.claim(storage)
         rows, device = len(storage), device_of(storage)
         if rows != self.len_storage:
@@ -128,13 +124,12 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
     extend = add
 
     def _empty(self) -> None:
-        super()._empty()
         self._serves.release()
         self.restart()
-        self._order = None
+        self._order, self.len_storage = None, 0
 
     def begin_pass(self) -> bool:
-        """Begin a ``for`` loop over all epochs, or continue a loaded one; return whether a batch is left to draw."""
+        """Begin a ``for`` loop over all epochs, or continue a loaded loop; return whether a batch is left to draw."""
         resumes, self._resumes, self._in_pass = self._resumes, False, True
         if not resumes:
             self.restart()
@@ -145,21 +140,17 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._in_pass = False
 
     def rewind(self, place: dict[str, Any]) -> None:
-        """Return to a :meth:`snapshot` of the same run of epochs; the batches after it are drawn again."""
+        """Return to a :meth:`snapshot` of the same ``for`` loop, whose later batches are then drawn again."""
         self._order, self._position, self._epoch = place["order"], place["position"], place["epoch"]
         self.ran_out = place["ran_out"]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the settings, the position in the epoch, and the order of its rows, which is not copied."""
+        """Return the settings, the position in the epoch, and the epoch's order of rows (not copied)."""
         names = "epochs", "shuffle", "drop_last", "epoch", "position", "len_storage", "ran_out"
         return {name: getattr(self, name) for name in names} | {"order": self._order, "in_pass": self._in_pass}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: the order lacks or repeats rows, or the position is invalid; this sampler is unchanged.
-        """
+        """Restore a result of :meth:`state_dict`; ValueError, without a change, if its order or position is invalid."""
         order, rows = state_dict["order"], int(state_dict["len_storage"])
         epochs, epoch, position = (int(state_dict[name]) for name in ("epochs", "epoch", "position"))
         if order is not None and not _is_order(order, rows):
@@ -174,7 +165,7 @@ class MinibatchSampler(RowSampler, SamplerWithoutReplacement):
         self._resumes = bool(state_dict.get("in_pass", False))
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Adapt a saved state to moved rows: if any row moved, the epochs restart."""
+        """Return a state with which the epochs restart if any row ``moved``, else the saved state."""
         return state | {"order": None, "position": 0, "epoch": 0, "in_pass": False} if moved else state
 
 

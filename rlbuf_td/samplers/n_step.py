@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.episodes import FlagBoundaries
@@ -20,45 +20,41 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, TrajectoryIndex, as_tuple
 
 
-@dataclass(frozen=True)
-class _Bound:
+class _Bound(NamedTuple):
     """Columns and keys that are looked up once per storage."""
 
     trajectories: TrajectoryIndex
-    reward: torch.Tensor  # the column of rewards, [T * E, ...]
-    ends: list[tuple[str, ...]]  # the keys of the flags, any of which ends a trajectory
+    reward: Tensor  # the column of rewards, [T * E, ...]
+    ends: list[tuple[str, ...]]  # the keys of the flags; if any of them is set, the trajectory ends
 
 
 class NStepSampler(SamplerWrapper):
-    r"""Converts drawn transitions to n-step transitions: the reward of several steps, and the state after them.
+    r"""Converts drawn transitions to n-step transitions.
 
     .. math:: r = \sum_{k=0}^{m-1} \gamma^k r_{t+k}, \quad m = \min(n, \text{steps to the end of the trajectory})
 
-    ``("next", "reward")`` becomes this sum (computed in float64). All other entries of ``"next"`` (observation, done,
-    terminated, truncated ...) are those of the last of the m rows. ``"steps_to_next_obs"`` is ``m``, with which
-    TorchRL's losses discount. The sum stops at the trajectory's end or at the newest row. A sum of fewer than n rewards
-    is also correct: learners bootstrap from its ``"next"``, unless that state is terminal.
+    The sum :math:`r` replaces the reward. All other entries of ``"next"`` are those of the last row in the sum. The new
+    entry ``"steps_to_next_obs"`` is :math:`m`, which TorchRL's losses use for discounting. A sum stops at the end of
+    the trajectory or at the newest row, where the loss bootstraps unless the state is terminal.
 
     Args:
-        sampler: draws the rows: a sampler of rows, or a :class:`HindsightSampler`. With hindsight, the new goal applies
-            to all rewards of a sum, and the sum stops where ``terminated_fn`` says that the goal ends the episode.
-        n_steps: n, the largest number of rewards in a sum, at least 1.
-        gamma: the discount factor, 0 to 1.
-        reward_key: the key of the reward, of floating dtype, in ``"next"``.
-        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
-
-    ``n_steps`` and ``gamma`` may be set at any time and apply from the next draw.
+        sampler: draws the rows: a sampler of rows, or a :class:`HindsightSampler`. With hindsight, all rewards of a sum
+            are for the same goal, and the sum also stops where ``terminated_fn`` returns True.
+        n_steps: n, the largest number of rewards in a sum, at least 1; may be set at any time.
+        gamma: the discount factor, 0 to 1; may be set at any time.
+        reward_key: the key of the reward, which must be in ``"next"`` and have a floating dtype.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
         ValueError: an argument is out of range, or ``reward_key`` is not in ``"next"``.
-        KeyError: (at the first draw) the reward or the ends of trajectories are not stored.
-        TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) rewards are not
-            floating point numbers.
+        KeyError: (at the first draw) the reward is not stored, or neither done flags nor trajectory ids are stored.
+        TypeError: the wrapped sampler draws sequences or n-step transitions; (at the first draw) the reward's dtype is
+            not floating.
 
-    Cost: O(B * n). With hindsight, all n rows of each sum are read completely.
-
-    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. Unlike with TorchRL's ``MultiStep``, the
-    buffer stores one-step transitions: n may change during training. A priority belongs to the first row of the sum.
+    Cost: O(B * n).
+    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, chapter 7. In contrast to TorchRL's ``MultiStep``,
+    the buffer stores one-step transitions, so that n may change during training. A TD error sets the priority of the
+    first row of a sum.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -105,12 +101,10 @@ class NStepSampler(SamplerWrapper):
             put_gamma(boundaries, self.gamma)
         return super().prepare_graph(storage, batch_size), self.n_steps
 
-    def _reader(self, storage: Storage, drawn: torch.Tensor) -> Read:
+    def _reader(self, storage: Storage, drawn: Tensor) -> Read:
         return partial(self._summed, storage, super()._reader(storage, drawn))
 
-    def _summed(
-        self, storage: Storage, read: Read | None, flat: torch.Tensor, owner: torch.Tensor | None
-    ) -> TensorDictBase:
+    def _summed(self, storage: Storage, read: Read | None, flat: Tensor, owner: Tensor | None) -> TensorDictBase:
         n, bound = self.n_steps, self._bound_to(storage)
         boundaries = bound.trajectories.boundaries()
         if read is None:

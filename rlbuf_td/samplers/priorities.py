@@ -1,4 +1,4 @@
-"""The priorities of a storage's rows, and the base of the laws that convert them to probabilities."""
+"""The priorities of a storage's rows, and the base class of the laws that convert TD errors to probabilities."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from rlbuf_td.storages.indexing import device_of, flat_rows
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; the last is the alpha of the stored weights
+ALPHA, BETA, LARGEST, WEIGHED = range(4)  # indices of the shared settings; WEIGHED: the alpha of the stored weights
 
 
 class Law(ABC):
-    """Abstract conversion of magnitudes of TD errors to probabilities; its methods take flat rows, ``[B]`` int64."""
+    """Abstract conversion of TD errors to probabilities; the methods take flat rows, ``[B]`` int64."""
 
-    table: Any
-    """The magnitudes of all rows (-1 without a priority), in the data structure that the law draws from."""
-    blank: ClassVar[dict[str, float]]
-    """The names of the table's tensors that determine its state; values: the content for a row without a priority."""
-    min_priority = 0.0
-    """Smaller magnitudes count as this one."""
+    table: Any  # the data structure of all rows; its ``magnitude`` is ``|td_error|``, -1 for rows without a priority
+    blank: ClassVar[dict[str, float]]  # the table's tensors in checkpoints, and their values without a priority
+    min_priority = 0.0  # the lower bound of magnitudes
     first = property(lambda self: max(1.0, self.min_priority), doc="Magnitude of new rows before any TD error.")
 
     def __init__(self, settings: SharedNumbers) -> None:
@@ -37,21 +34,20 @@ class Law(ABC):
 
     @abstractmethod
     def make(self, capacity: int, device: torch.device | str) -> Any:
-        """Return a table of rows without priorities."""
+        """Make a table in which no row has a priority."""
 
     @abstractmethod
     def draw(self, uniform: Tensor, rows: int, stratified: bool, norm: str | None) -> tuple[Tensor, Tensor]:
-        """Return a row and its weight for each uniform number; RuntimeError (on the CPU) if no row can be drawn."""
+        """Return one row and its importance weight per number; RuntimeError (on the CPU) if no row can be drawn."""
 
     @abstractmethod
     def probability(self, flat: Tensor) -> Tensor:
         """Return the probability of each row, ``[B]`` float64."""
 
     def weigh_beside_(self, flat: Tensor, drawn: Tensor, weight: Tensor) -> None:
-        """Write the importance weights of the rows ``flat`` to ``weight[:len(flat)]``, as in the batch of ``drawn``.
+        """Overwrite ``weight[:len(flat)]`` with the importance weights of the rows ``flat``.
 
-        ``drawn``, ``[1]``, is the first row of this batch; ``weight[0]`` is its weight before the call. Rows of
-        probability 0 get the same.
+        Before the call, ``weight[0]`` is the weight of the row ``drawn``, which rows of probability 0 also get.
         """
         probability = self.probability(torch.cat((flat, drawn)))
         ratio = (probability[:-1] / probability[-1]).clamp(min=LEAST_RATIO)
@@ -60,33 +56,30 @@ class Law(ABC):
 
     @abstractmethod
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
-        """Set priorities, with the arguments and the result of :func:`rlbuf_td.kernels.sum_tree.update_`."""
+        """Set priorities; see :func:`rlbuf_td.kernels.sum_tree.update_` for the arguments and the result."""
 
     @abstractmethod
     def fill_(self, start: int, count: int, magnitude: float | Tensor) -> None:
-        """Give one magnitude to ``count`` rows from ``start`` on."""
+        """Set the magnitude of ``count`` consecutive rows, of which ``start`` is the first."""
 
     @abstractmethod
     def weigh(self, anew: bool = False) -> None:
-        """Apply a new alpha, or recompute all weights if ``anew`` is True; called under the buffer's lock."""
+        """Recompute all weights if alpha has changed or ``anew`` is True. The caller holds the buffer's lock."""
 
     @abstractmethod
     def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Copy saved tensors (those named in ``blank``, with weights for the current alpha) into the table."""
+        """Copy saved tensors, which ``blank`` names, into the table. Saved weights must fit the current alpha."""
 
     @abstractmethod
     def prepare_graph(self, rows: int) -> tuple[Tensor | None, Any]:
-        """Copy settings for graphs; return the largest magnitude (None on the CPU) and what is fixed in a graph."""
+        """Copy settings for CUDA graphs; return the largest magnitude (None on the CPU) and the fixed settings."""
 
 
 class Priorities:
-    """The priorities of the rows of one storage.
+    """The priorities of the rows of one storage; ``capacity`` grows to the storage's number of rows.
 
-    Args:
-        law: stores the magnitudes, and draws rows.
-        capacity: the number of rows; it grows to that of the storage.
-        device: the device that the user requests, which must be that of the rows; None: that of the rows.
-        within_buffer: whether new rows enter with the largest magnitude now stored instead of the largest ever seen.
+    ``device`` is the device that the user requests, which must be that of the rows. If ``within_buffer`` is True, new
+    rows get the largest magnitude now stored instead of the largest ever seen.
     """
 
     def __init__(self, law: Law, capacity: int, device: Any, within_buffer: bool) -> None:
@@ -101,12 +94,12 @@ class Priorities:
 
     @property
     def largest(self) -> Any:
-        """The largest magnitude seen, negative if none; on CUDA a 0-dim tensor, which later updates change."""
+        """The largest magnitude seen, -1 before any; on CUDA a 0-dim tensor that later updates change."""
         return self.settings[LARGEST] if self._largest_on_device is None else self._largest_on_device
 
     @largest.setter
     def largest(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):  # on a device: raise it to the largest magnitude seen before
+        if isinstance(value, Tensor):  # on CUDA
             before = self.largest
             if value is not before:
                 value.clamp_(min=before)
@@ -124,7 +117,7 @@ class Priorities:
         return self.law.first if largest < 0 else largest
 
     def _find_largest(self) -> None:
-        """Search the rows for the largest magnitude, unless the row found last time still has it."""
+        """Set ``largest`` to the largest magnitude now stored. O(1) if the last row found has not changed."""
         magnitude = self.law.table.magnitude
         if backend_of(magnitude) != "numba":
             self._largest_on_device = magnitude.max()
@@ -133,7 +126,7 @@ class Priorities:
             self.largest = float(magnitude[self._largest_row])
 
     def rows(self, index: Any, storage: Storage | None) -> Tensor:
-        """Return an index as flat rows; IndexError (on the CPU) if one is out of range."""
+        """Convert an index to flat rows; IndexError (on the CPU) if a row is out of range."""
         flat = flat_rows(index, storage, self.device)
         is_on_host = backend_of(flat) == "numba"
         if is_on_host and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.capacity:
@@ -141,9 +134,9 @@ class Priorities:
         return flat
 
     def assign(self, index: Any, priority: Any, rows: int | None, storage: Storage | None, *, counts: bool) -> None:
-        """Set priorities; refuse rows that are not below ``rows`` (default: the capacity).
+        """Set the priorities of rows below ``rows`` (None: the capacity), and refuse other rows.
 
-        ``counts``: whether these priorities count for the largest magnitude seen, which new rows get.
+        ``counts``: whether these priorities raise ``largest``, the magnitude of new rows.
         """
         if storage is not None:
             self.follow(storage)
@@ -164,24 +157,24 @@ class Priorities:
         self.assign(index, entry, None, storage, counts=False)
 
     def enter_range(self, start: int, count: int, storage: Storage) -> None:
-        """Give the entry magnitude to flat rows ``start, start + 1, ...``, which were just written."""
+        """Give ``entry``, the magnitude of new rows, to ``count`` flat rows from ``start`` on."""
         self.follow(storage)
         self.law.weigh()
         self.law.fill_(start, count, self.entry)
 
     def admit(self, storage: Storage) -> None:
-        """Give the entry magnitude to stored rows without a priority."""
+        """Give ``entry``, the magnitude of new rows, to stored rows without a priority."""
         absent = (self.law.table.magnitude[: len(storage)] < 0).nonzero().squeeze(1)
         if len(absent):
             self.enter(absent, storage)
 
     def repair(self, storage: Storage) -> None:
-        """Repair priorities after a process died during a change; rows without a priority enter as new. O(N)."""
+        """Repair the priorities after a process died while it changed them. O(N)."""
         self.law.weigh(anew=True)
         self.admit(storage)
 
     def follow(self, storage: Storage) -> None:
-        """Move to the storage's device, with a capacity for all of its rows."""
+        """Move the priorities to the storage's device, and enlarge their capacity to the storage's."""
         self.serves.claim(storage)
         device, capacity = device_of(storage), max(self.capacity, storage.max_size)
         if self._wanted not in (None, device, torch.device(device.type)):
@@ -201,7 +194,7 @@ class Priorities:
         return {name: getattr(self.law.table if table is None else table, name) for name in self.law.blank}
 
     def resized(self, tensors: dict[str, Tensor], rows: Tensor | None, capacity: int) -> dict[str, Tensor]:
-        """Select ``rows`` (None: all) of saved tensors, and append rows without a priority up to ``capacity``."""
+        """Select ``rows`` of saved tensors (None: all), and append rows without a priority up to ``capacity``."""
         found = {}
         for name, like in self.tensors(self.law.make(capacity, "meta")).items():
             kept = tensors[name].cpu() if rows is None else tensors[name].cpu()[rows]
@@ -216,11 +209,7 @@ class Priorities:
         self.law.restore_({name: old.new_full((), self.law.blank[name]).expand_as(old) for name, old in saved})
 
     def load(self, alpha: float, beta: float, largest: float, tensors: dict[str, Tensor], capacity: int) -> None:
-        """Restore a saved state.
-
-        Raises:
-            ValueError: the state has a smaller capacity, is of another law or not finite; nothing has changed.
-        """
+        """Restore a saved state; ValueError, without a change, if it is of another law, smaller, or not finite."""
         if capacity < self.capacity:
             raise ValueError(f"the saved sampler has max_capacity={capacity}, this one {self.capacity}")
         if not largest < float("inf"):
@@ -233,7 +222,7 @@ class Priorities:
         self.law.restore_({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def share_memory_(self) -> None:
-        """Share the priorities with processes that are later forked, or spawned with this sampler."""
+        """Move the priorities to shared memory, which processes started later can use."""
         if not self._is_shared:
             self._is_shared = True
             self.law.table.share_memory_()
@@ -248,7 +237,7 @@ class Priorities:
 
 
 def refuse_state(tensors: Any, blank: dict[str, Tensor]) -> None:
-    """Raise a ValueError if saved priorities differ from ``blank`` in name, dtype or shape, or are not finite."""
+    """Raise a ValueError if saved tensors are not finite, or differ from ``blank`` in names, dtypes or shapes."""
     if not isinstance(tensors, dict) or tensors.keys() != blank.keys():
         raise ValueError(f"the saved state is of another sampler: this one needs {', '.join(blank)}")
     for name, expected in blank.items():

@@ -1,4 +1,4 @@
-"""The base of prioritized samplers: TorchRL's protocol for priorities and a law."""
+"""The base class of prioritized samplers."""
 
 from __future__ import annotations
 
@@ -37,19 +37,15 @@ def _exponent(name: str, place: int, doc: str) -> Any:
 
 
 class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
-    """Abstract base of the prioritized samplers.
-
-    It inherits from TorchRL's ``PrioritizedSampler``, because TorchRL's buffers pass priorities only to that class, but
-    creates none of its C++ trees. TD errors may have either sign: the magnitude counts. A subclass chooses the law.
-    """
+    """Abstract base of the prioritized samplers; a subclass chooses the :class:`Law`."""
 
     stratified: bool = setting(one_of(True, False))
     weight_norm: WeightNorm = setting(one_of("buffer", "batch", None))
     reduction: Reduction = setting(one_of("max", "min", "mean", "median"))
-    alpha = _exponent("alpha", ALPHA, "Exponent of the priorities: 0 is uniform. Setting it re-weights stored rows.")
-    beta = _exponent("beta", BETA, "Exponent of the importance weights: 1 corrects fully for the sampling law.")
-    default_priority = property(attrgetter("priorities.entry"), doc="The magnitude that a new row enters with.")
-    device = property(attrgetter("priorities.device"), doc="The device of the priorities, which is that of the rows.")
+    alpha = _exponent("alpha", ALPHA, "Exponent of the priorities; 0 draws uniformly. May be set at any time.")
+    beta = _exponent("beta", BETA, "Exponent of the importance weights; 1 corrects fully for the law's probabilities.")
+    default_priority = property(attrgetter("priorities.entry"), doc="The magnitude of a new row's TD error.")
+    device = property(attrgetter("priorities.device"), doc="The device of the priorities and the rows.")
     _max_capacity = property(attrgetter("priorities.capacity"))
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "stratified", "weight_norm", "_max_capacity")
     _setting_names: ClassVar = ("alpha", "beta", "stratified", "weight_norm", "reduction")
@@ -92,46 +88,39 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return flat, {"priority_weight": weight}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priorities of rows to ``|priority|``, also of rows that were replaced since they were sampled.
+        """Set the priorities of rows from TD errors; an exception leaves all priorities unchanged.
 
         Args:
-            index: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
-            priority: ``[B]`` TD errors of either sign, or one for all rows, before eps and alpha are applied.
-            storage: the storage of the rows, required if ``index`` holds coordinates. If it is given, rows that are
-                not yet written are refused.
+            index: the rows: ``[B]`` flat rows, a tuple of ``ndim`` tensors, ``[B, ndim]``, or an int; -1 means "skip".
+            priority: TD errors of either sign, ``[B]`` or one for all rows; the sampler applies eps and alpha.
+            storage: the storage of the rows, needed unless rows are flat; if given, unwritten rows are refused.
 
         Raises:
-            ValueError: wrong shape, or NaN or infinite errors (on CUDA, such errors are skipped and counted).
-            IndexError: a row is out of range (on CUDA it is skipped).
+            ValueError: the shapes differ, or a TD error is NaN or infinite (on CUDA, it is skipped and counted).
+            IndexError: a row is out of range (on CUDA, it is skipped).
             TypeError: the index does not hold integers.
-
-        After an error, all priorities are unchanged.
         """
         self.priorities.assign(index, priority, None if storage is None else len(storage), storage, counts=True)
 
     def mark_update(self, index: Any, *, storage: Storage | None = None) -> None:
-        """Give :attr:`default_priority` to rows that were just written."""
+        """Set the magnitude of new rows to :attr:`default_priority`."""
         self.priorities.enter(index, storage)
 
     def priority(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return the last ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority.
-
-        Raises:
-            IndexError: a row is out of range (on the CPU).
-        """
+        """Return the last ``|td_error|`` of each row, ``[B]`` float64; -1 for a row without a priority."""
         return self.law.table.magnitude[self.priorities.rows(index, storage)].to(torch.float64)
 
     def probability(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """Return the probability of each row in a draw, ``[B]`` float64; raises as :meth:`priority`."""
+        """Return each row's probability in a draw, ``[B]`` float64; IndexError if a row is out of range."""
         self.law.weigh()
         return self.law.probability(self.priorities.rows(index, storage))
 
     def share_memory_(self) -> None:
-        """Share the priorities with processes that are later forked, or spawned with this sampler."""
+        """Move the priorities to shared memory, which processes started later can use."""
         self.priorities.share_memory_()
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`GraphCapturable`."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         self.priorities.follow(storage)
         self.law.weigh()
         largest, new = self.law.prepare_graph(len(storage))
@@ -149,11 +138,7 @@ class Prioritized(RowSampler, GraphCapturable, PrioritizedSampler):
         return self._settings() | seen | {"priorities": self.priorities.tensors()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: the state has a smaller capacity or is of another sampler; this sampler is unchanged.
-        """
+        """Restore a result of :meth:`state_dict`; ValueError, without a change, if it does not fit this sampler."""
         settings = {name: state_dict.get(name, value) for name, value in self._settings().items()}
         largest, capacity = float(state_dict["largest"]), int(state_dict["max_capacity"])
         with self._set(settings):

@@ -1,4 +1,4 @@
-"""Proportional prioritized replay."""
+"""Proportional prioritized experience replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbuf_td.storages.shared.memory import SharedNumbers
 
 
 class ProportionalLaw(Law):
-    """Weights ``(magnitude + eps) ** alpha`` in a sum tree, for magnitudes of at least ``min_priority``."""
+    """Gives each row the weight ``(max(|td_error|, min_priority) + eps) ** alpha``, stored in a sum tree."""
 
     table: sum_tree.SumTree
     blank: ClassVar = {"magnitude": -1.0, "weight": 0.0}
@@ -43,7 +43,7 @@ class ProportionalLaw(Law):
             super().weigh_beside_(flat, drawn, weight)
 
     def floored(self, td_error: Tensor) -> Tensor:
-        """Return the magnitudes of TD errors, at least ``min_priority``; if that is 0, the errors themselves."""
+        """Raise magnitudes to at least ``min_priority``; if ``min_priority`` is 0, return the TD errors unchanged."""
         return td_error.abs().clamp_(min=self.min_priority) if self.min_priority else td_error
 
     def update_(self, flat: Tensor, td_error: Tensor, rows: int, counts: bool) -> float | Tensor:
@@ -72,7 +72,7 @@ class ProportionalLaw(Law):
 
 
 class ProportionalSampler(Prioritized):
-    r"""Draws rows in proportion to the magnitude of their TD error, to the power ``alpha``.
+    r"""Draws rows with probabilities proportional to a power of the magnitude of their TD error.
 
     .. math::
         P(i) = p_i^\alpha / \sum_j p_j^\alpha, \quad p_i = |\delta_i| + \epsilon, \quad
@@ -81,44 +81,37 @@ class ProportionalSampler(Prioritized):
     Args:
         max_capacity: the number of rows that can have a priority, at least 1; it grows to the storage's ``max_size``.
         alpha: exponent of the priorities, at least 0; 0 draws uniformly.
-        beta: exponent of the importance weights, at least 0; 1 corrects fully. Alpha and beta may be set at any time,
-            also by TorchRL's ``ParameterScheduler``.
-        eps: added to every magnitude, so that a row with a TD error of 0 is drawn again. The default is TorchRL's.
-        dtype: accepted for compatibility, float32 or float64; weights are always float64.
-        stratified: draw one row from each of ``B`` segments of equal probability (lower variance, equal expected
-            counts) instead of independent rows. Consecutive rows of the batch come from distant segments, so that a
-            minibatch of it is balanced, too.
-        weight_norm: what the importance weights are divided by: the largest weight in the ``"buffer"`` (as in
-            TorchRL), the largest in the ``"batch"``, or nothing (``None``).
-        reduction: how the buffer reduces several TD errors of a row to one: ``"max"``, ``"min"``, ``"mean"`` or
-            ``"median"``.
-        device: the device of the rows, where priorities are stored; another device is refused.
-        max_priority_within_buffer: new rows enter with the highest magnitude now stored, not the highest ever seen.
-            Each time the row with this magnitude is replaced or gets a lower one, the search for the next is O(N).
-        min_priority: at least 0; smaller magnitudes count as this one. LAP (loss-adjusted prioritized replay) is
-            ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber loss.
+        beta: exponent of the importance weights, at least 0; 1 corrects fully.
+        eps: added to every magnitude, so that a row with a TD error of 0 can be drawn; the default is TorchRL's.
+        dtype: float32 or float64, accepted for compatibility only: weights are always float64.
+        stratified: whether to draw one row from each of ``B`` segments of equal probability, which has a lower variance
+            than independent draws. Consecutive rows come from distant segments, so a part of a batch is balanced, too.
+        weight_norm: the divisor of the importance weights: the largest weight in the ``"buffer"`` (as in TorchRL), the
+            largest weight in the ``"batch"``, or ``None`` for no division.
+        reduction: how several TD errors of a row become one: ``"max"``, ``"min"``, ``"mean"`` or ``"median"``.
+        device: the device of the rows; priorities are always stored there.
+        max_priority_within_buffer: whether new rows get the largest ``|td_error|`` now stored instead of the largest
+            ever seen. If the row with the largest ``|td_error|`` changes, the next largest is found in O(N).
+        min_priority: the lower bound of ``|td_error|``, at least 0, also for new rows.
 
-    New rows enter with the highest magnitude seen so far (if none: 1.0, or a higher ``min_priority``). TD errors may
-    have either sign: the sampler takes the magnitude.
+    ``alpha`` and ``beta`` may be set at any time, also by TorchRL's ``ParameterScheduler``. The sign of a TD error does
+    not matter. A new row gets the largest ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
-    **Loss-adjusted replay.** Importance weights undo part of the effect of priorities; LAP omits them (``beta=0``).
-    With :math:`p_i = \max(|\delta_i|, 1)`, the Huber loss over prioritized draws has the same expected gradient as the
-    PAL loss over uniform draws. The PAL loss is :math:`\delta^2 / 2\lambda` if :math:`|\delta| \le 1`, else
-    :math:`|\delta|^{1 + \alpha} / ((1 + \alpha) \lambda)`, where :math:`\lambda` is the mean of :math:`p_j^\alpha`.
+    For *loss-adjusted prioritized replay* (LAP), use ``alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0`` with a Huber
+    loss. Its expected gradient is that of the PAL loss with uniform draws.
 
     Raises:
-        ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or ``device`` is not
-            that of the rows; (on an update, on the CPU) a TD error is NaN or infinite, and nothing has changed.
+        ValueError: an argument is out of range; (in a buffer) the sampler serves another buffer, or the rows are not on
+            ``device``; (on an update, on the CPU) a TD error is NaN or infinite, and no priority has changed.
         RuntimeError: (when sampling) the buffer is empty, or no row has a positive priority.
-        MemoryError: the priorities can never fit into memory.
+        MemoryError: the priorities do not fit into memory.
 
-    Cost: O(B log N) to draw and to update; 20 bytes per row. Changing alpha is O(N).
-
+    Cost: O(B log N) to draw and to update; O(N) to change alpha; 20 bytes per row.
     Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3; for
     ``min_priority``: Fujimoto, Meger, Precup: An Equivalence between Loss Functions and Non-Uniform Sampling in
-    Experience Replay, NeurIPS 2020. Differs from TorchRL's ``PrioritizedSampler``: negative TD errors count by
-    magnitude, sums are float64 and do not drift, and no row of weight 0 is returned. Draws are stratified by default,
-    and ``torch.manual_seed`` determines them.
+    Experience Replay, NeurIPS 2020.
+    In contrast to TorchRL's ``PrioritizedSampler``, TD errors may be negative, sums are float64 and do not drift, rows
+    of weight 0 are never drawn, draws are stratified by default, and ``torch.manual_seed`` determines the draws.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -158,11 +151,11 @@ class ProportionalSampler(Prioritized):
         super().__init__(max_capacity, law, alpha, beta, *rules)
 
     eps = property(attrgetter("law.eps"), doc="The number added to every magnitude.")
-    min_priority = property(attrgetter("law.min_priority"), doc="Smaller magnitudes count as this one.")
+    min_priority = property(attrgetter("law.min_priority"), doc="The lower bound of magnitudes.")
     max_priority_within_buffer = property(
-        attrgetter("priorities.within_buffer"), doc="Whether new rows enter with the highest magnitude now stored."
+        attrgetter("priorities.within_buffer"), doc="Whether new rows get the largest magnitude now stored."
     )
-    tree = property(attrgetter("law.table"), doc="The tree for functions of :mod:`rlbuf_td.kernels.sum_tree`.")
+    tree = property(attrgetter("law.table"), doc="The sum tree of the weights.")
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
@@ -180,25 +173,18 @@ class ProportionalSampler(Prioritized):
         return super().snapshot() | own | {"min_priority": self.min_priority}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`, also of TorchRL's ``PrioritizedSampler``.
-
-        TorchRL's trees hold weights, from which magnitudes of TD errors are recovered. With alpha = 0 all weights are
-        equal: every row then gets the largest magnitude seen.
-
-        Raises:
-            ValueError: the state has a smaller capacity or is of another sampler; this sampler is unchanged.
-        """
+        """Restore a result of :meth:`state_dict`, or the state of TorchRL's ``PrioritizedSampler``."""
         if "_sum_tree" in state_dict:
             state_dict = self._from_torchrl(state_dict)
         eps = exponent("eps", state_dict["eps"])
         min_priority = exponent("min_priority", state_dict.get("min_priority", self.min_priority))
         super().load_state_dict(state_dict)
         self.law.eps, self.law.min_priority = eps, min_priority
-        self.priorities.within_buffer = bool(
-            state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
-        )
+        within_buffer = state_dict.get("max_priority_within_buffer", self.max_priority_within_buffer)
+        self.priorities.within_buffer = bool(within_buffer)
 
     def _from_torchrl(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Compute magnitudes from TorchRL's weights; if alpha is 0, every row gets the largest magnitude seen."""
         tree, alpha, eps = state["_sum_tree"], float(state["_alpha"]), float(state["_eps"])
         capacity = max(len(tree), self.priorities.capacity)
         weight = torch.as_tensor(tree[torch.arange(len(tree), device="cpu")], dtype=torch.float64, device="cpu")

@@ -12,7 +12,7 @@ from rlbuf_td.samplers.common import RowSampler
 
 
 class Queue(Protocol):
-    """The methods of a writer that :class:`QueueSampler` calls."""
+    """The methods of :class:`QueueWriter` that :class:`QueueSampler` calls."""
 
     @property
     def waiting(self) -> int: ...
@@ -20,16 +20,18 @@ class Queue(Protocol):
 
 
 class QueueSampler(RowSampler):
-    """Takes the rows in the order in which they were written, each exactly once.
+    """Draws each row exactly once, in the order in which the rows were written.
 
     Args:
         writer: the :class:`QueueWriter` of the same buffer.
 
     Raises:
-        queue.Empty: (when sampling) fewer rows wait than a batch needs; none has been taken.
+        queue.Empty: (when sampling) fewer rows wait than a batch has; all of them keep waiting.
+        ValueError: (when sampling) a batch has more rows than the storage can hold.
 
-    Cost: O(B). TorchRL's ``ConsumingSampler`` draws the remaining rows in random order, and a write to a full buffer
-    replaces rows that have not been drawn.
+    Cost: O(B).
+
+    In contrast, TorchRL's ``ConsumingSampler`` draws waiting rows in random order, and writes may replace waiting rows.
 
     Example:
         >>> from rlbuf_td import PackedStorage, QueueWriter, ReplayBuffer
@@ -55,13 +57,3 @@ class QueueSampler(RowSampler):
         if waiting < batch_size:
             raise Empty(f"a batch has {batch_size} rows, and {waiting} {'waits' if waiting == 1 else 'wait'}")
         return self.writer.take(batch_size), {}
-
-    def _empty(self) -> None:
-        pass
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return an empty state: the writer counts the taken rows."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the writer counts the taken rows."""

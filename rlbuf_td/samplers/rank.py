@@ -20,11 +20,7 @@ _NO_ROWS = "no row has a priority: extend the buffer with this sampler in place,
 
 
 class LawOfRanks(Law):
-    """Gives each row the weight ``rank ** -alpha``, by the rank of its magnitude.
-
-    Attributes:
-        ranks: the probability of each rank, for the current alpha.
-    """
+    """Gives each row the weight ``rank ** -alpha``; ``ranks`` holds the probabilities of the ranks for this alpha."""
 
     table: rank_order.RankOrder
     blank: ClassVar = {"magnitude": -1.0}
@@ -73,30 +69,27 @@ class LawOfRanks(Law):
 
 @final
 class RankSampler(Prioritized):
-    r"""Draws rows by the rank of their TD error: outliers affect only the order, never the probabilities of ranks.
+    r"""Draws rows by the rank of their TD error, so that outliers do not change the distribution of ranks.
 
     .. math:: P(i) = r_i^{-\alpha} / \sum_{r=1}^N r^{-\alpha}, \quad w_i = (N P(i))^{-\beta} / \max_j w_j
 
-    where the rank :math:`r_i` is 1 for the row with the largest ``|td_error|``. Rows with equal ``|td_error|`` are
-    ranked in the order of their row indices. Ranks are exact at every draw, unless ``stale_updates`` is set.
+    The rank :math:`r_i` is 1 for the row with the largest ``|td_error|``. Ties are ranked by row index.
 
     Args:
         alpha: exponent of the ranks, at least 0; 0 draws uniformly.
         max_capacity, beta, stratified, weight_norm, reduction: as for :class:`ProportionalSampler`.
-        stale_updates: how many updates of priorities may pass on a GPU before the rows are sorted again, at least 0;
-            with 0 ranks are exact. New rows are ranked immediately. On the CPU ranks are always exact.
+        stale_updates: the number of updates of priorities that may pass on a GPU before all rows are sorted again, at
+            least 0. By default, and always on the CPU, ranks are exact. New rows are ranked immediately.
 
-    New rows enter with the highest magnitude seen so far (1.0 if none). TD errors may have either sign: the sampler
-    takes the magnitude, as float32.
+    TD errors may have either sign: the sampler stores ``|td_error|`` as float32. A new row gets the largest
+    ``|td_error|`` seen so far, or 1.0 before the first TD error.
 
-    Raises: as :class:`ProportionalSampler`, but a row with the priority 0 can be drawn.
+    Raises: the errors of :class:`ProportionalSampler`, but a TD error of 0 does not exclude a row from draws.
 
     Cost: O(B log N) to draw; O(B (128 + log N)) to update, plus O(N) at most once per N / 3 updated rows; O(1) to
-    change alpha. 15 to 27 bytes per row, about 22 after random updates. On a GPU: a sort of all rows after each change,
-    O(B) to draw, 20 bytes per row.
-
-    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. The paper's version
-    sorts only from time to time and rounds segments to whole ranks; here both are exact. TorchRL has no such sampler.
+    change alpha; 15 to 27 bytes per row. On a GPU: a sort of all rows after a change; O(B) to draw; 20 bytes per row.
+    Source: Schaul, Quan, Antonoglou, Silver: Prioritized Experience Replay, ICLR 2016, section 3.3. In the paper, rows
+    are sorted only from time to time, and segments are rounded to whole ranks. TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -131,14 +124,11 @@ class RankSampler(Prioritized):
     order = property(attrgetter("law.table"), doc="The rows in the order of their magnitudes.")
 
     def rank(self, index: Any, *, storage: Any | None = None) -> Tensor:
-        """Return the ranks of rows, ``[B]`` int64: 1 for the largest ``|td_error|``, 0 for a row without a priority.
-
-        The arguments are those of :meth:`priority`. Raises an IndexError (on the CPU) if a row is out of range.
-        """
+        """Return the rank of each row, ``[B]`` int64: 1 is the largest ``|td_error|``, 0 means "no priority"."""
         return self.law.table.ranks_of(self.priorities.rows(index, storage))
 
     def cumulative(self, n: int) -> Tensor:
-        """Return the cumulative weights ``1, 1 + 2^-alpha, ...`` of ranks ``1 .. n``, ``[n]`` float64. O(n).
+        """Return the cumulative sums of ``rank ** -alpha`` for the ranks 1 to ``n``, ``[n]`` float64. O(n).
 
         Example:
             >>> RankSampler(7, alpha=0.5).cumulative(7)
@@ -149,8 +139,7 @@ class RankSampler(Prioritized):
     def segments(self, k: int) -> Tensor:
         """Return the first and the last rank of each of ``k`` segments of equal probability, ``[k, 2]`` int64. O(k).
 
-        A rank on the boundary of two segments is drawn from both, in proportion to its share in each. Raises ValueError
-        if ``k`` is less than 1, RuntimeError if no row has a priority.
+        A rank on the boundary between two segments belongs to both. If no row has a priority, a RuntimeError is raised.
 
         Example:
             >>> sampler = RankSampler(7, alpha=0.5)
@@ -173,7 +162,7 @@ class RankSampler(Prioritized):
 
     @classmethod
     def nbytes_for(cls, capacity: int, device: torch.device | str = "cpu") -> int:
-        """Return the size of the priorities of ``capacity`` rows in bytes, without the temporary memory of CUDA sorts.
+        """Return the size of the priorities of ``capacity`` rows in bytes. On CUDA, sorts take temporary memory, too.
 
         Example:
             >>> RankSampler.nbytes_for(1_000_000)
@@ -182,5 +171,5 @@ class RankSampler(Prioritized):
         return rank_order.order_bytes(capacity, torch.device(device))
 
     def forget_order(self) -> None:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`: sort again at the next draw."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         self.law.table.forget_order()

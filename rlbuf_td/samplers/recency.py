@@ -1,4 +1,4 @@
-"""Replay that prefers recent rows."""
+"""Experience replay that prefers recent rows."""
 
 from __future__ import annotations
 
@@ -38,39 +38,35 @@ def _window(name: str, value: Any) -> int | None:
 
 
 class RecencySampler(RowSampler, GraphCapturable):
-    r"""Draw recent rows more often: the probability falls geometrically with age, or old rows are excluded, or both.
+    r"""Draws recent rows more often: the probability decreases exponentially with age, and old rows may be excluded.
 
     .. math::
         P(k) = 2^{-k/h} / \sum_{j=0}^{n-1} 2^{-j/h}, \quad 0 \le k < n
 
-    is the probability that a drawn row is :math:`k` time steps old (0: the newest). Here :math:`h` is ``half_life``,
-    and :math:`n` is ``window`` or the number of stored time steps, whichever is smaller. All lanes are equally likely.
+    Here :math:`P(k)` is the probability that a drawn row is :math:`k` time steps old (0: the newest), :math:`h` is
+    ``half_life``, and :math:`n` is the number of time steps in the window. All lanes are equally likely.
 
     Args:
-        half_life: the age in time steps at which a row is half as likely as the newest one, positive. If infinite, all
-            ages in the window are equally likely.
-        window: the number of newest time steps that may be drawn, at least 1; ``None``: all.
-        age_key: the key of a number that increases over time, such as ``"policy_version"``, which TorchRL's collectors
-            write with ``track_policy_version=True``. The age of a row is then the largest stored number minus the
-            row's own number, and ``half_life`` and ``window`` count in its unit, such as policy versions. Rows may
-            be in any order; rows of equal age are equally likely.
+        half_life: the age in time steps at which a row is half as likely as the newest row, positive. By default
+            (infinity), all ages in the window are equally likely.
+        window: the number of newest time steps that may be drawn, at least 1 and rounded down; ``None``: all.
+        age_key: the key of a stored number that increases over time, such as ``"policy_version"``, which TorchRL's
+            collectors write if ``track_policy_version=True``. The age of a row is then the largest stored number minus
+            the row's number, and ``half_life`` and ``window`` have the unit of these numbers.
 
-    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers; a fractional window is rounded
-    down. For *emphasizing recent experience* (ERE), set
-    ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K. Here N is the number of
-    stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
+    ``half_life`` and ``window`` may be set at any time, also by TorchRL's schedulers. For *emphasizing recent
+    experience* (ERE), set ``sampler.window = max(int(eta ** (1_000 * k / K) * N), least)`` before update k of K, where
+    N is the number of stored time steps, ``eta`` is slightly below 1, and ``least`` is the smallest window.
 
     Raises:
-        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer does not write rows in time
-            order.
+        ValueError: a setting is out of range; (in a buffer, without ``age_key``) the writer keeps no time order.
         RuntimeError: (when sampling) the buffer is empty.
         SchemaError: (when sampling) rows do not have one finite number at ``age_key``.
+        TypeError: (when a CUDA graph is captured) ``age_key`` is set.
 
-    Cost: O(B), independent of the number of rows: the age of a row is its distance from the newest row in the ring.
-    With ``age_key``: O(B log N), plus O(N) after a write or a change of settings; CUDA graphs cannot capture it.
-
-    Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019
-    (ERE). Randomness: the buffer's generator, else torch's default one. TorchRL has no such sampler.
+    Cost: O(B); with ``age_key`` O(B log N), plus O(N) after a write or a change of settings.
+    Source: Wang and Ross: Boosting Soft Actor-Critic: Emphasizing Recent Experience without Forgetting the Past, 2019.
+    TorchRL has no such sampler.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -87,15 +83,13 @@ class RecencySampler(RowSampler, GraphCapturable):
     _setting_names: ClassVar = ("half_life", "window")
     half_life: float = setting(_half_life)
     window: int | None = setting(_window)
-    log_decay: float
-    """The logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely."""
-    _in_graph: ClassVar = ("newest", "span", "steps", "log_decay")
+    log_decay: float  # the logarithm of ``P(k + 1) / P(k)``; 0 if all ages are equally likely
 
     def __init__(self, half_life: float = inf, window: int | None = None, *, age_key: NestedKey | None = None) -> None:
         self.half_life, self.window, self.age_key = half_life, window, age_key
         self.needs_order = age_key is None
-        self._mass: tuple[Any, Tensor | None] = (None, None)  # age_key: a state of the buffer, its cumulative weights
-        self._numbers: DeviceScalars | None = None  # in the order of _in_graph; CUDA graphs read them
+        self._mass: tuple[Any, Tensor | None] = (None, None)  # with age_key: the buffer's state, cumulative weights
+        self._numbers: DeviceScalars | None = None  # a result of _law, which CUDA graphs read
 
     def _changed(self) -> None:
         self.log_decay = -log(2.0) / self.half_life
@@ -114,17 +108,14 @@ class RecencySampler(RowSampler, GraphCapturable):
             mass = self._mass_by_age(storage)
             below = torch.nextafter(mass[-1], mass.new_zeros(()))  # rounding must not give an index past the last row
             return torch.searchsorted(mass, torch.minimum(uniform * mass[-1], below), right=True), {}
-        law: tuple[Any, ...] = self._law(storage, rows // lanes)
+        law: Any = self._law(storage, rows // lanes)
         if backend_of(uniform) != "numba":
-            numbers = self._on_device(device)
-            if not is_capturing():
-                self._put(numbers, law)
-            law = tuple(numbers.tensor.unbind())
+            law = self._on_device(device, None if is_capturing() else law).tensor.unbind()
         newest, span, steps, log_decay = law
         return recent_rows(uniform, newest, span, steps, lanes, log_decay), {}
 
     def _weight_by_age(self, storage: Storage) -> Tensor:
-        """Return the probability of each row by its ``age_key``, up to a factor: ``[N]`` float64."""
+        """Return the unnormalized probabilities of all rows by ``age_key``, ``[N]`` float64."""
         rows, column = len(storage), column_of(storage, as_tuple(self.age_key))
         if column is None or column.is_meta or column.dtype in _NO_NUMBERS or column[:1].numel() != 1:
             found = "no such entry" if column is None else f"{column.dtype} of shape {tuple(column.shape[1:])}"
@@ -135,7 +126,7 @@ class RecencySampler(RowSampler, GraphCapturable):
         return weight if self.window is None else torch.where(age < self.window, weight, 0.0)
 
     def _mass_by_age(self, storage: Storage) -> Tensor:
-        """Return the cumulative sum of :meth:`_weight_by_age`, recomputed only after a change."""
+        """Return the cumulative sums of :meth:`_weight_by_age`, cached until rows or settings change."""
         state = ref(storage), len(storage), storage._mutation_revision, self.log_decay, self.window
         known, mass = self._mass
         if mass is None or known != state:
@@ -148,23 +139,18 @@ class RecencySampler(RowSampler, GraphCapturable):
     def _law(self, storage: Storage, steps: int) -> tuple[int, int, int, float]:
         return int(storage._last_cursor_index), self.span(steps), steps, self.log_decay
 
-    def _on_device(self, device: torch.device) -> DeviceScalars:
+    def _on_device(self, device: torch.device, law: tuple[float, ...] | None) -> DeviceScalars:
         if self._numbers is None or self._numbers.tensor.device != device:
-            self._numbers = DeviceScalars(len(self._in_graph), device)
+            self._numbers = DeviceScalars(4, device)
+        for place, value in enumerate(law or ()):
+            self._numbers.set_(place, float(value))
         return self._numbers
-
-    @staticmethod
-    def _put(numbers: DeviceScalars, law: tuple[Any, ...]) -> None:
-        for place, value in enumerate(law):
-            numbers.set_(place, float(value))
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
         """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         if self.age_key is not None:
             raise TypeError("draws by age_key cannot be captured in a graph: sample outside of it")
-        numbers, lanes = self._on_device(device_of(storage)), lanes_of(storage).numel()
-        self._put(numbers, self._law(storage, len(storage) // lanes))
-        return numbers
+        return self._on_device(device_of(storage), self._law(storage, len(storage) // lanes_of(storage).numel()))
 
     def probability(self, index: Any, *, storage: Storage) -> Tensor:
         """Return the probability of each row in a draw, ``[B]`` float64."""
@@ -176,18 +162,6 @@ class RecencySampler(RowSampler, GraphCapturable):
         weight = torch.where(ages < self.span(steps), torch.exp(ages * self.log_decay), 0.0)
         age = (storage._last_cursor_index - flat // lanes) % steps
         return weight[age] / (weight.sum() * lanes)
-
-    def _empty(self) -> None:
-        pass
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the settings; the buffer saves the generator."""
-        return self._settings()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the settings; ValueError if one of them is out of range, and the sampler is unchanged."""
-        with self._set({name: state_dict[name] for name in self._setting_names}):
-            pass
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_numbers": None, "_mass": (None, None)}

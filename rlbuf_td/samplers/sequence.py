@@ -1,4 +1,4 @@
-"""Sequences of transitions, for recurrent agents."""
+"""Sequences of transitions for recurrent agents."""
 
 from __future__ import annotations
 
@@ -12,69 +12,62 @@ from torchrl.data.replay_buffers import Sampler, Storage
 
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.samplers.common import fraction, one_of, permutation, setting, whole
-from rlbuf_td.samplers.wrapper import SamplerWrapper, columns_of, draw_from, rows_at
+from rlbuf_td.samplers.wrapper import Drawn, SamplerWrapper, columns_of, draw_from, rows_at
 from rlbuf_td.storages.indexing import coordinates, device_of, flat_rows
 from rlbuf_td.storages.notebooks import SEQUENCES
 from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import DONE_KEY, TRAJ_KEY, as_tuple
 
 Boundary: TypeAlias = Literal["pad", "shift", "strict"]
-_priority = one_of("max", "mix")
-_ROUNDS = 200  # "strict": the largest number of draws until all windows fit, on the CPU
-_BLIND_ROUNDS = 8  # the number of draws on CUDA, where the host does not check whether all windows fit
+_ROUNDS = 200  # boundary="strict" on the CPU: the largest number of repeated draws until all windows fit
+_BLIND_ROUNDS = 8  # boundary="strict" on CUDA: the number of repeated draws, without a check by the host
 
 
 class SequenceSampler(SamplerWrapper):
-    """Expands every drawn row, its *anchor*, to a window: ``burn_in`` rows before it, ``length`` rows from it on.
+    """Expands each drawn row, the *anchor*, to a window of ``burn_in`` rows before and ``length`` rows from the anchor.
 
-    Windows never cross a trajectory's beginning or end, a lane or the write head. A batch of B windows is flat,
-    ``[B * L]`` with ``L = burn_in + length``, window after window, as TorchRL's recurrent modules and losses expect.
-    ``batch_size`` counts rows, as with TorchRL's ``SliceSampler``: it must be a multiple of ``L``.
+    A window never crosses the beginning or end of a trajectory. A batch of B windows has the shape ``[B * L]``, where
+    ``L = burn_in + length`` is the length of a window. Each batch has three additional entries:
 
-    Each batch has three more entries for its ``B * L`` rows; the masks are bool:
+    - ``"mask"``, ``[B * L]`` bool: False for padding, which copies the first or last row of the trajectory.
+    - ``"burn_in_mask"``, ``[B * L]`` bool: True for each window's first ``burn_in`` rows, which a loss should ignore.
+    - ``"anchor_index"``, ``[B * L]`` or, if ``ndim > 1``, ``[B * L, ndim]``: the index of the window's anchor.
 
-    - ``"mask"``: False for padding, which repeats the first or last row of the trajectory.
-    - ``"burn_in_mask"``: True for the first ``burn_in`` rows of a window: run the network over them, but exclude them
-      from the loss.
-    - ``"anchor_index"``: the index of the window's anchor, ``[B * L, ndim]`` if ``ndim > 1``.
-
-    If the rows have the following flags, the sampler sets them so that TorchRL's modules treat windows separately.
-    ``"is_init"`` is set at the first row and the first unpadded row: a recurrent module starts there from the row's
-    stored state. ``truncated`` and ``done`` are set at the last unpadded row, as by ``SliceSampler``. Entries of the
-    wrapped sampler's report, such as ``"priority_weight"``, are repeated for all rows of a window.
+    If the rows have the flags ``"is_init"``, ``truncated`` and ``done``, the sampler sets these flags so that TorchRL's
+    modules treat each window separately. ``"is_init"`` becomes True at the first row and at the first unpadded row of
+    each window; ``truncated`` and ``done`` become True at the last unpadded row. All rows of a window have the anchor's
+    ``"priority_weight"`` and hindsight goal.
 
     Args:
-        sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`. A
-            hindsight goal applies to the whole window.
+        sampler: draws the anchors: a sampler of rows, a :class:`HindsightSampler` or an :class:`NStepSampler`.
         length: the number of rows from the anchor on, at least 1.
         burn_in: the number of rows before the anchor, at least 0.
-        boundary: what to do if the trajectory ends within ``length``. ``"pad"``: pad with copies of its last row.
-            ``"shift"``: begin earlier, as far as the trajectory extends, and pad the remaining rows. ``"strict"``:
-            draw other anchors until all windows (burn-in included) fit.
-        priority: how the anchor's priority is computed from the TD errors of a window, without padding and burn-in:
-            ``"max"``; or ``"mix"``, ``eta`` times the largest magnitude plus ``1 - eta`` times the mean, as in R2D2.
-        eta: the share of the largest magnitude, 0 to 1; may be set at any time.
-        init_key: the key of the flag of rows that begin a trajectory.
-        done_key, traj_key: the keys of the ends and the ids of trajectories, as for :class:`TrajectoryIndex`.
+        boundary: what happens if the trajectory ends within ``length`` rows. ``"pad"`` appends copies of the
+            trajectory's last row. ``"shift"`` moves the window to earlier rows of the trajectory, and pads only if the
+            trajectory is too short. ``"strict"`` draws other anchors until every window fits, burn-in included.
+        priority: how the TD errors of a window give the anchor's priority, without padding and burn-in. ``"max"`` takes
+            the largest magnitude; ``"mix"`` takes ``eta * max + (1 - eta) * mean`` of the magnitudes, as in R2D2.
+        eta: the weight of the largest magnitude in ``"mix"``, 0 to 1; may be set at any time.
+        init_key: the key of the flag that marks the first row of a trajectory.
+        done_key, traj_key: the keys of the done flag and the trajectory id, as for :class:`TrajectoryIndex`.
 
     Raises:
         ValueError: an argument is out of range; (when sampling) ``batch_size`` is not a multiple of ``L``.
-        KeyError: (at the first draw) the ends of trajectories are not stored.
-        RuntimeError: (when sampling, ``"strict"``) hardly any window fits. On CUDA, where this check would make the
-            host wait, windows that do not fit stay in the batch, and their ``"mask"`` is False.
+        KeyError: (at the first draw) neither done flags nor trajectory ids are stored.
+        RuntimeError: (when sampling with ``"strict"`` on the CPU) hardly any window fits. On CUDA, the rows of windows
+            that do not fit have a ``"mask"`` of False instead.
 
-    Cost: O(B * L). In this package's buffer, ``update_tensordict_priority`` takes whole batches and sets the priorities
-    of the anchors. TorchRL's buffers do not pass the anchors to the sampler, which then sets the priorities of the
-    first rows after burn-in. With ``"shift"``, these may not be the anchors: use ``"pad"`` or ``"strict"`` there.
-
-    Unlike TorchRL's ``SliceSampler``, it wraps a sampler of rows, and pads by default. Corresponding arguments:
-    ``slice_len`` is ``length``, ``end_key`` is ``done_key``, ``num_slices`` is ``batch_size / L``, and ``boundary``
-    replaces ``strict_length``, ``pad_output`` and ``span`` (``"strict"`` matches their defaults). ``end_keys`` and
-    ``truncated_key`` are not needed, because the flags lie beside ``done_key``; ``step_key``, ``ends`` and
-    ``trajectories``, because the storage provides them; ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu``,
-    because every write updates the trajectory index.
-
+    Cost: O(B * L).
     Source: Kapturowski et al., Recurrent Experience Replay in Distributed RL (R2D2), ICLR 2019, section 2.3.
+
+    **Priorities.** In this package's buffer, ``update_tensordict_priority`` takes a whole batch and updates the
+    priorities of the anchors. TorchRL's buffers update the first row after burn-in, which is the anchor unless
+    ``boundary="shift"``.
+
+    **Arguments of TorchRL's** ``SliceSampler``. ``slice_len`` is ``length``, ``end_key`` is ``done_key``, and
+    ``num_slices`` is ``batch_size / L``. ``boundary`` replaces ``strict_length``, ``pad_output`` and ``span``; their
+    defaults correspond to ``"strict"``. The trajectory index makes ``end_keys``, ``truncated_key``, ``step_key``,
+    ``ends``, ``trajectories``, ``fragmented``, ``cache_values``, ``compile`` and ``use_gpu`` unnecessary.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer, UniformSampler
@@ -112,43 +105,33 @@ class SequenceSampler(SamplerWrapper):
     ) -> None:
         super().__init__(sampler, done_key, traj_key)
         self.length, self.burn_in, self.boundary = length, burn_in, boundary
-        self.priority_rule, self.eta = _priority("priority", priority), eta
+        self.priority_rule, self.eta = one_of("max", "mix")("priority", priority), eta
         beside = self.done_key[:-1]
         self.flag_keys = as_tuple(init_key), (*beside, "truncated"), (*beside, "done")
 
-    @property
-    def window(self) -> int:
-        """The number of rows in a window, ``burn_in + length``."""
-        return self.burn_in + self.length
+    window = property(lambda self: self.burn_in + self.length, doc="The number of rows in a window.")
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Draw anchors; return the flat rows of their windows, the report and the revised batch."""
+    def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
+        """Draw and revise a batch of windows."""
         return self._expanded(storage, *self._anchors(storage, self._windows_of(batch_size)))
 
-    def batch_of(
-        self, storage: Storage, flat: Tensor, info: dict[Any, Any]
-    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """See :class:`SamplerWrapper`; the rows are anchors, all of which are used, even if ``"strict"`` is set."""
+    def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+        """Expand the anchors ``flat`` to windows; ``boundary="strict"`` replaces no anchors here."""
         back, ahead, _ = self._trajectories(storage).boundaries().reach(flat, self.window)
         return self._expanded(storage, flat, info, back, ahead)
 
-    def _expanded(
-        self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor
-    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
+    def _expanded(self, storage: Storage, anchors: Tensor, info: dict[Any, Any], back: Tensor, ahead: Tensor) -> Drawn:
         window = self.window
         read = self._reader(storage, anchors)
         flat, real = self._windows(storage, anchors, back, ahead)
-        if read is None:
-            batch = rows_at(storage, flat)
-        else:
-            batch = read(flat, torch.arange(len(anchors), device=flat.device).repeat_interleave(window))
+        owner = None if read is None else torch.arange(len(anchors), device=flat.device).repeat_interleave(window)
+        batch = rows_at(storage, flat) if read is None else read(flat, owner)
         self._mark_(batch, real)
         info = {key: value.repeat_interleave(window, 0) for key, value in info.items()}
         index = coordinates(anchors, storage)
         index = torch.stack(index, -1) if isinstance(index, tuple) else index
         before = torch.arange(window, device=flat.device) < self.burn_in
-        info["mask"] = real.flatten()
-        info["burn_in_mask"] = before.repeat(len(anchors))
+        info |= {"mask": real.flatten(), "burn_in_mask": before.repeat(len(anchors))}
         info["anchor_index"] = index.repeat_interleave(window, 0)
         return flat, info, batch
 
@@ -160,7 +143,7 @@ class SequenceSampler(SamplerWrapper):
         return batch_size // self.window
 
     def _anchors(self, storage: Storage, count: int) -> tuple[Tensor, dict[Any, Any], Tensor, Tensor]:
-        """Draw anchors; return them, the report, and how many steps their trajectories extend back and ahead."""
+        """Draw anchors; return the anchors, the report, and the numbers of earlier and later rows of the trajectory."""
         boundaries = self._trajectories(storage).boundaries()
         anchors, info = self._draw(storage, count)
         back, ahead, _ = boundaries.reach(anchors, self.window)
@@ -198,7 +181,7 @@ class SequenceSampler(SamplerWrapper):
         return ((anchors[:, None] + offset * lanes) % size.numel()).flatten(), real
 
     def _mark_(self, batch: TensorDictBase, real: Tensor) -> None:
-        """Set the flags that separate windows."""
+        """Set the stored flags that separate windows; ``real``, ``[B, L]`` bool, is False for padding."""
         first, last = real.clone(), real.clone()
         first[:, 1:] &= ~real[:, :-1]
         last[:, :-1] &= ~real[:, 1:]
@@ -213,19 +196,14 @@ class SequenceSampler(SamplerWrapper):
         yield from self.flag_keys
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; refuses a ``batch_size`` that splits windows."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         inner = super().prepare_graph(storage, self._windows_of(batch_size))
-        # Let the trajectory index read rows that were written without a report to it, which a graph cannot do.
+        # The trajectory index now reads rows that no writer has reported; a graph could not do this.
         self._trajectories(storage).boundaries()
         return inner, self.length, self.burn_in, self.boundary, self.priority_rule, self.eta
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the anchors of a batch of whole windows, and their priorities.
-
-        Raises:
-            KeyError: the batch has lost its masks or anchors.
-            ValueError: the batch does not consist of whole windows.
-        """
+        """Return a batch's anchors and one priority per anchor; ValueError if there are no whole windows."""
         entries = [batch.get(key, None) for key in ("mask", "burn_in_mask", "anchor_index")]
         if any(entry is None for entry in entries):
             needed = "'mask', 'burn_in_mask' and 'anchor_index'"
@@ -238,7 +216,7 @@ class SequenceSampler(SamplerWrapper):
         return anchors, self._summary(td_error, (mask & ~burn_in).reshape(-1))
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None) -> None:
-        """Set the priorities of the anchors if the given rows are whole windows, else those of the rows themselves."""
+        """Set the priorities of the windows' first rows after burn-in, or of all rows if they are no whole windows."""
         if not self._is_prioritized:
             return
         if storage is not None and isinstance(priority, Tensor) and priority.numel() > 1:
@@ -255,7 +233,7 @@ class SequenceSampler(SamplerWrapper):
         super().update_priority(index, priority, storage=storage)
 
     def _summary(self, td_error: Tensor, learned: Tensor) -> Tensor:
-        """Return one priority per window, ``[B]``, from the TD errors of the rows where ``learned`` is True."""
+        """Return one priority per window, ``[B]``, from the TD errors, ``[B * L]``, where ``learned`` is True."""
         magnitude = torch.where(learned, td_error.abs(), 0).view(-1, self.window)
         largest = magnitude.amax(1)
         if self.priority_rule == "max":

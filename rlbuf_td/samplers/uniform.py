@@ -11,26 +11,30 @@ from torchrl.data.replay_buffers import Sampler, Storage
 from rlbuf_td.kernels.device_scalars import DeviceScalars, is_capturing
 from rlbuf_td.kernels.dispatch import backend_of
 from rlbuf_td.kernels.distinct import distinct_rows
-from rlbuf_td.samplers.common import EMPTY, GraphCapturable, Replaceable, RowSampler, uniform_numbers
+from rlbuf_td.samplers.common import EMPTY, GraphCapturable, RowSampler, uniform_numbers
 from rlbuf_td.storages.indexing import device_of
+
+
+class Replaceable(type(Sampler)):  # type: ignore[misc]
+    """Metaclass: with ``replacement=False``, a call creates a ``without_replacement``, as in TorchRL."""
+
+    def __call__(cls, *args: Any, replacement: bool = True, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) if replacement else cls.without_replacement(*args, **kwargs)
 
 
 class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
     """Draws every written row with equal probability.
 
     Args:
-        unique: draw no row twice within a batch; every ordered selection of rows is then equally likely.
-        replacement: ``False`` creates a :class:`MinibatchSampler` from the other arguments instead, as TorchRL's
-            ``RandomSampler`` creates a ``SamplerWithoutReplacement``.
+        unique: draw no row twice within a batch. To draw no row twice in an epoch, use :class:`MinibatchSampler`.
+        replacement: if ``False``, create a :class:`MinibatchSampler` from the other arguments. TorchRL's
+            ``RandomSampler`` similarly creates a ``SamplerWithoutReplacement``.
 
     Raises:
         RuntimeError: (when sampling) the buffer is empty.
-        ValueError: (when sampling) ``unique`` is set and there are fewer rows than in a batch.
+        ValueError: (when sampling) ``unique`` is set and the buffer has fewer rows than a batch.
 
-    Cost: O(B); with ``unique=True`` on CUDA O(B log B), so that the host need not wait for the drawn rows.
-
-    Randomness: the buffer's generator, else torch's default one. TorchRL's ``RandomSampler`` has no ``unique``. To
-    repeat no row within an epoch, as TorchRL's ``SamplerWithoutReplacement`` does, use :class:`MinibatchSampler`.
+    Cost: O(B); with ``unique=True`` on CUDA O(B log B).
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -41,8 +45,8 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         tensor([0, 1, 2, 3])
     """
 
-    _shown = ("unique",)
-    without_replacement: ClassVar[type[Sampler]]
+    _shown = _setting_names = ("unique",)
+    without_replacement: ClassVar[type[Sampler]]  # set in __init__.py, because samplers do not import each other
 
     def __init__(self, *, unique: bool = False, replacement: bool = True) -> None:
         self.unique = unique
@@ -82,7 +86,7 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         return drawn[:batch_size]
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
-        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`; ValueError if there are too few rows to be unique."""
+        """See :class:`~rlbuf_td.samplers.common.GraphCapturable`."""
         rows, device = len(storage), device_of(storage)
         if self.unique:
             self._refuse_more_than(rows, batch_size)
@@ -91,25 +95,18 @@ class UniformSampler(RowSampler, GraphCapturable, metaclass=Replaceable):
         self._rows_in_graph.set_(0, rows)
         return self.unique, self._rows_in_graph
 
-    def _empty(self) -> None:
-        pass
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the setting; the buffer saves the generator."""
-        return {"unique": self.unique}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the setting."""
+        """Restore ``unique``; the state of TorchRL's ``RandomSampler`` changes nothing."""
         self.unique = bool(state_dict.get("unique", self.unique))
 
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: the setting is a constructor argument."""
+        """Write nothing: ``unique`` is a constructor argument."""
 
     loads = dumps
 
 
 def without_repetitions(values: torch.Tensor) -> torch.Tensor:
-    """Return the first occurrence of each of ``values`` (1-D), in order: 3, 1, 3, 2, 1 gives 3, 1, 2."""
+    """Remove repeated values from a 1-D tensor: ``[3, 1, 3, 2, 1]`` becomes ``[3, 1, 2]``."""
     ordered, order = torch.sort(values, stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]

@@ -19,9 +19,9 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 from rlbuf_td.storages.trajectory_index import TrajectoryIndex, as_tuple
 
 Read: TypeAlias = Callable[[Tensor, Tensor | None], TensorDictBase]
-"""``read(flat, owner)`` reads flat rows, and applies to each row the decisions for the drawn row that it belongs to.
+"""``read(flat, owner)`` reads the flat rows, and revises each row as decided for one of the drawn rows.
 
-``owner`` holds, for each row, the position of that drawn row in the batch; None: the rows are the drawn rows.
+``owner[i]`` is the position of that drawn row for row ``i``. If ``owner`` is None, ``flat`` holds the drawn rows.
 """
 
 
@@ -33,27 +33,29 @@ def _of_inner(name: str) -> Any:
     )
 
 
+Drawn: TypeAlias = tuple[Tensor, dict[Any, Any], TensorDictBase]
+"""Drawn flat rows, ``[B]`` int64; the sampler's report; and the revised batch, in new memory."""
+
+
 class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
-    """Abstract base of the samplers that wrap another one.
+    """Abstract base of the samplers that wrap another sampler.
 
-    The innermost sampler draws rows. Each wrapper around it *revises* the batch, from the inside out: it changes or
-    adds entries. A decision for a drawn row (a goal, for example) applies to every row that an outer wrapper reads for
-    it: with hindsight, all rewards of an n-step sum are for the same goal. A subclass implements :meth:`_reader`.
+    The innermost sampler draws rows. Then each wrapper, from the inside out, *revises* the batch: the wrapper changes
+    or adds entries. A decision for a drawn row, such as its hindsight goal, applies to all rows of its n-step sum and
+    sequence window. A subclass implements :meth:`_reader`.
 
-    This package's buffer revises a batch before its transforms run. TorchRL's buffers merge the revised entries, which
-    are part of the sampler's report, into the batch after the transforms.
+    This package's buffer revises a batch before its transforms run. In TorchRL's buffers, the revised entries are part
+    of the sampler's report, which is merged into the batch after the transforms.
 
-    The wrapped sampler handles the generator, writes and priorities. Its settings may be set on the wrapper, whose
-    state contains its state. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every wrapper is
-    one, but without its C++ trees. If the wrapped sampler has no priorities, updates of priorities do nothing.
+    The wrapped sampler handles random numbers, writes and priorities. Users may set the wrapped sampler's settings on
+    the wrapper. TorchRL's buffers pass priorities only to a ``PrioritizedSampler``, so every sampler of this package
+    that handles priorities is one, but creates no C++ trees.
     """
 
     needs_order = True
     sampler: Sampler
-    innermost: Sampler
-    """The sampler that draws the rows."""
-    _level: ClassVar[int]
-    """The level of nesting: a wrapper can only wrap wrappers of lower levels."""
+    innermost: Sampler  # the sampler that draws the rows
+    _level: ClassVar[int]  # a wrapper can only wrap wrappers of lower levels
 
     def __init__(self, sampler: Sampler, done_key: NestedKey, traj_key: NestedKey | None) -> None:
         if not isinstance(sampler, Sampler):
@@ -69,38 +71,30 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         self._is_prioritized = isinstance(self.innermost, PrioritizedSampler)
 
     def _reader(self, storage: Storage, drawn: Tensor) -> Read | None:
-        """Make the decisions for the drawn flat rows, ``[B]``; return a function that reads rows and applies them.
-
-        Returns None if nothing is revised.
-        """
+        """Return a function that reads and revises the ``drawn`` flat rows, ``[B]``; None if nothing is revised."""
         return None if self._inner is None else self._inner._reader(storage, drawn)
 
     def _revised_keys(self) -> Iterator[NestedKey]:
-        """Yield the keys of all entries that a revision may change or add."""
+        """Yield the keys of the entries that this wrapper and the wrapped ones may change or add."""
         if self._inner is not None:
             yield from self._inner._revised_keys()
 
-    def draw_batch(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Draw flat rows; return them with the sampler's report and the revised batch in fresh memory."""
+    def draw_batch(self, storage: Storage, batch_size: int) -> Drawn:
+        """Draw and revise a batch."""
         return self.batch_of(storage, *self._draw(storage, batch_size))
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-        """Return flat rows, ``[B]``, and the sampler's report."""
-        return (
-            draw_from(self.innermost, storage, batch_size)
-            if self._inner is None
-            else self._inner._draw(storage, batch_size)
-        )
+        """Return drawn flat rows, ``[B]``, and the sampler's report."""
+        inner = self._inner
+        return draw_from(self.sampler, storage, batch_size) if inner is None else inner._draw(storage, batch_size)
 
-    def batch_of(
-        self, storage: Storage, flat: Tensor, info: dict[Any, Any]
-    ) -> tuple[Tensor, dict[Any, Any], TensorDictBase]:
-        """Do what :meth:`draw_batch` does, with given flat rows, ``[B]``, and their report instead of a draw."""
+    def batch_of(self, storage: Storage, flat: Tensor, info: dict[Any, Any]) -> Drawn:
+        """Return the result of :meth:`draw_batch` for given flat rows, ``[B]``, and their report."""
         read = self._reader(storage, flat)
         return flat, info, rows_at(storage, flat) if read is None else read(flat, None)
 
     def _bind(self, storage: Storage) -> Any:
-        """Look up what depends only on the storage's columns; :meth:`_bound_to` caches the result."""
+        """Look up columns of the storage; :meth:`_bound_to` caches the result."""
 
     def _bound_to(self, storage: Storage) -> Any:
         columns = columns_of(storage)
@@ -112,13 +106,13 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return TrajectoryIndex.of(storage, done_key=self.done_key, traj_key=self.traj_key)
 
     def watch(self, storage: Storage) -> None:
-        """Track the trajectories of a storage from now on, also for nested wrappers."""
+        """Create the storage's trajectory indices for this wrapper and all wrapped ones."""
         self._trajectories(storage)
         if self._inner is not None:
             self._inner.watch(storage)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[Any, Any]]:
-        """Draw rows; return their index and the revised entries: ``{key: [B, ...]}``, nested keys included."""
+        """Draw rows; return the index, and the report with all revised entries, ``{key: [B, ...]}``."""
         flat, info, batch = self.draw_batch(storage, batch_size)
         for key in self._revised_keys():
             value = batch.get(key, None)
@@ -130,7 +124,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return coordinates(flat, storage), info
 
     def anchored(self, batch: TensorDictBase, index: Tensor, td_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows whose priorities a batch updates, and their new priorities; ``td_error``: one per row."""
+        """Return the rows whose priorities a batch updates, and one TD error per returned row."""
         return (index, td_error) if self._inner is None else self._inner.anchored(batch, index, td_error)
 
     def prepare_graph(self, storage: Storage, batch_size: int) -> Any:
@@ -158,7 +152,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
         return getattr(self.sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute on the sampler that defines it, because schedulers only know the outermost sampler."""
+        """Set an attribute on the sampler whose class defines it: schedulers only know the outermost sampler."""
         part: Any = self
         while part is not None and not hasattr(type(part), name):
             part = part.__dict__.get("sampler")
@@ -170,17 +164,12 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
             self.sampler.update_priority(index, priority, storage=storage)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of the wrapped sampler, and the settings of this one."""
+        """Return the wrapped sampler's state and this wrapper's settings."""
         inner = getattr(self.sampler, "snapshot", self.sampler.state_dict)
         return {"sampler": inner(), "settings": self._settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: a setting is unknown or out of range, or the wrapped sampler refuses its state; this sampler is
-                unchanged.
-        """
+        """Restore a result of :meth:`state_dict`; ValueError, without a change, if the state is invalid."""
         before, settings = self._settings(), state_dict["settings"]
         if not settings.keys() <= before.keys():  # an older version may have fewer settings
             raise ValueError(f"the saved settings are {sorted(settings)}, a {type(self).__name__} has {sorted(before)}")
@@ -188,7 +177,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
             self.sampler.load_state_dict(state_dict["sampler"])
 
     def resized_state(self, state: dict[str, Any], rows: Tensor | None, capacity: int, moved: bool) -> dict[str, Any]:
-        """Adapt a saved state to moved rows; see :func:`rlbuf_td.checkpoint.parts.resized_state`."""
+        """See :func:`rlbuf_td.checkpoint.parts.resized_state`."""
         return state | {"sampler": resized_state(self.sampler, state["sampler"], rows, capacity, moved)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,7 +188,7 @@ class SamplerWrapper(StatefulSampler, GraphCapturable, PrioritizedSampler):
 
 
 def draw_from(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Tensor, dict[Any, Any]]:
-    """Draw flat rows with any sampler that is not a wrapper, including TorchRL's."""
+    """Draw flat rows with a sampler of this package (but no wrapper) or of TorchRL."""
     draw = getattr(sampler, "draw", None)
     if draw is not None:
         return draw(storage, batch_size)
@@ -212,7 +201,7 @@ def rows_at(storage: Storage, flat: Tensor) -> TensorDictBase:
 
 
 def joined_at(storage: Storage, flat: Tensor, last: Tensor) -> TensorDictBase:
-    """Return the rows ``flat`` with the ``"next"`` of the rows ``last``."""
+    """Read the rows ``flat``, with ``"next"`` taken from the rows ``last``."""
     if isinstance(storage, PackedStorage):
         return storage.written_rows().joined_at(flat, last)
     return rows_at(storage, flat).set("next", rows_at(storage, last).get("next"))
@@ -224,9 +213,9 @@ def columns_of(storage: Storage) -> TensorDictBase:
 
 
 def column_of(storage: Storage, key: tuple[str, ...]) -> Tensor | None:
-    """Return one column of a storage of TensorDicts as a view, ``[T * E, ...]`` by flat row; None if it is not stored.
+    """Return a view of one column, ``[T * E, ...]``; None if the key is not stored.
 
-    For a deduplicated key, the result is a tensor on the device "meta", without values.
+    A deduplicated key gives a tensor on the device "meta", which has no values.
     """
     leaf = storage.deduplicated.get(key) if isinstance(storage, PackedStorage) else None
     if leaf is not None:
