@@ -1,4 +1,4 @@
-"""Dump and load whole buffers, or read a dump without a buffer. Every check comes before the first change."""
+"""Dumps and loads whole buffers, and reads a dump without a buffer. A failed load leaves the buffer unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import RoundRobinWriter
@@ -22,25 +22,19 @@ from rlbuf_td.writers import RolloutWriter
 
 KIND = "buffer"
 _COUNTERS = "_cursor", "_write_count"
+Hook: TypeAlias = Callable[[], object]
 
 
 def dump_buffer(rb: Any, path: str | Path, progress: bool | None = None, *, sync: bool = True) -> None:
-    """Save a buffer; see :meth:`rlbuf_td.ReplayBuffer.dumps`."""
     with writing(path, KIND, sync=sync) as writer, parts.at_rest(rb) as prefetched:
         state = parts.capture(rb, prefetched)
         write_state(writer, state, split_rows(state["storage"]), progress)
 
 
 def load_buffer(
-    rb: Any,
-    path: str | Path,
-    connect: Callable[[], object],
-    *,
-    rows_only: bool = False,
-    default_generator: bool = False,
-    progress: bool | None = None,
+    rb: Any, path: str | Path, connect: Hook, *, rows_only: bool, default_generator: bool, progress: bool | None
 ) -> None:
-    """Load a buffer, and call ``connect`` once its parts have been loaded; see :meth:`rlbuf_td.ReplayBuffer.loads`."""
+    """Load a buffer, and call ``connect`` after its storage, sampler and writer are loaded."""
     with reading(path, KIND) as reader:
         with explained(reader):
             load = _Load(rb, reader, rows_only)
@@ -59,7 +53,7 @@ def load_buffer(
 
 
 class _Load:
-    """One load: the constructor compares the dump with the buffer; :meth:`apply` changes the buffer."""
+    """Loads a dump: the constructor checks the dump against the buffer, and :meth:`apply` changes the buffer."""
 
     def __init__(self, rb: Any, reader: DumpReader, rows_only: bool) -> None:
         self.rb, self.rows_only = rb, rows_only
@@ -69,8 +63,8 @@ class _Load:
         self._refuse_other_parts()
         if not isinstance(storage, PackedStorage):
             parts.refuse_other_storage(storage, saved)
-        # A dump made before the first write holds no rows. If its storage was reserved, it holds keys, which a storage
-        # with rows ignores.
+        # A dump made before the first write has no rows, but keys if its storage was reserved. A storage with rows
+        # ignores these keys.
         elif "layout" in saved["state"] and not (saved["state"].get("reserved") and storage.rows is not None):
             cursor = self.saved["writer"]["state"].get("_cursor")
             self.rows = SavedRows(reader, saved, storage, cursor)
@@ -115,8 +109,8 @@ class _Load:
         if fit.moves:
             saved["buffer"] |= {"prefetched": ()}
 
-    def apply(self, report: Report, connect: Callable[[], object]) -> None:
-        """Change the buffer; if a part refuses its state, undo all changes."""
+    def apply(self, report: Report, connect: Hook) -> None:
+        """Load all states into the buffer; if one state is refused, undo all changes."""
         rb, storage, saved = self.rb, self.rb.storage, self.saved
         allocated = self.rows.allocated(report) if self.rows is not None else None
         with parts.Rollback() as rollback:
@@ -151,11 +145,11 @@ class _Load:
 class Checkpoint:
     """The content of a dump."""
 
-    about: dict[str, Any]  # when it was written, and by which versions
+    about: dict[str, Any]  # when the dump was written, and by which versions
     classes: dict[str, str]  # the class names of buffer, storage, sampler and writer
     shape: tuple[int, ...]  # the capacity, [T, *lanes]
     rows: TensorDictBase | None  # the written rows, [n] or [steps, E]; None if there are none
-    storage: PackedStorage | None  # a storage of that capacity in RAM with the rows; None for a TorchRL storage
+    storage: PackedStorage | None  # the rows in a storage of that capacity in RAM; None for a TorchRL storage
     sampler: dict[str, Any]  # the sampler's state
     writer: dict[str, Any]  # the writer's state: `_cursor` is a ring's next position, `_write_count` counts time steps
 
@@ -164,14 +158,14 @@ def open_checkpoint(path: str | Path, *, progress: bool | None = None) -> Checkp
     """Read a dump of :meth:`ReplayBuffer.dumps <rlbuf_td.ReplayBuffer.dumps>` without loading it into a buffer.
 
     Args:
-        path: the folder.
-        progress: show a progress bar; ``None``: on a terminal, from 1 GiB on.
+        path: the folder of the dump.
+        progress: whether to show a progress bar; ``None`` shows it on a terminal if the rows take 1 GiB or more.
 
     Returns:
-        A :class:`Checkpoint`: ``rows``, ``classes``, ``shape``, and the states of sampler and writer.
+        A :class:`Checkpoint` with the rows, the class names, the capacity, and the states of sampler and writer.
 
     Raises:
-        CheckpointError: a file is missing, damaged, truncated, foreign or of another version. The message names it.
+        CheckpointError: a file is missing, damaged, truncated, foreign or of another version.
 
     Cost: reads all files and compares them with their checksums; the rows take as much RAM as in the buffer.
 

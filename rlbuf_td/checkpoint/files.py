@@ -1,9 +1,4 @@
-"""The files of a dump. Each is written once and never changes; a reader compares it with its checksum.
-
-A dump writes new files beside those of the previous one, then replaces the manifest, which the operating system does
-atomically. Until then the previous dump stays intact. Chunks that the previous dump already holds are not written
-again. If a dump is killed, the next one removes its files, because no manifest names them.
-"""
+"""Writes and reads the data files of a dump, each of which is written once and never changes."""
 
 from __future__ import annotations
 
@@ -23,24 +18,24 @@ from rlbuf_td.checkpoint.manifest import CHUNK_NAME, MANIFEST, CheckpointError, 
 
 DATA = "data"
 CHUNK_BYTES = 8 << 20
-_WRITERS = 8  # threads, independent of the number of cores: they wait for the disk
+_WRITERS = 8  # threads; their number does not depend on the cores, because they wait for the disk
 _READERS = max(2, min(_WRITERS, os.cpu_count() or 2))
 
 #: Called with the number of bytes processed since the last call.
 Report = Callable[[int], Any]
-#: A chunk, the offset in it to read from, and the tensor to fill; None: only compare the chunk with its checksum.
+#: A chunk, an offset in bytes to read from, and the tensor to fill; None: only check the chunk.
 Job = tuple[Chunk, int, torch.Tensor | None]
 
 
 class DumpWriter:
-    """Builds a dump beside the previous one; ``sync``: wait for the disk. The caller holds the folder's lock."""
+    """Writes a dump beside the previous one, and with ``sync`` waits for the disk. The caller locks the folder."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, sync: bool = True) -> None:
         self.path, self.sync = path, sync
         self.about = about | {"synced": sync}
         previous = Manifest.previous(path)
         self._is_known_synced = previous is not None and previous.about.get("synced") is True
-        self.nbytes = 0  # of all tensors
+        self.nbytes = 0  # bytes of all tensors
         self.generation = previous.generation + 1 if previous else 0
         self._prefix = f"{self.generation:06d}-{secrets.token_hex(8)}"
         self._numbers = count()
@@ -78,7 +73,7 @@ class DumpWriter:
         return Chunk(name, len(data), digest)
 
     def commit(self, state: dict[str, Any], tensors: tuple[Stored, ...]) -> None:
-        """Replace the manifest: from now on the new dump is valid instead of the previous one."""
+        """Replace the manifest, which makes the new dump the valid one."""
         manifest = Manifest(self.generation, state, tensors, self.about)
         if self.sync:
             _sync(self.path / DATA)
@@ -92,7 +87,7 @@ class DumpWriter:
             _sync(self.path)
 
     def clean(self) -> None:
-        """Remove all dump files that the manifest does not name; after a failure, those of this dump."""
+        """Remove all dump files that the manifest does not name, such as those of a killed dump."""
         manifest = Manifest.previous(self.path)
         named = {chunk.file for stored in manifest.tensors for chunk in stored.chunks} if manifest else ()
         for file in (self.path / DATA).iterdir():
@@ -103,7 +98,7 @@ class DumpWriter:
 
 
 class DumpReader:
-    """Reads tensors, and compares each file with the manifest. The caller holds the folder's lock."""
+    """Reads tensors, and compares each file with the manifest. The caller locks the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -128,10 +123,7 @@ class DumpReader:
         self._read([(chunk, 0, None) for stored in tensors for chunk in stored.chunks], report)
 
     def read_into(self, stored: Stored, start: int, target: torch.Tensor, report: Report) -> None:
-        """Fill ``target`` (uint8, contiguous, any device) with a tensor's bytes from ``start`` on.
-
-        Only chunks that are read completely are compared with their checksums. ``target`` may change before an error.
-        """
+        """Fill ``target`` (uint8) with bytes of ``stored`` from ``start`` on; only whole chunks are checked."""
         wait_for_gpus([target])
         jobs: list[Job] = []
         at = 0
@@ -164,7 +156,7 @@ class DumpReader:
         return nbytes
 
     def _require(self, chunk: Chunk) -> Path:
-        """Return the file of a chunk; refuse a file whose length differs from the manifest's."""
+        """Return the file of a chunk; refuse a missing file, or one whose length differs from the manifest's."""
         file = self.path / DATA / chunk.file
         try:
             status = file.lstat()
@@ -180,12 +172,12 @@ class DumpReader:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, 1-D uint8; a view if the tensor is contiguous."""
+    """Return a tensor's bytes as 1-D uint8, without a copy if the tensor is contiguous."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def wait_for_gpus(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for pending GPU work on tensors: the threads of a dump or load copy them on other streams."""
+    """Wait for pending GPU work, because the threads of a dump or load copy tensors on other streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
@@ -199,7 +191,7 @@ def _write_file(path: Path, data: np.ndarray | bytes, *, sync: bool) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file or the entries of a folder are on the disk."""
     is_folder = path.is_dir()
     if is_folder and not hasattr(os, "O_DIRECTORY"):
         return  # Windows

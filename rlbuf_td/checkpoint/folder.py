@@ -1,10 +1,10 @@
-"""Save a state in a folder and load it, with a lock against other dumps and a progress bar."""
+"""Saves and loads a state in a folder, with a lock against other dumps and a progress bar."""
 
 from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -33,7 +33,7 @@ def load_state(path: str | Path, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpWriter]:
-    """Create the folder ``path``, lock it and return a writer; at the end, remove files not in the manifest."""
+    """Create and lock the folder ``path``, and yield a writer; at the end, remove files not in the manifest."""
     folder = Path(path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,10 +55,7 @@ def writing(path: str | Path, kind: str, *, sync: bool = True) -> Iterator[DumpW
             writer.clean()
 
 
-def write_state(
-    writer: DumpWriter, state: dict[str, Any], tensors: Sequence[torch.Tensor], progress: bool | None
-) -> None:
-    """Write and commit a dump of ``state``, which may refer to ``tensors`` by their index."""
+def write_state(writer: DumpWriter, state: dict[str, Any], tensors: list[torch.Tensor], progress: bool | None) -> None:
     tensors = list(tensors)
     encoded = encode(state, tensors, "state")
     with progress_bar("dump", sum(tensor.nbytes for tensor in tensors), progress) as report:
@@ -68,7 +65,7 @@ def write_state(
 
 @contextmanager
 def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
-    """Lock the folder ``path`` and return a reader of its dump; refuse a dump of another kind."""
+    """Lock the folder ``path``, and yield a reader of its dump; refuse a dump of another kind."""
     folder = Path(path).absolute()
     if not folder.is_dir():
         DumpReader(folder)  # raises
@@ -82,7 +79,7 @@ def reading(path: str | Path, kind: str) -> Iterator[DumpReader]:
 
 @contextmanager
 def explained(reader: DumpReader) -> Iterator[None]:
-    """Convert errors of a malformed state to a CheckpointError that names the dump."""
+    """Convert errors from a malformed state to a CheckpointError that names the dump."""
     try:
         yield
     except CheckpointError:
@@ -94,7 +91,7 @@ def explained(reader: DumpReader) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Report]:
-    """Return a function that counts processed bytes; a bar shows them (``None``: on a terminal, from 1 GiB on)."""
+    """Yield a function that adds bytes to a progress bar (``None``: shown on a terminal, from 1 GiB on)."""
     is_shown = nbytes >= _LARGE and sys.stderr.isatty() if progress is None else progress
     try:
         from tqdm import tqdm
@@ -111,7 +108,7 @@ def progress_bar(what: str, nbytes: int, progress: bool | None) -> Iterator[Repo
 
 @contextmanager
 def _locked(path: Path, *, for_reading: bool = False) -> Iterator[None]:
-    """Exclude other dumps from a folder, also those of other processes. The lock is released if its process dies."""
+    """Lock a folder against other dumps; the system releases the lock if its process dies."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:

@@ -3,16 +3,15 @@
 ``manifest.json`` is one JSON object. ``tensors`` lists the dtype, shape and chunks ``[file, bytes, checksum]`` of each
 tensor; ``state`` is everything else; the last entry is the checksum of all the text before it.
 
-A state is plain (numbers, strings, lists, dicts, tensors): JSON and a list of tensors, no pickle. Values that JSON
-lacks become an object with one key that begins with ``$``:
+A state consists of numbers, strings, lists, dicts and tensors, and is never pickled. A value that JSON lacks becomes an
+object with one key that begins with ``$``:
 
-- ``{"$tensor": 3}``: the tensor at this index of the list.
+- ``{"$tensor": 3}``: the tensor at this index of ``tensors``.
 - ``{"$float": "nan"}``, ``{"$tuple": [...]}``, ``{"$size": [2, 3]}``, ``{"$dtype": "float32"}``, ``{"$device": "cpu"}``
   and ``{"$tensordict": ...}``: a value of the named type.
-- ``{"$dict": [[key, value], ...]}``: a dict with keys other than plain strings.
+- ``{"$dict": [[key, value], ...]}``: a dict with a key that is not a string or that begins with ``$``.
 - ``{"$ordered": ...}``: a module's state dict, with the ``_metadata`` that torch attaches.
-- ``{"$tree": ["SumSegmentTreeFp32", ...]}``: a tree of TorchRL's prioritized sampler, which is a C++ object: the name
-  of its class and the values of its leaves.
+- ``{"$tree": ["SumSegmentTreeFp32", ...]}``: the class name and leaf values of a C++ tree of a TorchRL sampler.
 """
 
 from __future__ import annotations
@@ -63,18 +62,15 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, O
 
 
 def checksum(data: np.ndarray | bytes) -> str:
-    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24 hexadecimal digits; about 2 GB/s.
-
-    Repeated dumps skip chunks with a known checksum. A CRC alone would miss one change in 4e9.
-    """
-    array = np.frombuffer(data, np.uint8)
+    """Return the CRC-32 of bytes and the 64-bit sum of their 8-byte words, as 24 hexadecimal digits."""
+    array = np.frombuffer(data, np.uint8)  # the sum finds changes that a CRC alone would miss (one in 4e9)
     whole = len(array) // 8 * 8
     words = int(array[:whole].view("<u8").sum(dtype=np.uint64)) + int.from_bytes(array[whole:].tobytes(), "little")
     return f"{zlib.crc32(array.data):08x}{words % (1 << 64):016x}"
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor's bytes: the file with exactly these bytes, its length and its checksum."""
+    """A file that holds a range of a tensor's bytes, with its length and checksum."""
 
     file: str
     nbytes: int
@@ -83,7 +79,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files: the concatenation of its chunks."""
+    """A tensor whose bytes are the concatenation of chunks."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -95,7 +91,7 @@ class Stored:
 
     @classmethod
     def from_json(cls, entry: Any) -> Stored:
-        """Return the tensor that an entry describes; refuse contradictions, and files outside the dump."""
+        """Parse an entry of the manifest; refuse contradictions, and files outside the dump."""
         try:
             dtype, shape = dtype_of(entry["dtype"]), entry["shape"]
             chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
@@ -133,7 +129,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest in the folder ``path``; refuse a damaged or foreign one, or another version."""
+        """Read the manifest in the folder ``path``; refuse a damaged or foreign manifest, or another version."""
         file = path / MANIFEST
         try:
             data = file.read_bytes()
@@ -153,10 +149,7 @@ class Manifest:
 
     @classmethod
     def previous(cls, path: Path) -> Manifest | None:
-        """Return the manifest that a dump replaces; ``None`` if it is missing, damaged or of an older version.
-
-        A foreign manifest, or one of a newer version, is never replaced.
-        """
+        """Return the manifest that a dump may replace, or None; raise an error for a foreign or newer manifest."""
         try:
             return cls.read(path)
         except CheckpointError as error:
@@ -193,7 +186,7 @@ def _instead(path: Path) -> str:
 
 
 def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
-    """Return ``value`` in JSON's types; append its tensors, uncopied, to ``tensors``. ``where`` names it in errors."""
+    """Convert ``value`` to JSON, and append its tensors to ``tensors``; errors call the value ``where``."""
     if isinstance(value, np.integer | np.floating):
         value = value.item()
     if value is None or isinstance(value, bool | str | int):
@@ -226,13 +219,14 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str) -> Any:
             return dict(encoded)
         return {"$dict": [[encode(key, tensors, where), item] for key, item in encoded]}
     if type(value) in _TREES.values():
-        return {"$tree": [type(value).__name__, encode(value[_leaves(value.size)], tensors, where)]}
+        leaves = value[torch.arange(value.size, device="cpu")]
+        return {"$tree": [type(value).__name__, encode(leaves, tensors, where)]}
     content = "numbers, strings, lists, dicts and tensors, and no objects whose loading executes code"
     raise CheckpointError(f"{where} is a {type(value).__name__}, which a dump cannot hold: it holds {content}")
 
 
 def decode(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """Invert :func:`encode`; ``tensor(j)`` returns the j-th tensor. Other JSON raises one of ``MALFORMED``."""
+    """Invert :func:`encode`; ``tensor(j)`` returns the j-th tensor. Malformed JSON raises one of ``MALFORMED``."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -250,11 +244,6 @@ def dtype_of(name: Any) -> torch.dtype:
     return dtype
 
 
-def _tensordict(content: Any, tensor: Callable[[int], Any]) -> TensorDict:
-    batch_size, device, entries = content
-    return TensorDict(decode(entries, tensor), batch_size=batch_size, device=device)
-
-
 def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any]:
     entries, metadata = content
     state = OrderedDict(decode(entries, tensor))
@@ -262,15 +251,11 @@ def _ordered(content: Any, tensor: Callable[[int], Any]) -> OrderedDict[str, Any
     return state
 
 
-def _leaves(count: int) -> torch.Tensor:
-    return torch.arange(count, device="cpu")
-
-
 def _tree(content: Any, tensor: Callable[[int], Any]) -> Any:
     name, leaves = content
     values = decode(leaves, tensor)
     tree = _TREES[name](len(values))
-    tree[_leaves(len(values))] = values
+    tree[torch.arange(len(values), device="cpu")] = values
     return tree
 
 
@@ -285,7 +270,7 @@ _KINDS: dict[str, Callable[[Any, Callable[[int], Any]], Any]] = {
     "$size": lambda content, tensor: torch.Size(content),
     "$dtype": lambda content, tensor: dtype_of(content),
     "$device": lambda content, tensor: torch.device(content),
-    "$tensordict": _tensordict,
+    "$tensordict": lambda content, tensor: TensorDict(decode(content[2], tensor), content[0], device=content[1]),
     "$ordered": _ordered,
     "$tree": _tree,
     "$dict": lambda content, tensor: {decode(key, tensor): decode(item, tensor) for key, item in content},

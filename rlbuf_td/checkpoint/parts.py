@@ -1,7 +1,4 @@
-"""The state of a buffer's parts, and how to load it completely or not at all.
-
-Only this module uses the private attributes of TorchRL's buffers that a dump needs.
-"""
+"""The state of a buffer's storage, sampler and writer, and how to load all of it or nothing."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ from rlbuf_td.storages.trajectory_index import TrajectoryIndex
 
 @contextmanager
 def at_rest(rb: Any) -> Iterator[dict[str, Any]]:
-    """Hold all locks of a buffer, and return its prefetched batches in TorchRL's form."""
+    """Hold all locks of a buffer, and yield the state of its prefetch queue."""
     with rb._capture_prefetch_state(clone_queue=False) as prefetched, rb._write_lock:
         yield prefetched
 
 
 def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
-    """Return all state that determines the behaviour of a buffer. Its tensors are not copied."""
+    """Return all state that determines the behaviour of a buffer, without copying tensors."""
     storage, generator = rb.storage, rb._rng
     return {
         "buffer": {
@@ -57,7 +54,7 @@ def capture(rb: Any, prefetched: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_buffer(rb: Any, saved: dict[str, Any], generator: dict[str, Any] | None) -> None:
-    """Restore the buffer's own part of :func:`capture`; the caller holds its locks."""
+    """Restore the entries "buffer" and "generator" of :func:`capture`; the caller holds the buffer's locks."""
     rb._batch_size = saved["batch_size"]
     rb._consume_after_n_samples = saved["consume_after_n_samples"]
     restore_generator(rb, generator)
@@ -69,7 +66,7 @@ def _prefetch_state(rb: Any, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(part: Any) -> str:
-    """Return the class names of a part and of the part it wraps: ``"NStepSampler(UniformSampler)"``."""
+    """Return the class name of a part, with that of a wrapped sampler: ``"NStepSampler(UniformSampler)"``."""
     inner = getattr(part, "sampler", None)
     return type(part).__name__ + ("" if inner is None else f"({name_of(inner)})")
 
@@ -79,7 +76,6 @@ def _state_of(part: Any) -> dict[str, Any]:
 
 
 def refuse_other_storage(storage: Storage, saved: dict[str, Any]) -> None:
-    """Refuse the saved content of a TorchRL storage if its capacity, keys, shapes or dtypes differ."""
     if saved["max_size"] != storage.max_size:
         sizes = f"max_size={saved['max_size']}, this {type(storage).__name__} max_size={storage.max_size}"
         raise CheckpointError(f"the dump has {sizes}: only a PackedStorage can be loaded into another capacity")
@@ -100,7 +96,7 @@ def _refuse_other_content(own: Any, saved: Any, where: str) -> None:
 
 
 def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
-    """Refuse values that only a forged dump contains and that the buffer's parts would not check."""
+    """Refuse values of a forged dump that the storage, sampler and writer do not check."""
     buffer, writer = saved["buffer"], saved["writer"]["state"]
     counts = [buffer["batch_size"], buffer["consume_after_n_samples"], *map(writer.get, ("_cursor", "_write_count"))]
     if not all(count is None or (type(count) is int and 0 <= count < 1 << 63) for count in counts):
@@ -121,9 +117,9 @@ def refuse_malformed(rb: Any, saved: dict[str, Any]) -> None:
 
 
 def resized_state(sampler: Any, state: dict[str, Any], rows: torch.Tensor | None, capacity: int, moved: bool) -> Any:
-    """Return a sampler's saved state for a storage of ``capacity`` rows, by the sampler's method ``resized_state``.
+    """Convert a sampler's saved state to a storage of ``capacity`` rows.
 
-    ``rows`` is the saved row of each new row, ``[n]`` int64, or ``None`` if the capacity is the same. ``moved``:
+    ``rows`` is the saved row of each new row, ``[n]`` int64, or ``None`` if the capacity is the same. ``moved`` tells
     whether any row has a new position or is dropped.
     """
     if hasattr(sampler, "resized_state"):
@@ -143,10 +139,7 @@ def trajectories_of(storage: Storage) -> list[dict[str, Any]]:
 
 
 def load_trajectories(rb: Any, saved: list[dict[str, Any]]) -> None:
-    """Restore :func:`trajectories_of` over the same rows; trajectory indices that were not saved read the rows again.
-
-    Open trajectories with ids end here, because a new collector may reuse the ids for the next writes.
-    """
+    """Restore the saved trajectory indices; an index that was not saved reads the rows again."""
     storage = rb.storage
     for each in storage._attached_entities:
         if isinstance(each, TrajectoryIndex):
@@ -178,7 +171,7 @@ def restore_default_generators(states: dict[str, Any]) -> None:
 
 
 def restore_generator(rb: Any, saved: dict[str, Any] | None) -> None:
-    """Set the buffer's generator to a saved state; give the buffer a generator if it has none on that device."""
+    """Restore the buffer's generator; give the buffer a new one if it has none on the saved device."""
     if saved is None:
         return
     device = torch.device(saved["device"])
@@ -200,10 +193,7 @@ def _is_here(device: torch.device) -> bool:
 
 
 class Rollback(ExitStack):
-    """Loads states into parts. If the ``with`` block raises, the parts get their old states back.
-
-    Samplers with ``snapshot`` may have a large state and are not restored: load them last.
-    """
+    """Loads states, and restores old ones after an error. A sampler with ``snapshot`` is not restored: load it last."""
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         if kind is None:
@@ -231,7 +221,7 @@ class Rollback(ExitStack):
 
 
 def load_or_restore(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    """Load a state into each of several parts. If one part refuses (ValueError), restore all of them."""
+    """Load a state into each of several parts; if one state is refused (ValueError), restore all parts."""
     with Rollback() as rollback:
         for name, part in parts.items():
             try:

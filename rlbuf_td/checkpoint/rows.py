@@ -30,20 +30,20 @@ class Fit:
 
     @property
     def moves(self) -> bool:
-        """Whether a row changes its position, or is dropped."""
+        """Whether any row changes its position or is dropped."""
         return not self.is_same and (self.ranges != ((0, self.steps),) or self.dropped > 0)
 
     def rows(self, lanes: int) -> torch.Tensor:
-        """Return the saved flat row of each row of the storage, ``[steps * lanes]`` int64."""
+        """Return the saved flat index of each row in the storage, ``[steps * lanes]`` int64."""
         parts = [torch.arange(first * lanes, (first + count) * lanes, device="cpu") for first, count in self.ranges]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
-    """Choose the newest of ``live`` written steps, in a ring of ``saved`` steps, that fit into ``capacity`` steps.
+    """Choose the newest of the ``live`` written steps, in a ring of ``saved`` steps, that fit into ``capacity`` steps.
 
-    ``cursor`` is the next position of the saved ring; ``None`` if the writer does not write in order of age.
-    If the capacity differs, the steps of a ring are sorted by age, the oldest first.
+    ``cursor`` is the next position of the saved ring, or ``None`` if the writer does not write in order of age.
+    If the steps do not keep their positions, the oldest comes first.
     """
     if saved == capacity or (live < saved and live <= capacity):
         return Fit(((0, live),) if live else (), live, saved == capacity, 0)
@@ -59,7 +59,7 @@ def fit(saved: int, capacity: int, live: int, cursor: int | None) -> Fit:
 
 
 def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
-    """Remove the rows from a storage's state and return them as the first tensors of a dump."""
+    """Remove the rows from a storage's state, and return them as the first tensors of a dump."""
     state = saved["state"]
     if "rows" not in state:
         return []
@@ -71,7 +71,7 @@ def split_rows(saved: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class SavedRows:
-    """Saved rows, checked against the storage that will hold them. For ``cursor`` see :func:`fit`."""
+    """Saved rows, which the constructor checks against a storage. For ``cursor`` see :func:`fit`."""
 
     def __init__(self, reader: DumpReader, saved: dict[str, Any], storage: PackedStorage, cursor: int | None) -> None:
         self.reader, self.storage = reader, storage
@@ -101,19 +101,19 @@ class SavedRows:
         return (1 if self._is_read_once else 2) * sum(stored.nbytes for stored in (self.matrix, *self.entries))
 
     def verify(self, report: Report) -> None:
-        """Compare the files with their checksums before any change, unless the check can wait until they are read."""
+        """Check the files against their checksums, unless the load reads them only once, into new memory."""
         if not self._is_read_once:
             self.reader.verify([self.matrix, *self.entries], report)
 
     def allocated(self, report: Report) -> Rows | None:
-        """Return newly allocated rows with the saved content, if the storage has no matching rows."""
+        """Return new rows with the saved content, or None if the storage has matching rows."""
         if not self.is_fresh:
             return None
         storage = self.storage
-        # There may be no room for both the reserved and the new rows.
+        # The reserved and the new rows may not fit together.
         if storage.is_reserved and (storage.scratch_dir is not None or storage.offload):
             storage.release()
-        if storage.scratch_dir is not None and self._replaces_file:  # the file left by the process that wrote the dump
+        if storage.scratch_dir is not None and self._replaces_file:  # left by the process that wrote the dump
             (storage.scratch_dir / ROWS_FILE).unlink(missing_ok=True)
         rows = make_rows(storage, self.layout, self.lanes, None, dedup_for(storage, self.layout, self.dedup))
         if storage.scratch_dir is None:
@@ -127,7 +127,7 @@ class SavedRows:
         return rows
 
     def put(self, allocated: Rows | None, report: Report) -> None:
-        """Let the storage use the rows of :meth:`allocated`; without them, overwrite the storage's own rows."""
+        """Install the ``allocated`` rows in the storage; without them, read into the storage's own rows."""
         storage = self.storage
         if allocated is not None:
             storage.adopt(allocated)
@@ -144,7 +144,7 @@ class SavedRows:
             at += count
 
     def _read_shared(self, rows: Rows, report: Report) -> None:
-        """Read the rows if the saved rows or ``rows`` are deduplicated."""
+        """Read into ``rows`` if they or the saved rows are deduplicated."""
         matrix = self.reader.read_stored(self.matrix, report)
         if self.dedup is not None:
             refuse_foreign(self.dedup, matrix, self.entries)

@@ -1,4 +1,4 @@
-"""Storages: the memory of the transitions, one row of bytes each.
+"""Storages hold transitions in memory, each as one row of bytes.
 
 A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one is padding)::
 
@@ -7,26 +7,27 @@ A transition of seven entries, such as HalfCheetah's, is a row of 168 bytes (one
           | action | observation | next.reward | next.observation | done |term. |trunc.| |
           +--------+-------------+-------------+------------------+------+------+------+-+
 
-**Rows.** :class:`PackedStorage` is one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes keys, dtypes and
-shapes; a later write that differs raises a :class:`SchemaError`. Leaves (the tensors of a transition) are ordered by
-item size, largest first, so that each is aligned. ``storage[key]`` is a strided view of one column. A batch is fresh
-memory; on the CPU, each of its leaves is a contiguous tensor. Read ``layout.py``, then ``packed.py``.
+**Rows.** :class:`PackedStorage` keeps its rows in one byte matrix ``[T, *lanes, row_bytes]``. The first write fixes
+keys, dtypes and shapes; a later write with other ones raises a :class:`SchemaError`. Leaves (the tensors of a
+transition) are ordered by item size, largest first, so that each leaf is aligned. ``storage[key]`` is a strided view of
+one column. A sampled batch is a copy; on the CPU, each leaf of a batch is a contiguous tensor. Read ``layout.py``, then
+``packed.py``.
 
-**Time and lanes.** Dim 0 is time, the others are lanes (environments); row ``(t, e)`` has the flat position
-``t * E + e``. :class:`~rlbuf_td.TrajectoryIndex` tells how far the trajectory of a row extends in its lane.
+**Time and lanes.** Dim 0 of a storage is time, the other dims are lanes (environments). Row ``(t, e)`` has the flat
+index ``t * E + e``. :class:`~rlbuf_td.TrajectoryIndex` finds how far a row's trajectory extends in its lane.
 
-**Observations once.** The next observation of a step is usually the observation of the following step, and consecutive
-frame stacks differ in one frame. With ``share_next`` and ``frames`` a row stores ids of entries in a pool of
-observations, and neighbouring rows with the same observation store the same id. Read ``dedup.py``, ``rows/`` and
-:mod:`rlbuf_td.kernels.rows.pool`.
+**Deduplicated observations.** The next observation of a step is usually the observation of the following step, and
+consecutive frame stacks differ in one frame. With ``share_next`` or ``frames``, a pool holds the observations, and a
+row stores ids of pool entries. Neighbouring rows with equal observations store equal ids. Read ``dedup.py``, ``rows/``
+and :mod:`rlbuf_td.kernels.rows.pool`.
 
 **Stale rows.** The storage counts the time steps written, and a prioritized batch stores this count as
-``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since they
-were sampled. Priority updates skip these rows. Read ``write_clock.py``.
+``"sampled_at"``. A ring is written in order, so the count shows which rows of a batch have been overwritten since
+sampling. Priority updates skip overwritten rows. Read ``write_clock.py``.
 
-**Processes.** Shared rows are in shared memory, with one lock that the system releases if its holder dies. A journal,
-also in shared memory, saves the rows that a write replaces: the next holder of the lock can undo an unfinished write.
-Read ``shared/``.
+**Processes.** Shared rows lie in shared memory. One lock protects them, and the system releases the lock if its holder
+dies. A journal, also in shared memory, saves the rows that a write replaces, so that the next holder of the lock can
+undo an unfinished write. Read ``shared/``.
 """
 
 from rlbuf_td.storages.packed import PackedStorage

@@ -1,4 +1,4 @@
-"""Allocates the bytes of the rows: RAM, shared memory, a memory-mapped file, a CUDA device, or page-locked RAM."""
+"""Allocates the rows of a PackedStorage in RAM, shared memory, page-locked RAM or a file, or on a CUDA device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ from rlbuf_td.storages.rows.dedup import DedupRows, grows
 from rlbuf_td.storages.schema import SchemaError
 
 ROWS_FILE = "rows.bin"
-
 _ROWS = Purpose()
+_FILL = 256 << 20  # most bytes reserved ahead
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
 
-# -- the rows of a PackedStorage ``storage``
 
-
-def refuse_arguments(
-    max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool
-) -> None:
+def refuse(max_size: Any, ndim: int, device: Any, scratch_dir: Any, shared: bool, offload: bool, dedup: bool) -> None:
     if max_size < 1 or max_size != int(max_size):
         raise ValueError(f"max_size must be a whole number, at least 1, got {max_size}")
     if ndim < 1:
@@ -48,9 +45,7 @@ def refuse_arguments(
 
 def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, shared: bool, device: Any) -> None:
     if shared_init and not cleanup_memmap:
-        raise ValueError(
-            "cleanup_memmap=False keeps temporary files, but shared_init=True makes none: pass scratch_dir instead"
-        )
+        raise ValueError("cleanup_memmap=False keeps temporary files, but shared_init=True makes none")
     if compilable and (shared or shared_init):
         raise RuntimeError("a storage with compilable=True cannot be shared by processes: leave out compilable")
     if shared_init and torch.device("cpu" if device == "auto" else device).type != "cpu":
@@ -60,15 +55,14 @@ def refuse_init(shared_init: bool, cleanup_memmap: bool, compilable: bool, share
 def reserve(storage: Any, schema: TensorDictBase) -> None:
     """Allocate the rows before the first write, for transitions that hold at least the keys of ``schema``.
 
-    If the first write has more keys, such as a policy's outputs, it allocates the rows again. RAM is
-    committed only as rows are written, unless it is page-locked.
+    The first write may have more keys, such as a policy's outputs; it then allocates the rows again.
 
     Args:
         schema: one time step, ``[*lanes]``: an example, or the result of :func:`~rlbuf_td.envs.specs.schema_of`.
 
     Raises:
         RuntimeError: the rows are already allocated.
-        SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry that cannot be packed.
+        SchemaError: the schema has too few batch dims, a lane dim of size 0, or an entry without a fixed size.
     """
     if storage.rows is not None:
         raise RuntimeError("the rows of this storage are already allocated: reserve them before the first write")
@@ -94,7 +88,6 @@ def steps_for(storage: Any, lanes: torch.Size) -> int:
 def make_rows(
     storage: Any, layout: RowLayout, lanes: torch.Size, device: torch.device | None, dedup: DedupLayout | None
 ) -> Rows:
-    """Return new rows with the capacity and placement of a storage; the storage uses them after ``adopt``."""
     shape = torch.Size([steps_for(storage, lanes), *lanes])
     place = torch.device(storage.device if storage.device != "auto" else device or "cpu")
     sections = None if dedup is None else Sections.of(dedup, prod(shape))
@@ -106,7 +99,7 @@ def make_rows(
         (scratch_dir / ROWS_FILE).unlink(missing_ok=True)
     with torch.inference_mode(False):  # rows allocated in inference mode could not be written outside it
         if storage.shared_rows is not None and scratch_dir is None:
-            memory = storage.shared_rows.memory(nbytes)
+            memory = storage.shared_rows.file.map(nbytes)
         elif grows(place) and sections is not None:
             memory = allocate_bytes(sections.fixed, place, purpose).zero_()
         else:
@@ -121,25 +114,23 @@ def make_rows(
         return rows_in(storage, memory, layout, shape, dedup)
 
 
-def rows_in(
-    storage: Any, memory: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None
-) -> Rows:
+def rows_in(storage: Any, block: torch.Tensor, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
     rows: Rows
     if dedup is None:
-        rows = PlainRows(layout, memory.view(*shape, layout.row_bytes))
+        rows = PlainRows(layout, block.view(*shape, layout.row_bytes))
         rows.is_mapped = storage.scratch_dir is not None
     else:
-        room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(memory))
-        rows = DedupRows(dedup, memory, shape, make_room=room)
+        room = None if storage.scratch_dir is None else FileRoom(storage.scratch_dir, len(block))
+        rows = DedupRows(dedup, block, shape, make_room=room)
         rows.is_deferred = storage.shared_rows is not None
     return rows
 
 
 def find_rows(storage: Any, layout: RowLayout, shape: torch.Size, dedup: DedupLayout | None) -> Rows:
-    """Map the rows in the file of ``scratch_dir`` or in shared memory; another process may have allocated them."""
+    """Map rows in the file of ``scratch_dir`` or in shared memory, which another process may have written."""
     nbytes = prod(shape) * layout.row_bytes if dedup is None else Sections.of(dedup, prod(shape)).total
     in_file = storage.scratch_dir is not None
-    memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.memory(nbytes)
+    memory = map_bytes(storage.scratch_dir, nbytes) if in_file else storage.shared_rows.file.map(nbytes)
     return rows_in(storage, memory, layout, shape, dedup)
 
 
@@ -148,8 +139,8 @@ def _remedy(storage: Any, layout: RowLayout) -> str:
     elsewhere = "another scratch_dir" if storage.scratch_dir else "scratch_dir=..., which keeps the rows in a file"
     if storage.offload:
         elsewhere = (
-            "raise the limits on locked memory (ulimit -l, those of a container), or keep the rows on the CPU with "
-            "scratch_dir=..., in a file, and move batches to the GPU with ReplayBuffer(device=...)"
+            "raise the limits on locked memory (ulimit -l, or a container's), or keep the rows on the CPU in a file "
+            "(scratch_dir=...) and move batches to the GPU with ReplayBuffer(device=...)"
         )
     elif storage.device != "auto" and torch.device(storage.device).type == "cuda":
         elsewhere = "offload=True, which keeps the rows in RAM"
@@ -157,9 +148,6 @@ def _remedy(storage: Any, layout: RowLayout) -> str:
         f"Take a smaller max_size, or {elsewhere}; the largest key is {largest.name}, {largest.nbytes:,} bytes per "
         "row. rlbuf_td.plan(...) shows the memory of every key."
     )
-
-
-# -- memory
 
 
 def allocate_bytes(
@@ -172,11 +160,10 @@ def allocate_bytes(
     offload: bool = False,
     sparse: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8, uninitialised: on a device, in a file, in shared memory, or in page-locked RAM.
+    """Return ``[nbytes]`` uint8 on a device, in a file, in shared memory, or in page-locked RAM.
 
-    RAM is committed when pages are first written; other memory is committed at once. ``sparse=(likely, at_once)``, for
-    RAM or a file, returns zeros: ``likely`` bytes will probably be used, and of a file only the first ``at_once`` bytes
-    are reserved on the disk. :class:`FileRoom` reserves the others before they are written.
+    The bytes are uninitialised, or zero with ``sparse=(likely, at_once)``, which RAM and files support. ``likely`` is
+    the number of bytes that will probably be used. Only ``at_once`` bytes of a file are reserved on the disk.
     """
     place = torch.device("cpu") if offload else device
     lazily = scratch_dir is None and not shared and not offload
@@ -209,14 +196,14 @@ def _zeros_not_reserved(nbytes: int) -> torch.Tensor:
 
 
 class FileRoom:
-    """Reserves disk space for holes of a file before they are written; otherwise a full disk could crash a write."""
+    """Reserves disk space before sections of a file are written, because a full disk would crash the process."""
 
     def __init__(self, scratch_dir: Path, nbytes: int) -> None:
         self._file, self._nbytes = scratch_dir / ROWS_FILE, nbytes
         self._filled: dict[int, int] = {}  # start of a section -> bytes reserved in it
 
     def __call__(self, section: int, nbytes: int) -> None:
-        """Reserve the first ``nbytes`` of the section at offset ``section``; OSError if the disk is full."""
+        """Reserve the first ``nbytes`` of the section at offset ``section``; raise an OSError if the disk is full."""
         filled = self._filled.get(section, 0)
         if nbytes <= filled or not hasattr(os, "posix_fallocate"):
             return
@@ -231,17 +218,12 @@ class FileRoom:
         self._filled[section] = filled + ahead
 
 
-_FILL = 256 << 20  # most bytes reserved ahead
-_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python defines it from 3.13 on
-
-
 def _make_file(scratch_dir: Path, nbytes: int, at_once: int) -> torch.Tensor:
     scratch_dir.mkdir(parents=True, exist_ok=True)
     path = scratch_dir / ROWS_FILE
     try:
         with open(path, "x+b", opener=partial(os.open, mode=0o644)) as file:
-            if hasattr(os, "posix_fallocate"):
-                # A full disk raises an error here, instead of a crash at a later write.
+            if hasattr(os, "posix_fallocate"):  # a full disk raises an error here instead of crashing a later write
                 os.posix_fallocate(file.fileno(), 0, at_once)
             os.ftruncate(file.fileno(), nbytes)
     except FileExistsError as error:
@@ -262,5 +244,4 @@ def _delete_file(path: Path, process: int) -> None:
 
 
 def map_bytes(scratch_dir: Path, nbytes: int) -> torch.Tensor:
-    """Return the first ``[nbytes]`` uint8 of an existing file, shared with every process that maps it."""
     return torch.from_file(str(scratch_dir / ROWS_FILE), shared=True, size=nbytes, dtype=torch.uint8)

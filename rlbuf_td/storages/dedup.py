@@ -1,4 +1,4 @@
-"""Observations that are stored once: the user's options, the keys that they select, and the memory layout."""
+"""Deduplicated observations: the user's options, the keys that they select, and the memory layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlbuf_td.storages.tensordict_fast import leaf_of
 
 Key: TypeAlias = tuple[str, ...]
 _COLUMNS = ("done", "terminated", "truncated", "traj_ids", "reward")  # samplers read these columns separately
-_MIN_KEY_BYTES = 8  # a row holds two entry ids of 4 bytes instead of the key
-_MIN_BYTES = 16  # "auto" deduplicates keys of at least this size: the repeating keys together, or one key alone
+_MIN_KEY_BYTES = 8  # two entry ids of 4 bytes replace a key
+_MIN_BYTES = 16  # "auto" deduplicates repeating keys of this size in total, or untested keys of this size each
 _LOOK = 256  # time steps of the first write that "auto" compares
 ENTRY_IDS = "_entries"  # the key of the entry ids in a stored row
 _PAGE = 4096
@@ -30,7 +30,7 @@ _MAX_ENTRIES = 2**31 - 2
 
 @dataclass(frozen=True)
 class DedupGroup:
-    """Keys that are stored together in one kind of entry."""
+    """Keys whose values are stored together in one pool entry."""
 
     keys: tuple[Key, ...]  # of the observation; the next observation has these keys under "next"
     pieces: int = 1  # entries per observation (frames of a stack)
@@ -43,7 +43,7 @@ class DedupOptions:
     """The arguments ``share_next`` and ``frames`` of :class:`~rlbuf_td.PackedStorage`, checked."""
 
     share_next: bool | str | tuple[Key, ...]
-    frames: tuple[tuple[Key, int, int], ...]  # key, number of frames and dim of each stack
+    frames: tuple[tuple[Key, int, int], ...]  # (key, number of frames, dim of the frames) of each stack
 
     @classmethod
     def of(cls, share_next: Any, frames: Mapping[Any, Any] | None) -> DedupOptions:
@@ -77,22 +77,12 @@ def _key(key: Any, argument: str) -> Key:
 def _count_and_dim(key: Any, how: Any) -> tuple[int, int]:
     pair = tuple(how) if isinstance(how, tuple | list) else (how, 0)
     if len(pair) != 2 or not all(isinstance(number, Real) and number == number // 1 for number in pair) or pair[0] < 2:
-        raise ValueError(
-            f"frames of {key!r} must be a whole number, at least 2, or (that number, the dim of the frames), "
-            f"got {how!r}"
-        )
+        raise ValueError(f"frames of {key!r} must be a whole number, at least 2, or (number, dim), got {how!r}")
     return int(pair[0]), int(pair[1])
 
 
-def choose_groups(
-    options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None = None
-) -> tuple[DedupGroup, ...]:
-    """Choose the keys that are stored once.
-
-    ``data`` is the first write, ``[T, *lanes, ...]``, in which ``"auto"`` looks for repeated observations. One step
-    (``data`` is None or has length 1) shows no repetition. ``"auto"`` then chooses all keys of 16 bytes or more, each
-    in a group of its own: if one of them does not repeat, the others are still stored once.
-    """
+def choose(options: DedupOptions, leaves: Mapping[Key, Leaf], data: TensorDictBase | None) -> tuple[DedupGroup, ...]:
+    """Choose the keys to deduplicate; ``data`` is the first write, ``[T, *lanes, ...]``, if it has a time dim."""
     groups = [frames_group(leaves, *stack) for stack in options.frames]
     taken = {key for group in groups for key in group.keys}
     asked = options.share_next
@@ -102,7 +92,7 @@ def choose_groups(
         keys = [key for key in dict.fromkeys(asked) if key not in taken]
     else:
         keys = [key for key in leaves if asked and _may_share(leaves, key) and key not in taken]
-        if asked == "auto" and (data is None or len(data) < 2):
+        if asked == "auto" and (data is None or len(data) < 2):  # untested keys do not affect each other: own groups
             return (*groups, *(DedupGroup((key,)) for key in keys if leaves[key].nbytes >= _MIN_BYTES))
         if asked == "auto" and data is not None:
             keys = [key for key in keys if _repeats(data, leaves[key])]
@@ -145,7 +135,7 @@ def frames_group(leaves: Mapping[Key, Leaf], key: Key, count: int, dim: int) -> 
 
 
 def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
-    """Return whether in half of the rows or more the next observation equals the following row's observation."""
+    """Whether in at least half of the rows the next observation equals the observation of the following row."""
     count = min(len(data) - 1, _LOOK)
     following, now = leaf_of(data, ("next", *leaf.key))[:count], leaf_of(data, leaf.key)[1 : count + 1]
     same = (now == following) | ((now != now) & (following != following))
@@ -154,7 +144,7 @@ def _repeats(data: TensorDictBase, leaf: Leaf) -> bool:
 
 
 class DedupLayout:
-    """A *stored row* holds entry ids instead of the deduplicated keys; the entries hold the observations."""
+    """The layout of *stored rows*, which hold ids of pool entries instead of the deduplicated keys."""
 
     def __init__(self, layout: RowLayout, chosen: tuple[DedupGroup, ...]) -> None:
         self.layout, self.chosen = layout, chosen  # the layout of whole rows, as in batches; one or more groups
@@ -167,25 +157,22 @@ class DedupLayout:
         count = sum(group.pieces * (1 + group.has_next) for group in chosen)
         row.set(ENTRY_IDS, torch.empty((*row.batch_size, count), dtype=torch.int32, device="meta"))
         self.stored = RowLayout(row, lead_dims=0)
-        #: Indices of the leaves that are kept in the stored row, in its order.
+        #: Indices of the leaves that a stored row keeps, in the order of the stored row.
         self.kept = [layout.places[key] for key in self.stored.offsets if key != (ENTRY_IDS,)]
         #: For each key of each group: the leaf index of the observation and, if stored, of the next observation.
-        self.given = [
-            tuple(layout.places[path] for path in _sides(group, key)) for group in chosen for key in group.keys
-        ]
+        self.given = [tuple(layout.places[p] for p in _sides(group, key)) for group in chosen for key in group.keys]
         self.ids_slot = self.stored.places[(ENTRY_IDS,)]
 
     @classmethod
     def chosen_for(
         cls, layout: RowLayout, options: DedupOptions, data: TensorDictBase | None = None
     ) -> DedupLayout | None:
-        """Return the layout that the options choose; None if no key is stored once. ``data`` is the first write."""
-        chosen = choose_groups(options, _by_key(layout), data)
+        chosen = choose(options, _by_key(layout), data)
         return cls(layout, chosen) if chosen else None
 
     @cached_property
     def runs(self) -> np.ndarray:
-        """Copies from a stored row to leaves, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
+        """Byte ranges to copy from a stored row, ``[R, 3]``: offset in the row, index of the leaf, number of bytes."""
         leaves = [leaf for leaf in self.stored.leaves if leaf.key != (ENTRY_IDS,) and leaf.nbytes]
         runs = [[self.stored.offsets[leaf.key], self.layout.places[leaf.key], leaf.nbytes] for leaf in leaves]
         return np.array(runs, np.int64).reshape(-1, 3)
@@ -207,7 +194,6 @@ class DedupLayout:
         return tuple(groups)
 
     def saved_bytes(self, cells: int, used: Sequence[int]) -> dict[Key, int]:
-        """Return the saved bytes by key, for ``cells`` rows with ``used`` entries of each group."""
         saved = {}
         for group, kernel, entries in zip(self.chosen, self.groups, used, strict=True):
             for key, part in zip(group.keys, kernel.parts, strict=True):
@@ -249,11 +235,10 @@ def saved_dedup(layout: RowLayout, state: dict[str, Any]) -> DedupLayout | None:
 
 @dataclass(frozen=True)
 class Sections:
-    """Page-aligned offsets, in bytes, of the parts of deduplicated rows in one block of memory.
+    """Page-aligned byte offsets of the sections in the memory of deduplicated rows.
 
-    Rows come first, then the counters, then for each group the stack of free ids and the entries. The system commits
-    the memory as it is used. Each group has room for twice the entries of rows that share nothing: a write that
-    replaces all rows may need new entries before the old ones become free.
+    The sections are the rows, the counters, and for each group the stack of free ids and the entries. Each group has
+    room for two entries per id in the rows, because a write may need new entries before it frees old ones.
     """
 
     counters: int
@@ -268,11 +253,8 @@ class Sections:
     def of(cls, dedup: DedupLayout, cells: int) -> Sections:
         most = tuple(2 * cells * group.names for group in dedup.groups)
         if max(most) > _MAX_ENTRIES:
-            fit = cells * _MAX_ENTRIES // max(most)
-            raise SchemaError(
-                f"{cells:,} rows are too many to share observations or frames: {fit:,} of these fit. Take a smaller "
-                "max_size, or several storages"
-            )
+            n = cells * _MAX_ENTRIES // max(most)
+            raise SchemaError(f"{cells:,} deduplicated rows are too many: {n:,} of these fit. Take a smaller max_size")
         counters, stacks, entries = _pages(cells * dedup.stored.row_bytes), [], []
         at = counters + _pages(16 * len(most))
         for group, count in zip(dedup.groups, most, strict=True):

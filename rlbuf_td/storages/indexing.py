@@ -1,8 +1,7 @@
-"""Indices of rows, and the mapping between batches, their rows and their TD errors.
+"""Conversion of row indices, and of entries of a batch, such as TD errors, to one value per row.
 
-A *flat row* is the number of a row: ``t`` when ``ndim=1`` and ``t * E + e`` when ``ndim=2``; its coordinates are
-``(t, e)``. The *row dims* of a batch index rows. If a row is itself a batch (a trajectory, for example), *inner dims*
-follow.
+A *flat row* is the flat index of a row: ``t`` for ``ndim=1``, ``t * E + e`` for ``ndim=2``. The *row dims* of a batch
+index rows. If each row is a batch itself, such as a trajectory, *inner dims* follow the row dims.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def attached_or_new(storage: Storage, kind: type[Listener]) -> Listener:
 
 
 def stored_rows(storage: Storage) -> TensorDictBase | None:
-    """Return all rows as views, ``[T, *lanes]``; None before the first write, or if they are not a TensorDict."""
+    """Return all rows as views, ``[T, *lanes]``; None before the first write, or if the rows are not a TensorDict."""
     rows = getattr(storage, "_storage", None)
     return rows if isinstance(rows, TensorDictBase) else None
 
@@ -47,7 +46,6 @@ def device_of(storage: Storage) -> torch.device:
 
 
 def lanes_of(storage: Storage) -> torch.Size:
-    """Return the sizes of the dims after time, empty for ``ndim=1``."""
     if storage.ndim == 1:
         return torch.Size([])
     lanes = getattr(storage, "lanes", None)  # ten times as fast as a PackedStorage's ``shape``
@@ -55,7 +53,7 @@ def lanes_of(storage: Storage) -> torch.Size:
 
 
 def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
-    """Return flat rows in TorchRL's form of an index: the rows themselves, or a tuple of one tensor per dim."""
+    """Convert flat rows to TorchRL's index: unchanged for ``ndim=1``, else a tuple of one tensor per dim."""
     if storage.ndim == 1:
         return flat
     parts = []
@@ -69,8 +67,8 @@ def coordinates(flat: torch.Tensor, storage: Storage) -> Index:
 def moved(value: Any, device: torch.device) -> torch.Tensor:
     """Return a value as a tensor on a device; a copy of pageable memory does not wait for the GPU.
 
-    The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"). It
-    would read page-locked memory later, when its owner may have changed it: such a copy waits.
+    The driver reads pageable memory before the call returns (CUDA Runtime API, "API synchronization behavior"), but
+    page-locked memory later, when its owner may have changed it. A copy of page-locked memory therefore waits.
     """
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
     if value.device == device:
@@ -111,9 +109,6 @@ def flat_rows(index: Any, storage: Storage | None, device: torch.device) -> torc
     return torch.where(first < 0, -1, flat) if others else flat.contiguous()
 
 
-# -- batches
-
-
 def inner_dims(storage: Storage, dims: int) -> int:
     """Return how many of the ``dims`` batch dims lie within a row of ``storage``."""
     rows = stored_rows(storage) if dims > 1 else None
@@ -121,7 +116,7 @@ def inner_dims(storage: Storage, dims: int) -> int:
 
 
 def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
-    """Add the sampler's entries ``info`` to a new batch with one row dim, to which nothing else refers yet."""
+    """Add the sampler's entries ``info`` to a new batch with one row dim."""
     plain = batch.ndim == 1
     for key, value in info.items():
         plain = plain and type(key) is str and type(value) is torch.Tensor
@@ -135,7 +130,7 @@ def merge_(batch: TensorDict, info: dict[Any, Any]) -> None:
 
 
 def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
-    """Add the ``known`` entries that a transformed batch lacks, unless its batch size has changed."""
+    """Add the ``known`` entries that a transform has removed from a batch, unless the batch size has changed."""
     for key, value in known.items():
         if key not in batch.keys(include_nested=True) and value.shape[: batch.ndim] == batch.shape:
             batch.set(key, value)
@@ -144,14 +139,11 @@ def put_back_(batch: TensorDictBase, known: dict[Any, torch.Tensor]) -> None:
 def by_row(
     td_error: torch.Tensor, index: torch.Tensor, dims: int, storage: Storage, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a TD error per row, ``[B]``, and the rows' index, ``[B]`` or ``[B, ndim]``, for ``dims`` batch dims."""
+    """Return one TD error per row, ``[B]``, and the index of the rows, ``[B]`` or ``[B, ndim]``."""
     inner = inner_dims(storage, dims)
     index = first_of_row(index, dims, inner)
     if index.ndim != 1 + (storage.ndim > 1):
-        raise ValueError(
-            f"the batch has an index of shape {tuple(index.shape)} per row, which does not fit a storage "
-            f"with ndim={storage.ndim}"
-        )
+        raise ValueError(f"an index of shape {tuple(index.shape)} does not fit a storage with ndim={storage.ndim}")
     return one_a_row(td_error, dims - inner, reduction), index
 
 
@@ -166,7 +158,7 @@ def first_of_row(entry: torch.Tensor, dims: int, inner: int) -> torch.Tensor:
 
 
 def one_a_row(td_error: torch.Tensor, row_dims: int, reduction: str) -> torch.Tensor:
-    """Return one TD error per row, ``[B]`` without gradient, from errors whose first ``row_dims`` dims index rows."""
+    """Return one detached TD error per row, ``[B]``; the first ``row_dims`` dims of ``td_error`` index rows."""
     if not isinstance(td_error, torch.Tensor) or td_error.is_complex():
         raise TypeError(f"TD errors must be a tensor of real numbers, got {getattr(td_error, 'dtype', type(td_error))}")
     if td_error.requires_grad:

@@ -9,11 +9,7 @@ from typing import Any
 
 
 class _HeldBack(ContextDecorator):
-    """A ``with`` block or decorator that delays Ctrl-C: KeyboardInterrupt is raised after the outermost block.
-
-    Python runs signal handlers in the main thread only, between two bytecode instructions. Kernels are not
-    interrupted, so a write by a single kernel needs no block. Cost: 2 us for the outermost block, 0.2 us for others.
-    """
+    """A context manager and decorator; Python cannot interrupt a single kernel, which therefore needs no block."""
 
     def __init__(self) -> None:
         self._depth = 0

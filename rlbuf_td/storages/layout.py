@@ -1,7 +1,7 @@
-"""The layout of a transition as one row of bytes; a layout holds no data.
+"""The layout of a transition as one row of bytes.
 
-Leaves are ordered by descending item size, which aligns each of them. Leaves of one dtype are neighbours: a block of
-rows becomes a TensorDict with one ``view`` and one ``split`` per dtype, whatever the number of leaves.
+Leaves are ordered by item size, largest first, which aligns each leaf. Leaves of one dtype are neighbours, so that one
+``view`` and one ``split`` per dtype turn a block of rows into a TensorDict.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,16 +27,16 @@ _NO_VALUE: Any = object()
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbouring leaves of one dtype: the parts into which a row is split, and which of them are leaves."""
+    """Neighbouring leaves of one dtype: the sizes into which a row is split, and which pieces are leaves."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
-    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (part index, leaf index, leaf shape or None if 1-D)
+    parts: tuple[tuple[int, int, torch.Size | None], ...]  # (piece index, leaf index, leaf shape or None if 1-D)
 
 
 @dataclass(frozen=True)
 class _Node:
-    """One level of nesting: its key, its leaves by name and slot, the nested levels, and its own batch dims."""
+    """One nesting level: its key, its leaves as (name, leaf index), its nested levels, and its own batch dims."""
 
     path: tuple[str, ...]
     leaves: tuple[tuple[str, int], ...]
@@ -46,10 +45,7 @@ class _Node:
 
 
 class RowLayout:
-    """The fixed byte range of every leaf in a row, independent of the order of the keys.
-
-    ``data`` is an example. Its first ``lead_dims`` batch dims index rows; the remaining dims of a leaf belong to a row.
-    """
+    """The byte range of every leaf in a row; the first ``lead_dims`` batch dims of the example ``data`` index rows."""
 
     def __init__(self, data: TensorDictBase, lead_dims: int) -> None:
         refuse_ragged(data)
@@ -59,9 +55,8 @@ class RowLayout:
             found.append(Leaf(key, value.dtype, value.shape[lead_dims:]))
         if not found:
             raise SchemaError("cannot store a TensorDict that contains no tensor")
-        # The leaves' order does not depend on the keys' order: rows saved by one storage fit another.
         self.leaves = tuple(sorted(found, key=_place))
-        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # index of each key's leaf
+        self.places = {leaf.key: place for place, leaf in enumerate(self.leaves)}  # leaf index by key
         self.root = _describe(data, lead_dims, (), self.places)
         self.offsets: dict[tuple[str, ...], int] = {}  # offset of each leaf in a row, in bytes
         self.data_bytes = 0
@@ -72,13 +67,13 @@ class RowLayout:
         self.extents = np.array([(self.offsets[leaf.key], leaf.nbytes) for leaf in self.leaves], np.int64)
         align = max(8, self.leaves[0].dtype.itemsize)
         small, lines = (-(-max(1, self.data_bytes) // size) * size for size in (align, CACHE_LINE))
-        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small  # cache lines if cheap
+        self.row_bytes = lines if lines - small <= small * _MAX_LINE_PADDING else small
         self.groups = tuple(self._groups())
         self._reserved = None if any(leaf.key == ("index",) for leaf in self.leaves) else "index"
-        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last ``(lead, device)``
+        self._blank: tuple[Any, LeafMemory] = (None, LeafMemory([]))  # for the last (lead, device)
         self._expected: tuple[torch.Size | None, list[torch.Size]] = (None, [])  # lead dims, leaf shapes
         float_rows = any(group.dtype is torch.float32 for group in self.groups)
-        # Dtype of the stored matrix. If it is float32, the float32 leaves of a gathered batch need no view.
+        # Dtype of the stored matrix; with float32, the float32 leaves of a gathered batch need no view.
         self.carrier = torch.float32 if float_rows else torch.uint8
 
     def _groups(self) -> Iterator[_Group]:
@@ -94,12 +89,12 @@ class RowLayout:
             yield _Group(dtype, tuple(sizes + [after] * (after > 0)), tuple(parts))
 
     def columns(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf, in the order of :attr:`leaves`, as a view of ``rows``, ``[*lead, row_bytes]`` bytes."""
+        """Return all leaves, in the order of :attr:`leaves`, as views of ``rows``, ``[*lead, row_bytes]``."""
         lead = rows.shape[:-1]
         columns: list[torch.Tensor] = [rows] * len(self.leaves)
         for group in self.groups:
             typed = rows if rows.dtype is group.dtype else rows.view(group.dtype)
-            # "Unsafe": autograd does not link the parts. Each leaf of a batch may therefore be changed in place.
+            # After an unsafe split, autograd does not link the leaves, so that each may be changed in place.
             split = typed.unsafe_split_with_sizes(group.sizes, -1)
             for part, slot, shape in group.parts:
                 columns[slot] = split[part] if shape is None else split[part].view(lead + shape)
@@ -113,23 +108,23 @@ class RowLayout:
         return self._blank[1].allocate()
 
     def unpack(self, rows: torch.Tensor) -> TensorDict:
-        """Return ``rows`` as a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of it."""
-        return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device)
+        """Return a TensorDict of batch size ``[*lead, ...]`` whose leaves are views of ``rows``."""
+        return _build(self.root, self.columns(rows), rows.shape[:-1], rows.device, {})
 
     def wrap(
         self, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, torch.Tensor]
     ) -> TensorDict:
-        """Return columns, ``[*lead, ...]`` each, as a TensorDict; entries of ``more`` replace equal keys."""
+        """Return a TensorDict of ``columns``, ``[*lead, ...]`` each; entries of ``more`` replace equal keys."""
         return _build(self.root, columns, lead, device, more)
 
     def find(self, data: TensorDictBase) -> tuple[list[Any], bool]:
-        """Return the values of ``data`` for :attr:`leaves`, and whether ``data`` has other entries."""
+        """Return the value of each leaf in ``data``, and whether ``data`` has other entries."""
         leaves: list[Any] = [_NO_VALUE] * len(self.leaves)
         unknown = _collect(self.root, data, leaves, reserved=self._reserved)
         return leaves, unknown
 
     def collect(self, data: TensorDictBase, lead: torch.Size) -> list[torch.Tensor]:
-        """Return the leaves of ``data``, ``[*lead, ...]``, checked and detached; an unknown ``"index"`` is ignored."""
+        """Check the leaves of ``data``, ``[*lead, ...]``, and return them detached; ignore an unknown ``"index"``."""
         leaves, unknown = self.find(data)
         if lead != self._expected[0]:
             self._expected = lead, [lead + leaf.shape for leaf in self.leaves]
@@ -167,7 +162,7 @@ class RowLayout:
 
 
 def _place(leaf: Leaf) -> tuple[int, str, bool, bool, tuple[str, ...]]:
-    """Sort key: item size, dtype, then "next" last, its reward first: n-step samplers read neighbouring leaves."""
+    """Sort key; within a dtype, ``"next"`` is last, its reward first: n-step samplers read one range of bytes."""
     key = leaf.key
     return -leaf.dtype.itemsize, str(leaf.dtype), key[0] == "next", key[-1] != "reward", key
 
@@ -184,23 +179,19 @@ def _describe(data: TensorDictBase, lead_dims: int, path: tuple[str, ...], slots
 
 
 def _build(
-    node: _Node,
-    columns: Sequence[torch.Tensor],
-    lead: torch.Size,
-    device: torch.device,
-    more: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    node: _Node, columns: Sequence[torch.Tensor], lead: torch.Size, device: torch.device, more: Mapping[str, Any]
 ) -> TensorDict:
     entries: dict[str, Any] = {}
     for name, slot in node.leaves:  # a comprehension would cost a call
         entries[name] = columns[slot]
     for name, child in node.nodes:
-        entries[name] = _build(child, columns, lead, device)
+        entries[name] = _build(child, columns, lead, device, {})
     entries.update(more)
     return new_tensordict(entries, lead + node.batch_size if node.batch_size else lead, device)
 
 
 def _collect(node: _Node, data: Any, leaves: list[torch.Tensor], reserved: str | None = None) -> bool:
-    """Put the leaves of ``data`` into their slots; return whether it has other entries, besides ``reserved``."""
+    """Fill ``leaves`` from ``data``; return whether ``data`` has entries other than these and ``reserved``."""
     if type(data) is not TensorDict:
         if not isinstance(data, TensorDictBase):
             return True

@@ -1,8 +1,7 @@
-"""Available memory in RAM, shared memory, on a disk or a CUDA device, and the errors if it is too small.
+"""Free memory in RAM, in shared memory, on a disk or on a CUDA device, and errors for allocations that do not fit.
 
-Allocations of 1 MiB or more check it first, in well under a millisecond. Limits of control groups (containers, job
-schedulers) count as limits of the machine. If the system does not report a number, it is ``None`` and nothing is
-refused.
+Allocations of 1 MiB or more are checked. Memory limits of control groups (containers, job schedulers) count as limits
+of the machine. If the system does not report a number, the number is ``None`` and no allocation is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rlbuf_td.storages.notebooks import TRANSITIONS
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-_WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked; a check takes some hundred microseconds
+_WORTH_A_LOOK = 1 << 20  # bytes from which an allocation is checked, which takes some hundred microseconds
 _SHARED = Path("/dev/shm")  # where torch puts shared memory on Linux
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -32,8 +31,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 class MemoryWarning(UserWarning):
     """A full buffer will exceed the free memory.
 
-    The warning is issued when rows or priorities are allocated; silence it with ``warnings.filterwarnings``. Sizes that
-    can never fit raise ``MemoryError`` instead.
+    The warning comes when rows or priorities are allocated. A size above the total memory raises a ``MemoryError``.
 
     Example:
         >>> import warnings
@@ -45,7 +43,7 @@ class MemoryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of one place."""
+    """The free and total memory of one place."""
 
     place: str  # "RAM", "shared memory", "disk (/path)", "cuda:0"
     free: int | None  # free bytes; None: not known
@@ -80,7 +78,7 @@ def ram() -> Room:
 
 
 def shared_memory() -> Room:
-    """Return the shared memory, which is RAM in a file system of limited size."""
+    """Return the smaller of RAM and the file system that limits shared memory."""
     both = ram(), _file_system(_SHARED, "")
     free = min((room.free for room in both if room.free is not None), default=None)
     return Room("shared memory", free, min((room.total for room in both if room.total is not None), default=None))
@@ -93,15 +91,14 @@ def disk(folder: Path) -> Room:
 
 
 def _file_system(folder: Path, place: str) -> Room:
-    try:
+    with suppress(OSError):
         usage = shutil.disk_usage(folder)
-    except OSError:
-        return Room(place, None, None)
-    return Room(place, usage.free, usage.total)
+        return Room(place, usage.free, usage.total)
+    return Room(place, None, None)
 
 
 def cuda(device: torch.device) -> Room:
-    """Return a CUDA device's memory (unknown without CUDA); memory that torch caches counts as free."""
+    """Return the memory of a CUDA device; memory that torch caches counts as free."""
     if not torch.cuda.is_available():
         return Room(str(device), None, None)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -110,11 +107,8 @@ def cuda(device: torch.device) -> Room:
     return Room(f"cuda:{index}", free + spare, total)
 
 
-# -- checks before allocations
-
-
 class Purpose(NamedTuple):
-    """The purpose of an allocation, for warnings and errors."""
+    """The words about an allocation in warnings and errors."""
 
     what: str = "The rows take"  # the beginning of messages: "1,000 rows of 8 bytes take"
     remedy: str = ""
@@ -130,11 +124,7 @@ def require_room(
     shared: bool = False,
     lazily: bool = False,
 ) -> None:
-    """Raise a MemoryError, or an OSError for a file, if the memory of an allocation is not available.
-
-    CUDA devices are not checked: there the allocation itself raises. ``lazily``: the memory is committed as it is
-    written, so that it may exceed the free memory (with a MemoryWarning), but not the total.
-    """
+    """Refuse an allocation that does not fit; with ``lazily``, one above the free memory only warns."""
     if nbytes < _WORTH_A_LOOK or device.type == "cuda":
         return
     room = room_for(device, scratch_dir=scratch_dir, shared=shared)
@@ -150,21 +140,16 @@ def require_room(
 
 
 def show_bytes(nbytes: float) -> str:
-    """Return a number of bytes in a readable unit: ``'999 bytes'``, ``'159.3 MiB'``."""
     if nbytes < 1 << 10:
         return f"{nbytes:.0f} bytes"
     exponent = min(int(math.log2(nbytes)) // 10, len(_UNITS))
     return f"{nbytes / (1 << 10 * exponent):,.1f} {_UNITS[exponent - 1]}"
 
 
-# -- sources of the numbers
-
-
 def _read(path: Path) -> str:
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""
 
 
 def _numbers(path: Path) -> dict[str, int]:
@@ -173,7 +158,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
-    """Yield ``(limit, unused)`` of each control group that limits memory; reclaimable file cache counts as unused."""
+    """Yield (limit, unused bytes) of each control group that limits memory; file cache counts as unused."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2: one tree for all controllers

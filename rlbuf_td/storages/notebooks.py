@@ -1,4 +1,4 @@
-"""References to notebooks, which error messages end with."""
+"""References to notebooks, for the ends of error messages."""
 
 PRIORITIES = " (see notebooks/2_prioritized_replay.ipynb)"
 ROLLOUTS = " (see notebooks/3_rollouts_and_ppo.ipynb)"

@@ -27,45 +27,47 @@ from rlbuf_td.storages.writes import as_index, as_tensordict, is_index, is_key, 
 
 
 class PackedStorage(LazyTensorStorage):
-    """A TensorDict storage with one row of bytes per transition: a batch is one gather for any number of keys.
+    """A TensorDict storage that keeps each transition as one row of bytes.
 
-    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows; RAM is committed as rows
-    are written. A sampled batch is fresh memory; as in TorchRL, an ``int`` or a ``slice`` gives a view instead.
+    The first write fixes the schema (keys, dtypes, shapes, nesting) and allocates the rows. Sampling copies rows; as in
+    TorchRL, an ``int`` or a ``slice`` gives a view instead.
 
     Args:
-        max_size: capacity in transitions. With ``ndim > 1`` it is rounded up to whole time steps of all lanes.
-        device: where the rows live: ``"cpu"``, a CUDA device, or ``"auto"`` (that of the first write).
-        ndim: number of leading dims that count as transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
-        scratch_dir: a folder for a memory-mapped file of the rows (CPU only); an existing file is never overwritten.
+        max_size: capacity in transitions. With ``ndim > 1``, the capacity is rounded up to whole time steps.
+        device: device of the rows: ``"cpu"``, a CUDA device, or ``"auto"`` (the device of the first written data).
+        ndim: number of leading dims that index transitions: 1 for ``[T]``, 2 for ``[T, E]`` (time, lanes).
+        scratch_dir: folder for a memory-mapped file of the rows (CPU only).
         shared: put the rows into shared memory (CPU only), see :meth:`ReplayBuffer.share`.
-        offload: keep the rows of a CUDA device in page-locked RAM, which the device reads and writes over the bus, so
-            that the buffer may exceed the device's memory. The RAM is committed at once. (Linux; not with
+        offload: keep the rows in page-locked RAM, which the CUDA ``device`` reads and writes over the bus, so that the
+            buffer may exceed the device's memory. The RAM is committed at the first write. (Linux only; not with
             ``share_next`` or ``frames``.)
         share_next: store an observation once if the next observation of a row and the observation of the following row
-            in the same lane have equal bytes. Where they differ, as at the end of a trajectory, both are stored.
-            ``True``: all keys at the root that also exist under ``"next"``. A list: these keys. ``"auto"``: the keys
-            that repeat in at least half of the first write's rows and save memory; if that write is one time step, all
-            keys of 16 bytes or more, each compared by itself. Keys of less than 8 bytes, flags and rewards are always
-            stored in the row. Reading a column, a slice or one time step copies deduplicated keys. To edit them, use
-            the methods of :class:`ReplayBuffer`; those of TorchRL's own buffers change only the copy.
-        frames: the number of frames in each stack, by key, ``{"pixels": 4}``, or with the dim of the frames (default
-            0), ``{"pixels": (4, -1)}``; the newest frame is last. A row stores only its newest frame if the others
-            equal the last frames of the previous row, else the whole stack. The same holds for the next observation.
-        existsok: replace an existing file of rows in ``scratch_dir``; processes that use the old file keep it.
+            in the same lane have equal bytes. ``True`` deduplicates all keys at the root that also exist under
+            ``"next"``; a list names the keys. ``"auto"`` deduplicates the keys that repeat in at least half of the
+            first write's rows. If the first write is one time step, ``"auto"`` deduplicates all keys of 16 bytes or
+            more. Keys of less than 8 bytes, done flags, rewards and trajectory ids are never deduplicated. Reading a
+            column, a slice or one time step copies deduplicated keys. To edit deduplicated keys, use the methods of
+            :class:`ReplayBuffer`; TorchRL's own buffers would change only the copy.
+        frames: a dict from a key to the number of frames in its stack, ``{"pixels": 4}``, or to this number and the dim
+            of the frames, ``{"pixels": (4, -1)}`` (default dim: 0). The newest frame is last. A row stores only its
+            newest frame if its other frames equal the last frames of the previous row; otherwise it stores the stack.
+        existsok: replace an existing file of rows in ``scratch_dir``; without this option, such a file is an error.
         auto_cleanup: delete the file, and its folder if empty, when the storage is deleted or the process ends.
             TorchRL's ``LazyMemmapStorage(n)`` is ``PackedStorage(n, scratch_dir=mkdtemp(), auto_cleanup=True)``.
-        shared_init: share the rows from the start, see :meth:`share_memory_`; the first writer allocates them.
-        cleanup_memmap: ``False`` is refused with ``shared_init``, which makes no temporary files; otherwise no effect.
-        compilable: refused with sharing, as in TorchRL. ``torch.compile`` breaks its graph at every call of a storage.
-        consolidated: no effect; the rows always lie in one block of memory.
+        shared_init: call :meth:`share_memory_` in the constructor; the first process that writes allocates the rows.
+        cleanup_memmap: ``False`` with ``shared_init`` raises a ``ValueError``; otherwise this argument has no effect.
+        compilable: ``True`` with ``shared`` or ``shared_init`` raises a ``RuntimeError``, as in TorchRL; otherwise this
+            argument has no effect. ``torch.compile`` breaks its graph at every call of a storage.
+        consolidated: no effect, because the rows always lie in one block of memory.
 
-    A copy, pickled or deep, has its own rows, in RAM if the original's are in a file. A CPU storage that is sent to a
-    spawned process keeps its rows: both processes read and write the same ones.
+    A pickled or deep copy has its own rows, in RAM if the original's rows are in a file. A CPU storage that is sent to
+    a spawned process shares its rows with that process.
 
     Raises:
         ValueError: an argument is out of range, or two arguments exclude each other.
         SchemaError: (on writing) the data does not match the rows; nothing is written.
-        MemoryError: (on the first write) the rows can never fit; with ``offload``, RAM is not free or cannot be locked.
+        MemoryError: (on the first write) the rows exceed the total memory (with ``shared`` or ``offload``, the
+            free memory), or RAM cannot be locked.
         OSError: (on the first write) the disk of ``scratch_dir`` has too little room.
 
     Warns:
@@ -74,8 +76,7 @@ class PackedStorage(LazyTensorStorage):
     Cost: a gather of ``B`` rows is O(B * row_bytes), one kernel on CUDA; a write of ``n`` rows is O(n * row_bytes).
     ``python tests/benchmarks/memory.py`` measures the savings and the cost of deduplicated observations.
 
-    Differs from TorchRL's ``LazyTensorStorage``: a missing or unknown key is an error, and it only accepts TensorDicts
-    of tensors.
+    Unlike ``LazyTensorStorage``, this class accepts only TensorDicts of tensors; a missing or unknown key is an error.
 
     Example:
         >>> from tensordict import TensorDict
@@ -86,7 +87,7 @@ class PackedStorage(LazyTensorStorage):
         >>> storage["observation"].shape, storage.row_bytes
         (torch.Size([2, 3]), 16)
 
-        Each observation stored once:
+        With deduplicated observations:
 
         >>> storage, seen = PackedStorage(1000, share_next=True), torch.rand(1001, 17)
         >>> rows = TensorDict({"observation": seen[:-1], "next": {"observation": seen[1:]}}, [1000])
@@ -114,7 +115,7 @@ class PackedStorage(LazyTensorStorage):
         consolidated: bool = False,
     ) -> None:
         self.dedup_options = DedupOptions.of(share_next, frames)
-        allocate.refuse_arguments(max_size, ndim, device, scratch_dir, shared, offload, bool(self.dedup_options))
+        allocate.refuse(max_size, ndim, device, scratch_dir, shared, offload, bool(self.dedup_options))
         allocate.refuse_init(shared_init, cleanup_memmap, compilable, shared, device)
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
@@ -122,11 +123,11 @@ class PackedStorage(LazyTensorStorage):
         self.shared, self.offload = shared, offload
         self.rows: Rows | None = None  # from the first write on
         self._live: Rows | None = None  # the written rows, cached by the last read
-        self.is_reserved = False  # whether rows were allocated for a schema; the first write may add keys
+        self.is_reserved = False  # whether the rows were allocated by `reserve`; the first write may add keys
         self.shared_rows: SharedRows | None = None
         self.clock = WriteClock()
-        self.process = os.getpid()  # the process that created this storage; forked ones have their own counters
-        self.lock: Any = RLock()  # taken by every buffer over this storage
+        self.process = os.getpid()  # id of the creating process; forked processes have their own counters
+        self.lock: Any = RLock()  # taken by every buffer that uses this storage
         self.make_counters()
         if shared_init or (self.dedup_options and shared):
             self.share_memory_()
@@ -134,7 +135,7 @@ class PackedStorage(LazyTensorStorage):
     # -- counters: 64 bits, per process until the rows are shared; the buffer's locks serialize writes
 
     def make_counters(self) -> None:
-        """Create the counters of a new storage, which TorchRL's constructor also sets."""
+        """Create the counters of an empty storage, for the constructor and for copies."""
         self.numbers = SharedNumbers("q", [0, 0, -1])  # rows written, revision, last written time step
         self._len_value, self._mutation_revision_value, self._last_cursor_index_value = self.numbers.counters()
 
@@ -157,12 +158,10 @@ class PackedStorage(LazyTensorStorage):
     _last_cursor = property(lambda self: self._last_cursor_index, lambda self, cursor: None)
 
     def count_written(self, rows: Rows, steps: int, last: int) -> None:
-        """Count the first ``steps`` time steps as written; ``last`` is the newest one of this write."""
+        """Record that the first ``steps`` time steps are written; ``last`` is the last step of this write."""
         self._len_value.value = max(self._len_value.value, steps * prod(rows.lanes))
         self._last_cursor_index_value.value = last
         self._mutation_revision_value.value += 1
-
-    # -- properties
 
     @property
     def layout(self) -> RowLayout | None:
@@ -176,31 +175,31 @@ class PackedStorage(LazyTensorStorage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows and of the observations that are stored once; 0 before the first write."""
+        """Bytes of all rows and of the deduplicated observations; 0 before the first write."""
         return 0 if self.rows is None else self.rows.nbytes
 
     @property
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes saved so far by storing observations or frames once, by key at the root."""
+        """Bytes that deduplication has saved so far, by key at the root."""
         return {} if self.rows is None else self.written_rows().saved_bytes()
 
     @property
     def dedup(self) -> DedupLayout | None:
-        """The layout of observations that are stored once; ``None`` if there are none."""
+        """The layout of deduplicated rows; ``None`` if no key is deduplicated."""
         return None if self.rows is None else self.rows.dedup
 
     @property
     def deduplicated(self) -> Mapping[tuple[str, ...], Leaf]:
-        """The leaves that are stored once, by key; empty before the first write."""
+        """The deduplicated leaves, by key; empty before the first write."""
         return {} if self.dedup is None else self.dedup.deduplicated
 
     @property
     def lanes(self) -> torch.Size:
-        """The dims after time; empty before the rows are allocated."""
+        """The sizes of the dims after time; empty before the rows are allocated."""
         return torch.Size([]) if self.rows is None else self.rows.lanes
 
     def all_rows(self) -> Rows:
-        """Return all allocated rows; RuntimeError before the first write."""
+        """Return all allocated rows; raise a RuntimeError before the first write."""
         if self.rows is None:
             raise RuntimeError("cannot read from a PackedStorage before the first write: its rows have no keys yet")
         return self.rows
@@ -213,19 +212,17 @@ class PackedStorage(LazyTensorStorage):
             live = self._live = rows.first(cells // prod(rows.lanes))
         return live
 
-    # -- reading
-
     def get(self, index: Any) -> Any:
-        """Return the transitions at ``index``, or one column of all of them.
+        """Return the transitions at ``index``, or one key of all transitions.
 
         Args:
-            index: a key, an ``int`` or a ``slice`` along time gives a view. A tensor, list, ``range`` or array of
-                integers of any shape, a boolean mask, or a tuple of one index per dim gives fresh memory.
+            index: a key, an ``int`` or a ``slice`` along time returns a view. A boolean mask, a tuple of one index
+                tensor per dim, or integers of any shape (tensor, list, ``range`` or array) return a copy.
 
         Raises:
             RuntimeError: nothing has been written yet.
-            IndexError: an index is out of range of the written rows.
-            KeyError: no such key.
+            IndexError: an index is outside the written rows.
+            KeyError: the key is not stored.
         """
         rows = self.written_rows()
         if is_key(index):
@@ -241,17 +238,18 @@ class PackedStorage(LazyTensorStorage):
         return rows.at_region(index)
 
     def gather(self, flat: torch.Tensor) -> TensorDict:
-        """Return the transitions at flat positions (``t * E + e``): ``[B]`` int64 on this device, not negative."""
+        """Return the transitions at flat indices ``t * E + e``: ``[B]`` int64 on this device, not negative."""
         return self.written_rows().at_cells(flat)
-
-    # -- writing
 
     @held_back
     def write(self, start: int, data: TensorDictBase, *, single: bool = False) -> None:
-        """Write ``[n, *lanes]`` transitions (``single``: ``[*lanes]``) from time step ``start`` on; wraps at the end.
+        """Write transitions from time step ``start`` on, continuing at step 0 after the last step.
 
-        ``start`` is at most the number of steps written so far; ``1 <= n <= T``. An entry ``"index"`` is not stored. If
-        the data does not match the rows, this raises a ``SchemaError`` and writes nothing.
+        ``data`` is ``[n, *lanes]`` with ``1 <= n <= T``, or ``[*lanes]`` if ``single``. All steps before ``start`` must
+        have been written. The entry ``"index"`` is not stored.
+
+        Raises:
+            SchemaError: ``data`` does not match the rows; nothing has been written.
         """
         rows, leaves, count = writes.admit(self, data, single, drop_index=True)
         writes.begin(self, start, count)
@@ -263,14 +261,14 @@ class PackedStorage(LazyTensorStorage):
         """Write transitions at ``cursor``.
 
         Args:
-            cursor: an ``int``, ``slice``, integer tensor, array, list or ``range`` along time; or, to replace
-                transitions, a boolean mask or a tuple of one index per dim. If positions repeat, the last row counts.
-            data: the same number of transitions; a list of TensorDicts is stacked.
-            set_cursor: whether the write may append rows; they must leave no gap.
+            cursor: time steps: an ``int``, ``slice``, ``range``, list, or integer tensor or array. A boolean mask or a
+                tuple of one index per dim replaces written transitions. If an index is repeated, its last row is kept.
+            data: one transition per index; a list of TensorDicts is stacked.
+            set_cursor: whether rows at new time steps count as written; the new steps must then leave no gap.
 
         Raises:
             SchemaError: ``data`` does not match the rows; nothing has been written.
-            IndexError: a position is out of range; nothing has been written.
+            IndexError: an index is out of range; nothing has been written.
             TypeError: ``data`` is not a TensorDict.
         """
         data = as_tensordict(data)
@@ -280,11 +278,10 @@ class PackedStorage(LazyTensorStorage):
                 set_cursor = False
             else:
                 writes.set_steps(self, cursor, data, set_cursor)
-            if not set_cursor:  # otherwise they are already counted
+            if not set_cursor:  # otherwise `set_steps` has raised the revision
                 self._bump_mutation_revision()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Replace the transitions at an index; if the index is a key, replace that entry of all transitions."""
         if is_key(index):
             self.edit(lambda data: data.set_(index, value))
         else:
@@ -292,16 +289,14 @@ class PackedStorage(LazyTensorStorage):
 
     edit = writes.edit
 
-    # -- memory
-
     reserve = allocate.reserve
 
     def _init(self, data: TensorDictBase) -> None:
-        """Allocate rows for time steps like ``data``, which has no time dim; TorchRL's checkpointers call this."""
+        """Allocate rows for ``data``, one time step without a time dim; TorchRL's checkpointers call this method."""
         writes.fix_rows(self, data, self.ndim - 1)
 
     def adopt(self, rows: Rows) -> None:
-        """Use ``rows`` from now on; TorchRL's attribute ``_storage`` becomes a TensorDict of views of them."""
+        """Make ``rows`` the rows of this storage, and set the attributes that TorchRL reads."""
         self.rows, self._live = rows, None
         self.device = rows.matrix.device
         self._storage = rows.view()
@@ -314,7 +309,7 @@ class PackedStorage(LazyTensorStorage):
     release = allocate.release
 
     def _max_size_along_dim0(self, *, single_data: Any = None, batched_data: Any = None) -> int:
-        """Return the capacity in time steps; before the first write, the capacity for the lanes of the data."""
+        """Return the capacity in time steps; before the first write, the lanes of the data determine it."""
         if self.rows is not None:
             return self.rows.steps
         if self.ndim == 1:
@@ -333,25 +328,21 @@ class PackedStorage(LazyTensorStorage):
         self._len_value.value = 0
         self._bump_mutation_revision()
 
-    # -- several processes
-
     share_memory_ = share
 
     def _make_init_directory(self) -> None:
-        """Do nothing: TorchRL's collectors call it so that one worker writes first, which shared rows do not need."""
-
-    # -- state
+        """Do nothing: TorchRL's collectors call this to let one worker write first; shared rows do not need that."""
 
     state_dict = state.state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace the content by a result of :meth:`state_dict`.
 
-        Unfinished trajectories with ids end with the load, because new collectors reuse the ids.
+        A load ends unfinished trajectories that have ids, because new collectors reuse the ids.
 
         Raises:
-            SchemaError: the saved rows differ in keys, dtypes or shapes; nothing has changed.
-            ValueError: capacity or lanes do not fit, or the state is of another kind of storage; nothing has changed.
+            SchemaError: the saved rows have other keys, dtypes or shapes; nothing has changed.
+            ValueError: the capacity or the lanes do not fit, or another kind of storage saved the state.
         """
         state.load(self, state_dict)
         state.end_trajectories(self)
@@ -362,7 +353,7 @@ class PackedStorage(LazyTensorStorage):
         state.save_cursor(self, path)
 
     def loads(self, path: str | Path) -> None:
-        """Replace the content by a dump of :meth:`dumps`; open trajectories end as in :meth:`load_state_dict`."""
+        """Replace the content by a dump of :meth:`dumps`; unfinished trajectories end as in :meth:`load_state_dict`."""
         super().loads(path)
         state.load_cursor(self, path)
         state.end_trajectories(self)

@@ -18,36 +18,27 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, which Python does not define
 
 
 def refuse_offload(device: torch.device | str, *, scratch_dir: Any, shared: bool, dedup: bool) -> None:
-    """Refuse ``offload=True`` if another argument or the system excludes it."""
     if device == "auto" or torch.device(device).type != "cuda":
         raise ValueError(
             "offload=True keeps the rows of a CUDA device in RAM, where the device reads them: it needs device='cuda', "
             f"got device={str(device)!r}. Rows on the CPU are in RAM already"
         )
+    remedy = "keep the rows on the CPU, and move batches to the GPU with ReplayBuffer(device=...)"
     if scratch_dir is not None or shared:
-        raise ValueError(
-            "offload=True takes RAM of this process alone, without scratch_dir or shared: for those, keep the rows on "
-            "the CPU and move batches to the GPU with ReplayBuffer(device=...)"
-        )
+        raise ValueError(f"offload=True uses RAM of one process, without scratch_dir or shared: {remedy}")
     if dedup:
-        raise ValueError(
-            "offload=True excludes share_next and frames: rows that share observations are smaller; keep them on "
-            "the GPU, or on the CPU and move batches to the GPU with ReplayBuffer(device=...)"
-        )
+        raise ValueError(f"offload=True excludes share_next and frames: {remedy}")
     if sys.platform != "linux":
-        raise ValueError(
-            "offload=True needs Linux: elsewhere a CUDA device may see page-locked RAM at another address than the CPU"
-        )
+        raise ValueError("offload=True needs Linux, where page-locked RAM has the same address on a CUDA device")
 
 
 def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``[nbytes]`` uint8 zeros in RAM, as a tensor of a CUDA device (without an index: the current device).
+    """Return ``[nbytes]`` uint8 zeros in page-locked RAM, as a tensor of a CUDA device (also for CUDA graphs).
 
-    Kernels and copies use it like the device's own memory, also in CUDA graphs. Its pages are committed and
-    locked at once; they are unlocked and freed with the last tensor over them.
+    The pages are committed and locked at once. They are freed when the last tensor that uses them is deleted.
 
-    Source: unified virtual addressing, CUDA C++ Programming Guide: memory that is registered on 64-bit Linux has the
-    same address on the device. PyTorch-Direct (Min et al. 2021) feeds graph neural networks from RAM this way.
+    Source: unified virtual addressing, CUDA C++ Programming Guide: on 64-bit Linux, registered memory has the same
+    address on the device. PyTorch-Direct (Min et al. 2021) feeds graph neural networks from RAM this way.
     """
     runtime = torch.cuda.cudart()  # first: without a GPU this raises before memory is allocated
     _unlock_waiting()
@@ -71,7 +62,7 @@ def page_locked(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class _Locked:
-    """Memory that stays page-locked while this object lives; the tensor over it keeps it alive."""
+    """Owns page-locked memory, which it unlocks when it is deleted; the tensor over the memory keeps it alive."""
 
     def __init__(self, memory: torch.Tensor, index: int, runtime: Any) -> None:
         place = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "typestr": "|u1"}
@@ -87,16 +78,13 @@ def _unlock(memory: torch.Tensor, index: int, runtime: Any, process: int) -> Non
 
 
 def _unlock_waiting() -> None:
-    """Unlock unused memory, unless a CUDA graph is being captured.
-
-    Unlocking would break the capture, and garbage collection may call this function at any time.
-    """
+    """Unlock unused memory, unless a CUDA graph is being captured: unlocking would break the capture."""
     while not torch.cuda.is_current_stream_capturing():
         try:
             memory, index, runtime = _waiting.pop()
         except IndexError:
             return
-        torch.cuda.synchronize(index)  # earlier kernels may still use it
+        torch.cuda.synchronize(index)  # earlier kernels may still use the memory
         result = runtime.cudaHostUnregister(memory.data_ptr())
         if int(result):
             raise RuntimeError(f"page-locked rows cannot be unlocked: {runtime.cudaGetErrorString(result)}")
@@ -110,6 +98,6 @@ def _tensor_over(locked: _Locked, index: int) -> torch.Tensor:
 
 
 def _forget_error(index: int) -> None:
-    """Launch a kernel: it reports, and so clears, the error of the previous call."""
+    """Launch a kernel, which reports and clears the error of the previous call."""
     with suppress(RuntimeError):
         torch.ones(1, device=torch.device("cuda", index), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Checks of written data, and their errors."""
+"""Checks of data before it is written, and their errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a transition: its key, and its dtype and shape in a row."""
+    """One tensor of a transition: its key, dtype, and shape in a row."""
 
     key: tuple[str, ...]
     dtype: torch.dtype
@@ -65,27 +65,21 @@ def walk(data: Mapping[str, Any] | TensorDictBase, path: tuple[str, ...] = ()) -
 
 
 def refuse_unpackable(key: tuple[str, ...], value: Any) -> None:
-    """Refuse values without a fixed number of bytes per row."""
     if is_non_tensor(value) or not (isinstance(value, torch.Tensor) or is_tensor_collection(value)):
-        raise SchemaError(
-            f"key {show_key(key)} holds non-tensor data ({type(value).__name__}), which has no fixed size in bytes: "
-            "leave it out with data.exclude(...), or use torchrl.data.ListStorage, which takes it"
-        )
-    if isinstance(value, torch.Tensor):
-        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
-            raise SchemaError(
-                f"key {show_key(key)} is a nested, sparse or quantized tensor, which has no fixed row in memory: "
-                "pad or convert it to a plain tensor, or use torchrl.data.ListStorage, which takes it item by item"
-            )
-    elif not isinstance(value, TensorDictBase):
-        raise SchemaError(
-            f"key {show_key(key)} is a tensorclass ({type(value).__name__}): store its to_tensordict() instead, "
-            "or use torchrl.data.LazyTensorStorage, which takes it"
-        )
+        problem, taker = f"holds non-tensor data ({type(value).__name__}): leave it out", "ListStorage"
+    elif isinstance(value, torch.Tensor):
+        if not value.is_nested and value.layout is torch.strided and not value.is_quantized:
+            return
+        problem, taker = "is a nested, sparse or quantized tensor: pad or convert it", "ListStorage"
+    elif isinstance(value, TensorDictBase):
+        return
+    else:
+        problem, taker = f"is a tensorclass ({type(value).__name__}): store its to_tensordict()", "LazyTensorStorage"
+    raise SchemaError(f"key {show_key(key)} {problem}, or use torchrl.data.{taker}, which takes it")
 
 
 def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
-    """Return ``reshape(data)``; raise a SchemaError if an entry is of a kind that cannot be reshaped."""
+    """Return ``reshape(data)``; raise a SchemaError if an entry is a tensor that cannot be reshaped."""
     try:
         return reshape(data)
     except RuntimeError:  # sparse and nested tensors
@@ -97,7 +91,7 @@ def reshaped(data: Any, reshape: Callable[[Any], Any]) -> Any:
 
 
 def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
-    """Refuse lazy stacks, at any depth, whose members differ in keys or shapes; ``path`` is the key of ``data``."""
+    """Refuse lazy stacks, also nested ones, whose members differ in keys or shapes; ``path`` is the key of ``data``."""
     if is_non_tensor(data):
         return
     if not isinstance(data, LazyStackedTensorDict):
@@ -114,8 +108,7 @@ def refuse_ragged(data: TensorDictBase, path: tuple[str, ...] = ()) -> None:
             if shapes[0] != shapes[1]:
                 raise SchemaError(
                     f"key {show_key(key)} is ragged: its shape differs between the stacked TensorDicts "
-                    f"({shapes[0]} and {shapes[1]}); pad it to one shape, or use torchrl.data.LazyStackStorage, "
-                    "which takes it"
+                    f"({shapes[0]} and {shapes[1]}); pad it, or use torchrl.data.LazyStackStorage, which takes it"
                 )
 
 
@@ -125,7 +118,7 @@ def refuse(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size) -> No
 
 
 def refuse_unfit(data: TensorDictBase, leaves: Sequence[Leaf], lead: torch.Size, *, more: bool) -> None:
-    """Refuse data, ``[*lead, ...]``, with a key that does not fit the rows; ``more``: allow unknown keys."""
+    """Refuse data, ``[*lead, ...]``, that does not fit the rows; ``more``: allow unknown keys."""
     known = {leaf.key: leaf for leaf in leaves}
     given = dict(walk(data))
     for key, value in given.items():

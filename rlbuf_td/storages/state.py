@@ -30,7 +30,7 @@ _NOT_COPIED = frozenset((*_COUNTERS, "rows", "_live", "_storage", "_total_shape_
 
 
 def pickled(storage: Any) -> dict[str, Any]:
-    """Return the state to pickle: for a copy, the content; for a spawned process, where the shared rows are."""
+    """Return the state to pickle: the content for a copy, the shared memory for a spawned process."""
     if get_spawning_popen() is not None:
         storage.share_memory_()
         return vars(storage) | {"_rng": None, "_storage": None, "_live": None, "rows": None, "lock": None}
@@ -52,11 +52,11 @@ def unpickle(storage: Any, state: dict[str, Any]) -> None:
         storage.share_memory_()
     revision, content = saved
     load(storage, content)  # a copy continues open trajectories
-    storage._mutation_revision_value.value = revision  # caches of the original are valid for the copy
+    storage._mutation_revision_value.value = revision  # what was cached for the original is valid for the copy
 
 
 def snapshot(storage: Any) -> dict[str, Any]:
-    """Return :meth:`PackedStorage.state_dict` with the rows themselves instead of a copy."""
+    """Return :meth:`PackedStorage.state_dict` with views of the rows instead of copies."""
     rows = storage.rows
     if rows is None:
         return {"_len": 0}
@@ -73,7 +73,7 @@ def snapshot(storage: Any) -> dict[str, Any]:
 
 
 def state_dict(storage: Any) -> dict[str, Any]:
-    """Return serializable state: the layout, and copies of the rows on their device (of offloaded rows: in RAM)."""
+    """Return the layout, the counters, and a copy of the rows on their device (offloaded rows: in RAM)."""
     state, rows = snapshot(storage), storage.rows
     if rows is not None:  # the device may lack the memory for a copy of page-locked rows
         device = torch.device("cpu") if storage.offload else rows.matrix.device
@@ -105,12 +105,12 @@ def load(storage: Any, state: dict[str, Any]) -> None:
 
 
 def save_cursor(storage: Any, path: str | Path) -> None:
-    """Save the newest time step beside the rows: TorchRL's checkpointer does not."""
+    """Save the newest time step, which TorchRL's checkpointer omits."""
     Path(path, _CURSOR_FILE).write_text(json.dumps({"last_cursor": storage._last_cursor_index_value.value}))
 
 
 def load_cursor(storage: Any, path: str | Path) -> None:
-    """Restore the file of :func:`save_cursor`; without it, set -1: only the writer knows the newest time step."""
+    """Restore the newest time step; without a file of :func:`save_cursor`, set -1 (unknown)."""
     file = Path(path, _CURSOR_FILE)
     last = json.loads(file.read_text())["last_cursor"] if file.exists() else -1
     storage._last_cursor_index_value.value = last
@@ -118,7 +118,7 @@ def load_cursor(storage: Any, path: str | Path) -> None:
 
 
 def end_trajectories(storage: Any) -> None:
-    """End the open trajectories that have ids: after a load, new collectors and recorders reuse the ids."""
+    """End unfinished trajectories that have ids, because new collectors and recorders reuse the ids."""
     rows = stored_rows(storage)
     if rows is not None and rows.get(TRAJ_KEY, None) is not None:
         TrajectoryIndex.of(storage)  # an index attached later would not know these ends
@@ -128,7 +128,7 @@ def end_trajectories(storage: Any) -> None:
 
 
 def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size, DedupLayout | None] | None:
-    """Return layout, lanes and deduplication of the rows that :func:`load` would load; None if there are no rows."""
+    """Check a state, and return the layout, lanes and deduplication of its rows; None if it has no rows to load."""
     if "layout" not in state:
         if state.keys() != {"_len"}:  # the state before the first write
             raise ValueError(
@@ -147,12 +147,12 @@ def examine(storage: Any, state: dict[str, Any]) -> tuple[RowLayout, torch.Size,
 
 
 def dedup_for(storage: Any, layout: RowLayout, saved: DedupLayout | None) -> DedupLayout | None:
-    """Return the deduplication of new rows: the saved one if the storage deduplicates, else what its options choose."""
+    """Return the saved deduplication if the storage deduplicates, else the deduplication that its options choose."""
     return (saved if storage.dedup_options else None) or DedupLayout.chosen_for(layout, storage.dedup_options)
 
 
 def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple[RowLayout, torch.Size]:
-    """Return layout and lanes of saved rows, or refuse rows that do not fit the storage; changes nothing."""
+    """Return layout and lanes of saved rows; refuse rows that do not fit the storage."""
     layout, rows = RowLayout.from_state(state["layout"]), storage.rows
     may_get_more = rows is not None and storage.is_reserved and set(rows.layout.leaves) <= set(layout.leaves)
     if rows is not None and layout != rows.layout and not may_get_more:
@@ -170,7 +170,7 @@ def admit_state(storage: Any, state: dict[str, Any], lanes: torch.Size) -> tuple
 
 
 def restore_counters(storage: Any, state: dict[str, Any]) -> None:
-    """Restore the counters after a load; with another capacity, the write clock counts all rows as rewritten."""
+    """Restore the counters after a load; if the capacity differs, the write clock treats all rows as rewritten."""
     storage.is_reserved = state.get("reserved", False)
     clock, rows = state.get("clock"), storage.all_rows()
     if clock is not None and clock["capacity"] == rows.cells:
@@ -197,13 +197,12 @@ def describe(storage: Any) -> str:
         for leaf in rows.layout.leaves
     )
     head = f"{name}({len(storage):,} of {storage.max_size:,} rows, shape {tuple(rows.shape)}, "
-    return "\n".join(
-        (f"{head}{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}", *lines, ")")
-    )
+    head += f"{rows.layout.row_bytes} bytes per row, {rows.nbytes / 2**20:,.1f} MiB, {place}"
+    return "\n".join((head, *lines, ")"))
 
 
 def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[Any]) -> None:
-    """Refuse saved rows with ids of entries that were not saved with them, or entries of another size."""
+    """Refuse saved rows that refer to missing pool entries, and entries of the wrong size."""
     names = matrix.reshape(-1, matrix.shape[-1]).view(torch.uint8)
     groups = dedup.groups
     fits = len(entries) == len(groups) and names.shape[1] == dedup.stored.row_bytes
@@ -216,17 +215,15 @@ def refuse_foreign(dedup: DedupLayout, matrix: torch.Tensor, entries: Sequence[A
         raise SchemaError("the saved rows and the observations that they share do not belong together")
 
 
-def rows_of_state(
-    layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, entries: list[torch.Tensor]
-) -> Rows:
+def rows_of_state(layout: RowLayout, matrix: torch.Tensor, dedup: DedupLayout | None, pool: list[torch.Tensor]) -> Rows:
     if dedup is None:
         return PlainRows(layout, matrix.contiguous())
     lanes, steps = matrix.shape[1:-1], len(matrix)
-    for group, found in zip(dedup.groups, entries, strict=True):  # overwritten rows may have left some
+    for group, found in zip(dedup.groups, pool, strict=True):  # overwritten rows may have left entries
         steps = max(steps, -(-len(found) // (2 * group.names * lanes.numel())))
     cells = steps * lanes.numel()
     sections = Sections.of(dedup, cells)
     memory = allocate_bytes(sections.total, torch.device("cpu"), sparse=(sections.likely, sections.fixed))
-    rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]))
-    rows.restore_(matrix.cpu(), [found.cpu() for found in entries])
+    rows = DedupRows(dedup, memory, torch.Size([steps, *lanes]), None)
+    rows.restore_(matrix.cpu(), [found.cpu() for found in pool])
     return rows.first(len(matrix))

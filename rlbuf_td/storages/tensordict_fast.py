@@ -1,8 +1,4 @@
-"""The only module that uses TensorDict's private attributes, each with a public fallback.
-
-The constructor of TensorDict takes 25 microseconds for a batch of seven leaves, direct assembly less than 1. Reading
-the leaves of a write takes 1 microsecond per key through ``get``, and 0.1 through the underlying dict.
-"""
+"""The only module that uses TensorDict's private attributes; the public API, its fallback, is 10 times as slow."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ def _assemble(entries: dict[str, Any], batch_size: torch.Size, device: torch.dev
 
 
 def _knows_tensordict() -> bool:
-    """Return whether a TensorDict assembled here has the same attributes as one made by the constructor."""
     example = {"x": torch.zeros(2, dtype=torch.float32, device="cpu")}, torch.Size([2]), torch.device("cpu")
     try:
         return _assemble(*example).__dict__.keys() == TensorDict(*example).__dict__.keys()
@@ -45,7 +40,7 @@ def entries_of(data: TensorDictBase) -> Mapping[str, Any]:
 
 
 def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> None:
-    """Set entries that fit the batch size and device of ``data``, unchecked; ``data`` must not be locked."""
+    """Set entries without checking their batch size and device; ``data`` must not be locked."""
     if type(data) is TensorDict and _HAS_DICT:
         dict.update(data._tensordict, entries)
     else:
@@ -53,10 +48,7 @@ def set_entries_(data: TensorDictBase, entries: Mapping[str, torch.Tensor]) -> N
 
 
 def leaf_of(data: TensorDictBase, key: tuple[str, ...]) -> Any:
-    """Return the entry at a key given as a tuple; None if there is none."""
     found: Any = data
     for name in key:
-        if found is None:
-            return None
-        found = entries_of(found).get(name)
+        found = None if found is None else entries_of(found).get(name)
     return found

@@ -24,32 +24,31 @@ _NEVER = -2  # a revision that no storage has: the next look-up rebuilds the bou
 
 
 class TrajectoryIndex:
-    """For any row: how far its trajectory extends back and ahead, and whether it has ended.
+    """Finds where the trajectory of each stored row begins and ends.
 
-    Time is dim 0 of the storage, the other dims are lanes. Row ``t + 1`` of a lane follows row ``t`` unless the
-    trajectory ends there. Ends are done flags, changes of the trajectory id, the write head, and rows that were written
-    out of order. The ring wraps; rows of different lanes are never neighbours.
+    Time is dim 0 of the storage, the other dims are lanes (environments). Within a lane, a trajectory ends at a done
+    flag, at a change of the trajectory id, at the newest row, and where rows were not written in order. In a full ring,
+    row 0 of a lane follows the lane's last row.
 
-    Writers report every write to the index. Data from another source (``storage.set``, a loaded checkpoint) is detected
-    at the next look-up, and read once.
+    Writers report every write to the index. The next look-up detects other changes (``storage.set``, a loaded
+    checkpoint) and reads all rows again.
 
     Args:
-        storage: a storage of TensorDicts: :class:`PackedStorage`, or TorchRL's tensor or memory-mapped ones.
-        done_key: key of the done flags, bool, one or more per row: if one is set, the trajectory ends with this row. If
-            the key is not stored, the index combines the ``"terminated"`` and ``"truncated"`` flags beside it.
-        traj_key: key of the trajectory ids, one integer per row; used if stored. Flattened ``[E * T]`` batches need it,
-            because rows of different environments follow each other there.
+        storage: a storage of TensorDicts: :class:`PackedStorage`, ``LazyTensorStorage`` or ``LazyMemmapStorage``.
+        done_key: key of the done flags, bool, one or more per row. A trajectory ends with a row in which a flag is set.
+            If the key is not stored, the index combines the ``"terminated"`` and ``"truncated"`` flags beside it.
+        traj_key: key of the trajectory ids, one integer per row; ignored if not stored. Batches flattened to
+            ``[E * T]`` need ids, because rows of different environments follow each other.
 
-    Look-ups take written rows: flat ``[B]`` int64, a tuple of coordinates, or ``[B, ndim]``.
+    Look-ups take an index of written rows: flat indices ``[B]``, a tuple of one tensor per dim, or ``[B, ndim]``.
 
     Raises:
-        KeyError: (on the first look-up) neither flags nor ids are stored.
-        TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids not integers.
-        RuntimeError: (on a look-up) nothing is stored.
+        KeyError: (on the first look-up) the rows hold neither done flags nor trajectory ids.
+        TypeError: (on the first look-up) the storage holds no TensorDicts, flags are not bool, or ids are not integers.
+        RuntimeError: (on a look-up) the storage is empty.
 
-    Cost: O(1) per row for look-ups (a search among 64-bit words, four for a million rows) and for writes; 0.3 bytes
-    per row. On CUDA, 2 bytes per row; a look-up reads the row's trajectory or, without Triton, the first one after a
-    write scans all rows. TorchRL has no such index.
+    Cost: O(1) per row for look-ups and writes; 0.3 bytes per row. On CUDA, 2 bytes per row; a look-up reads the row's
+    trajectory or, without Triton, the first look-up after a write reads all rows. TorchRL has no such index.
 
     Example:
         >>> from rlbuf_td import PackedStorage, ReplayBuffer
@@ -75,10 +74,10 @@ class TrajectoryIndex:
         self._unbind()
 
     def _unbind(self) -> None:
-        self._columns: TensorDictBase | None = None  # the storage's columns when the views below were made
+        self._columns: TensorDictBase | None = None  # the storage's TensorDict; the next tensors are views of it
         self._end = torch.empty(0, dtype=torch.bool, device="cpu")
         self._name: torch.Tensor | None = None
-        self._flags: list[torch.Tensor] = []  # the columns that `_end` combines, if it is not itself a column
+        self._flags: list[torch.Tensor] = []  # the columns that `_end` combines; empty if `_end` is a column
 
     @classmethod
     def of(
@@ -93,26 +92,24 @@ class TrajectoryIndex:
         storage.attach(index)
         return index
 
-    # -- look-ups
-
     def reach(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return steps back (int64), steps ahead (int64) and whether the trajectory has ended (bool), ``[B]`` each."""
         return self.boundaries().reach(flat_rows(index, self.storage, device_of(self.storage)))
 
     def steps_back(self, index: Any) -> torch.Tensor:
-        """Return how many rows of its trajectory are stored before each row: ``[B]`` int64."""
+        """Return the number of stored rows before each row in its trajectory, ``[B]`` int64."""
         return self.reach(index)[0]
 
     def steps_ahead(self, index: Any) -> torch.Tensor:
-        """Return how many rows of its trajectory are stored after each row: ``[B]`` int64."""
+        """Return the number of stored rows after each row in its trajectory, ``[B]`` int64."""
         return self.reach(index)[1]
 
     def ended(self, index: Any) -> torch.Tensor:
-        """Return whether each row's trajectory has ended, by a done flag or a new trajectory id: ``[B]`` bool."""
+        """Return whether each row's trajectory has ended with a done flag or a new trajectory id, ``[B]`` bool."""
         return self.reach(index)[2]
 
     def length(self, index: Any) -> torch.Tensor:
-        """Return how many rows of each row's trajectory are stored: ``[B]`` int64."""
+        """Return the number of stored rows of each row's trajectory, ``[B]`` int64."""
         back, ahead, _ = self.reach(index)
         return back + ahead + 1
 
@@ -131,20 +128,17 @@ class TrajectoryIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the index in bytes; 0 before the first write."""
-        if self._boundaries is None:
-            return 0
-        return sum(tensor.nbytes for tensor in self._boundaries.tensors().values())
+        boundaries = self._boundaries
+        return 0 if boundaries is None else sum(tensor.nbytes for tensor in boundaries.tensors().values())
 
     def end_keys(self) -> list[tuple[str, ...]]:
-        """Return the keys of the stored flags, any of which ends a trajectory."""
+        """Return the keys of the stored flags that end a trajectory."""
         stored, beside = self.storage._storage, self.done_key[:-1]
         parts = [key for key in ((*beside, "terminated"), (*beside, "truncated")) if stored.get(key, None) is not None]
         return parts if stored.get(self.done_key, None) is None else [self.done_key]
 
-    # -- writes
-
     def mark_range(self, start: int, count: int) -> None:
-        """Record a write of ``count`` flat rows from ``start`` on: whole time steps, in order."""
+        """Record a write of ``count`` consecutive flat rows (whole time steps) from flat row ``start`` on."""
         lanes = lanes_of(self.storage).numel()
         start, count = start // lanes, count // lanes
         boundaries = self._followed() or self._begun(start, count)
@@ -152,9 +146,9 @@ class TrajectoryIndex:
             self._take_in(boundaries, start, count)
 
     def mark_update(self, index: Any) -> None:
-        """Record a write of rows, in this order: an int, ``[n]``, or ``[n * E, ndim]``.
+        """Record a write of rows in the order of ``index``: an int, ``[n]``, or ``[n * E, ndim]``.
 
-        -1 stands for a skipped row: the row after it does not continue a trajectory.
+        An index of -1 stands for a skipped row. The row after a skipped row continues no trajectory.
         """
         rows = torch.as_tensor(index, device="cpu").numpy()
         steps = rows[:: lanes_of(self.storage).numel(), 0] if rows.ndim == 2 else rows.reshape(-1)
@@ -169,13 +163,11 @@ class TrajectoryIndex:
                 self._take_in(boundaries, int(run[0]), len(run))
 
     def numbers(self) -> tuple[BitBoundaries, np.ndarray, Any] | None:
-        """Return the boundaries, their addresses and the revision for kernels that write rows; None if unsupported.
-
-        The addresses are valid as long as the boundaries keep their ``bitmap``.
-        """
+        """Return the boundaries, their addresses and the revision for kernels that write rows; None if they cannot."""
         boundaries = self._boundaries
         if not isinstance(boundaries, BitBoundaries) or self._flags or self._columns is not self.storage._storage:
             return None
+        # The addresses are valid while `boundaries.bitmap` is the same tensor.
         return boundaries, boundaries.numbers(self._end, self._name), self._seen.values
 
     def rebuild(self) -> Boundaries:
@@ -194,11 +186,7 @@ class TrajectoryIndex:
         return boundaries
 
     def _newest(self, steps: int) -> int:
-        """Return the last written step of a full ring.
-
-        A PackedStorage stores it. For TorchRL's storages, it is derived from the writer's cursor, because their
-        checkpoints do not hold it.
-        """
+        """Return the last written step of a full ring, which the storage or its writer has recorded."""
         cursor = self.storage._last_cursor_index
         if hasattr(self.storage, "clock") and cursor is not None:
             return cursor
@@ -209,11 +197,7 @@ class TrajectoryIndex:
         return steps - 1 if cursor is None or int(cursor) < 0 else int(cursor)
 
     def _followed(self) -> Boundaries | None:
-        """Return the boundaries if this write brings them up to date; else None: the next look-up rebuilds them.
-
-        The storage counts its mutations. A reported write raises the count by one (the second part of a write that
-        wraps does not raise it). A higher count means that changes were not reported.
-        """
+        """Return the boundaries, or None if the storage's revision shows a change that no writer has reported."""
         storage = self.storage
         revision = int(storage._mutation_revision)
         if self._boundaries is None or not self._seen[0] <= revision <= self._seen[0] + 1:
@@ -248,10 +232,7 @@ class TrajectoryIndex:
         if columns is None:
             raise RuntimeError("cannot find trajectories in a storage without rows: write to it, or load it first")
         if not isinstance(columns, TensorDictBase):
-            raise TypeError(
-                "trajectories need a storage of TensorDicts (PackedStorage, LazyTensorStorage, "
-                f"LazyMemmapStorage), got a {type(storage).__name__}"
-            )
+            raise TypeError(f"trajectories need a storage of TensorDicts, got a {type(storage).__name__}")
         flags, self._name = self._find(columns, storage.ndim)
         steps, lanes = flags[0].shape[:2]
         device = flags[0].device
@@ -288,9 +269,8 @@ class TrajectoryIndex:
         flags = [flag for flag in map(column, self.end_keys()) if flag is not None]
         for flag in flags:
             if flag.dtype is not torch.bool:
-                raise TypeError(
-                    f"done flags {self.done_key} must be bool, got {kind(flag.dtype, flag.shape[2:])} per row"
-                )
+                got = kind(flag.dtype, flag.shape[2:])
+                raise TypeError(f"done flags {self.done_key} must be bool, got {got} per row")
         if flags:
             return flags, name
         if name is None:
@@ -300,10 +280,8 @@ class TrajectoryIndex:
             )
         return [torch.zeros(1, 1, dtype=torch.bool, device=name.device).expand(name.shape)], name
 
-    # -- processes
-
     def share_memory_(self) -> None:
-        """Share the boundaries with processes that use the storage, if there are rows."""
+        """Share the boundaries with other processes that use the storage, if it has rows."""
         if getattr(self.storage, "_storage", None) is not None:
             boundaries = self._bind()
             if isinstance(boundaries, BitBoundaries):
@@ -311,25 +289,23 @@ class TrajectoryIndex:
                 self._seen.share_memory_()
 
     def repair(self) -> None:
-        """Rebuild at the next look-up: a process may have died while it recorded rows."""
+        """Rebuild the index at the next look-up, because a process has died during a write."""
         self._seen[0] = _NEVER
 
-    # -- state
-
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the boundaries: the rows do not show where the writer wrote out of order."""
+        """Return a copy of the boundaries, because the rows do not show which writes were out of order."""
         if self._boundaries is None or not len(self.storage):
             return {}
         state = {name: tensor.clone() for name, tensor in self.boundaries().tensors().items()}
         return state | {"size": torch.tensor(self._end.shape, device="cpu")}
 
     def part(self) -> None:
-        """End all open trajectories: rows that are written next continue none of the stored ones."""
+        """End all unfinished trajectories, so that the next written rows begin new ones."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self.boundaries().head.fill_(-1)
 
     def mark_load(self) -> None:
-        """End the open trajectories that have ids: a new collector starts its ids at 0 again."""
+        """End unfinished trajectories that have ids, because a new collector starts its ids at 0 again."""
         with suppress(KeyError, TypeError, RuntimeError):  # the next look-up raises the error
             self._bind()
             knows_newest = not hasattr(self.storage, "clock") or self.storage._last_cursor_index is not None
@@ -337,10 +313,10 @@ class TrajectoryIndex:
                 self.boundaries().head.fill_(-1)
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Restore :meth:`state_dict` over the same rows; if it is empty, the next look-up reads the rows again.
+        """Restore :meth:`state_dict` for the same rows; after an empty state, the next look-up reads the rows.
 
         Raises:
-            ValueError: the state is of another size; this index is unchanged.
+            ValueError: the state has another size; this index is unchanged.
         """
         if not state_dict:
             return self.repair()

@@ -1,4 +1,4 @@
-"""Detects stale priorities: a batch records when its rows were sampled, the storage when they were written."""
+"""Detects stale priorities by comparing when a row was sampled and when it was last written."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from rlbuf_td.kernels.device_scalars import outside_inference_mode
 from rlbuf_td.storages.indexing import first_of_row, flat_rows, inner_dims
 from rlbuf_td.storages.shared.memory import SharedNumbers
 
-#: Entry of a prioritized batch: the clock's count when the row was sampled, ``[B]`` int64.
+#: Entry of a prioritized batch: the clock's count when the row was sampled, ``[B]`` int64. Also called stamp.
 SAMPLED_AT = "sampled_at"
-#: Positions in the clock's numbers: time steps written, the last written time step, 1 if rows have own times.
+#: Indices of `WriteClock.numbers`: count of written time steps, last written time step, 1 if write times are stored.
 NOW, LAST, BY_ROW = range(3)
 
 
 def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return the rows of a batch, -1 for rows rewritten since they were sampled, and the number of these.
+    """Return the rows of a batch, with -1 for each row rewritten since sampling, and the number of rewritten rows.
 
-    ``index`` is ``[B]`` or ``[B, ndim]``, one per row or window; ``stamp`` is the batch's entry :data:`SAMPLED_AT`, and
-    ``dims`` the number of batch dims.
+    ``index`` is ``[B]`` or ``[B, ndim]``, ``stamp`` the entry :data:`SAMPLED_AT`, ``dims`` the number of batch dims.
     """
     clock, device = storage.clock, storage.device
     if clock.stands_at(stamp):
@@ -44,24 +43,24 @@ def skip_stale(index: Any, stamp: torch.Tensor, dims: int, storage: Any) -> tupl
 
 
 class WriteClock:
-    """Counts the time steps written to a storage, and tells whether a row has been rewritten since it was sampled.
+    """Counts the time steps written to a storage, and finds rows that were rewritten since they were sampled.
 
-    While a ring writes in order, the count alone tells the age of each row. From the first write out of order (at given
-    rows, or by a writer that keeps the best ones) the clock stores each row's write time, 8 bytes per row. The count
-    never decreases; it has 64 bits, and differences stay correct when it wraps.
+    While a ring is written in order, the count alone gives the age of each row. From the first write out of order on,
+    the clock stores the write time of each row (8 bytes per row). The count has 64 bits and never decreases;
+    differences stay correct when the count overflows.
     """
 
     def __init__(self) -> None:
         self.numbers = SharedNumbers("q", [0, -1, 0])  # indices NOW, LAST and BY_ROW
-        self._newest: tuple[Any, int] = (None, 0)  # the newest stamps, and the clock at that time
-        self._written: torch.Tensor | None = None  # int64, by flat row; used if the number BY_ROW is 1
+        self._newest: tuple[Any, int] = (None, 0)  # the newest stamps, and the count at that time
+        self._written: torch.Tensor | None = None  # write times, int64 by flat row; used if BY_ROW is 1
 
     @property
     def now(self) -> int:
         return self.numbers[NOW]
 
     def since(self, then: int) -> int:
-        return (self.now - then) % (1 << 64)  # the count may have wrapped
+        return (self.now - then) % (1 << 64)  # the count may have overflowed
 
     def stamp(self, now: int, rows: int, device: torch.device) -> torch.Tensor:
         stamps = torch.full((rows,), now, device=device)
@@ -69,14 +68,12 @@ class WriteClock:
         return stamps
 
     def stands_at(self, stamps: torch.Tensor) -> bool:
-        """Whether these are the newest stamps and nothing has been written since."""
+        """Whether ``stamps`` are the newest stamps and no write has followed them."""
         newest, then = self._newest
         return stamps is newest and self.now == then
 
-    # -- called by writes
-
     def advance(self, start: int, count: int, shape: torch.Size, device: torch.device | None = None) -> None:
-        """Record ``count`` time steps from ``start`` on, wrapping, in rows of ``shape`` [T, *lanes]."""
+        """Record a write of ``count`` time steps from ``start`` on, in rows of ``shape`` ``[T, *lanes]``."""
         numbers, steps = self.numbers, shape[0]
         last = numbers[LAST]
         in_order = start == last + 1 or (start == 0 and last == steps - 1) or count == steps
@@ -88,19 +85,19 @@ class WriteClock:
         numbers[LAST] = (start + count - 1) % steps
 
     def note(self, cells: torch.Tensor, count: int, shape: torch.Size) -> None:
-        """Record a write at the flat rows ``cells``, in any order, and advance the clock by ``count``."""
+        """Record a write of the flat rows ``cells`` in any order, and advance the count by ``count``."""
         written = self._by_row(shape, cells.device)
         self.numbers[NOW] += count
         written[cells] = self.numbers[NOW]
 
     def forget(self, steps: int, last: int = -1) -> None:
-        """Count all rows as rewritten; the next write of a ring of ``steps`` time steps is expected after ``last``."""
+        """Treat all rows of ``steps`` time steps as rewritten, and step ``last`` as the last written one."""
         self.numbers[NOW] += steps
         self.numbers[LAST] = last
         self.numbers[BY_ROW] = 0
 
     def keep_in(self, written: torch.Tensor) -> None:
-        """Use this shared memory, ``[N]`` int64, for the rows' write times once they are needed."""
+        """Store write times in ``written``, shared memory ``[N]`` int64."""
         if self._written is not None:
             written.copy_(self._written)
         self._written = written
@@ -118,18 +115,14 @@ class WriteClock:
         self.numbers[BY_ROW] = 1
         return written
 
-    # -- called by priority updates
-
     def skip_rewritten(
         self, flat: torch.Tensor, stamp: torch.Tensor, shape: torch.Size
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Return ``[B]`` flat rows, -1 if rewritten since the stamp, and the number of these; never waits for CUDA."""
+        """Return flat rows, ``[B]``, with -1 for rewritten rows, and the number of rewritten rows."""
         now, last, by_row = self.numbers
         if by_row and self._written is not None:
             return row_kernels.skip_newer(flat, stamp, now, self._written)
         return row_kernels.skip_ring(flat, stamp, now, last, shape[0], prod(shape[1:]))
-
-    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         now, last, by_row = self.numbers
@@ -137,11 +130,8 @@ class WriteClock:
         return {"now": now, "last": last, "written": written}
 
     def load_state_dict(self, state: dict[str, Any], steps: int, last: int, device: torch.device) -> None:
-        """Restore :meth:`state_dict` over the same ``steps`` time steps, of which ``last`` is the last written one.
-
-        If this clock has counted already, all rows count as rewritten: batches may hold stamps of either clock.
-        """
-        if self.numbers[NOW]:
+        """Restore the state of a storage of ``steps`` time steps, whose last written step is ``last``."""
+        if self.numbers[NOW]:  # batches may hold counts of either clock: treat all rows as rewritten
             self.numbers[NOW] = max(self.numbers[NOW], state["now"])
             return self.forget(steps, last)
         written = state["written"]
@@ -155,14 +145,14 @@ class WriteClock:
 
 
 class Tally:
-    """A count shared by all processes of a shared buffer; a device's part stays on the device until it is read."""
+    """A count shared by all processes; numbers added on a device stay there until :meth:`total` is called."""
 
     def __init__(self) -> None:
         self._numbers = SharedNumbers("q", [0])
         self._on_device: torch.Tensor | None = None
 
     def add(self, count: int | torch.Tensor) -> None:
-        """Add to the count; does not wait for a 0-dim tensor."""
+        """Add an int, or a 0-dim tensor without waiting for its device."""
         if isinstance(count, torch.Tensor):
             self._on_device = count if self._on_device is None else self._on_device + count
         elif count:
@@ -172,5 +162,5 @@ class Tally:
         self._numbers.share_memory_()
 
     def total(self) -> int:
-        """Return the count; waits for the device."""
+        """Return the count, after waiting for the device."""
         return self._numbers[0] + (0 if self._on_device is None else int(self._on_device))

@@ -1,4 +1,4 @@
-"""Writes to a storage: the accepted indices, and the order of the steps of a write."""
+"""Writes to a storage: checks of indices and data, and the steps of a write. ``storage`` is a PackedStorage."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _INDEX_DTYPES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8))
 
 
 def is_key(index: Any) -> bool:
-    return isinstance(index, str) or (
-        isinstance(index, tuple) and len(index) > 0 and all(isinstance(part, str) for part in index)
-    )
+    names = index if isinstance(index, tuple) else (index,)
+    return len(names) > 0 and all(isinstance(name, str) for name in names)
 
 
 def is_mask(index: Any) -> bool:
@@ -32,12 +31,11 @@ def is_mask(index: Any) -> bool:
 
 
 def is_index(index: Any) -> bool:
-    """Return whether ``index`` is a tensor of positions; a 0-dim tensor counts as an ``int``, uint8 as a mask."""
+    """Whether ``index`` is a tensor of indices; a 0-dim tensor counts as an ``int``, a uint8 tensor as a mask."""
     return isinstance(index, torch.Tensor) and index.ndim > 0 and index.dtype in _INDEX_DTYPES
 
 
 def as_index(index: Any) -> torch.Tensor:
-    """Return a list, ``range`` or array of integers or booleans as a tensor."""
     array = np.asarray(index)
     if array.dtype.kind in "iu" or (not array.size and array.dtype.kind == "f"):  # an empty list has a float dtype
         array = array.astype(np.int64, copy=False)
@@ -45,10 +43,7 @@ def as_index(index: Any) -> torch.Tensor:
 
 
 def _as_steps(cursor: Any, total: int, live: int, append: bool) -> np.ndarray:
-    """Return a cursor along time as int64 positions; ``live`` of ``total`` steps are written.
-
-    Refuses positions that are out of range, or that would leave a gap of unwritten rows.
-    """
+    """Convert a cursor to int64 steps below ``total``; if ``append``, refuse gaps after the ``live`` written steps."""
     if isinstance(cursor, slice):
         cursor = range(*cursor.indices(total if append else live))
     if isinstance(cursor, torch.Tensor):
@@ -82,14 +77,8 @@ def as_tensordict(data: Any) -> TensorDictBase:
     return data
 
 
-# -- the steps of a write; ``storage`` is a PackedStorage
-
-
 def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor | None = None) -> None:
-    """Announce a write at flat rows ``cells``, or of ``count`` time steps from ``start`` on (0: all).
-
-    Refuses to write to a file of rows that the parent process also uses.
-    """
+    """Announce a write to the journal: of flat rows ``cells``, or of ``count`` time steps from ``start`` (0: all)."""
     rows, lanes = storage.rows, prod(storage.rows.lanes)
     if storage.shared_rows is None:
         if rows.is_mapped and storage.process != os.getpid():
@@ -103,13 +92,8 @@ def begin(storage: Any, start: int = 0, count: int = 0, *, cells: torch.Tensor |
         storage.shared_rows.journal.begin(start * lanes, (count or rows.steps) * lanes, len(storage))
 
 
-def admit(
-    storage: Any, data: TensorDictBase, single: bool, drop_index: bool = False
-) -> tuple[Rows, list[torch.Tensor], int]:
-    """Return the rows, the checked leaves of transitions, and the number of time steps.
-
-    The first write allocates the rows; ``drop_index`` excludes the entry ``"index"`` from them.
-    """
+def admit(storage: Any, data: Any, single: bool, drop_index: bool = False) -> tuple[Rows, list[torch.Tensor], int]:
+    """Return the rows, the checked leaves of ``data``, and the number of time steps; allocate rows if necessary."""
     data = as_tensordict(data)
     if storage.rows is None or storage.is_reserved:
         fix_rows(storage, data.exclude("index") if drop_index else data, storage.ndim - single)
@@ -121,7 +105,7 @@ def admit(
 
 
 def fix_rows(storage: Any, data: TensorDictBase, lead_dims: int) -> None:
-    """Allocate rows for the written data; release reserved rows that do not fit."""
+    """Allocate rows for ``data``; reserved rows are kept if they fit and released otherwise."""
     ndim = storage.ndim
     if data.batch_dims < lead_dims:
         raise SchemaError(
@@ -175,9 +159,9 @@ def replace(storage: Any, cursor: Any, data: TensorDictBase) -> None:
 
 
 def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = None) -> None:
-    """Call ``change`` with a TensorDict of the rows in ``region``, which it edits in place.
+    """Call ``change`` with a TensorDict of rows, which ``change`` edits in place.
 
-    ``region`` is an index of a tensor ``[T, *lanes]``; None: all written rows.
+    ``region`` selects the rows like an index of a tensor ``[T, *lanes]``; ``None`` selects all written rows.
 
     Raises:
         IndexError: the region is out of range; nothing has been written.
@@ -200,13 +184,7 @@ def edit(storage: Any, change: Callable[[TensorDictBase], Any], region: Any = No
 
 
 def edit_entries(storage: Any, cells: torch.Tensor, values: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-    """Set entries, ``[B, ...]`` by key, of flat rows; if a row is repeated, its last value counts.
-
-    This does not update the trajectory index: the caller does so if an entry ends a trajectory.
-
-    Raises:
-        IndexError: a row is out of range; nothing has been written.
-    """
+    """Set entries, ``[B, ...]`` by key, of the flat rows ``cells``; the caller updates the trajectory index."""
     with storage.lock, held_back:
         rows = storage.written_rows()
         numbers = cells.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Rows in memory, without counters and without TorchRL: the interface, and rows that hold all of their bytes."""
+"""Rows in memory, independent of TorchRL: the interface, and rows without deduplication."""
 
 from __future__ import annotations
 
@@ -20,37 +20,34 @@ from rlbuf_td.storages.tensordict_fast import leaf_of, set_entries_
 
 
 class Rows(ABC):
-    """``[T, *lanes]`` rows: the interface for storages, samplers and checkpoints, independent of the memory layout.
+    """Rows of shape ``[T, *lanes]``: an interface that does not depend on the memory layout.
 
-    Positions are flat rows (``t * E + e``), time steps, or coordinates; negative time steps and coordinates count from
-    the end. Reading gives fresh memory, except for :meth:`view`, :meth:`at_region` and :meth:`column`. An index out of
-    range raises ``IndexError`` on the CPU. Callers check leaves before they write them.
+    A row has a flat index (``t * E + e``), a time step, and coordinates; negative time steps and coordinates count from
+    the end. Methods that read return copies, except :meth:`view`, :meth:`at_region` and :meth:`column`. On the CPU, an
+    index out of range raises an ``IndexError``. Methods that write do not check the leaves.
     """
 
-    dedup: DedupLayout | None = None  # the layout of observations stored once; None if there are none
-    is_mapped = False  # whether the rows lie in a file; a read first requests all pages that it needs
-    is_deferred = False  # whether a write leaves the entries that it frees to later writes, so that it can be undone
+    dedup: DedupLayout | None = None  # the layout of deduplicated rows; None for other rows
+    is_mapped = False  # whether the rows lie in a file; reads then request all pages that they need at once
+    is_deferred = False  # whether a write does not reuse the entries that it frees, so that it can be undone
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         self.layout = layout  # layout of whole rows, as in batches
         self._use(matrix)
 
     def _use(self, matrix: torch.Tensor) -> None:
-        """Use ``matrix``, ``[T, *lanes, width]`` in the carrier dtype, as the stored rows."""
+        """Set the stored rows, ``[T, *lanes, width]`` in the layout's ``carrier`` dtype."""
         self.matrix, self.flat = matrix, matrix.view(-1, matrix.shape[-1])
         self.shape = matrix.shape[:-1]
         self.steps = self.shape[0]
         self.lanes = self.shape[1:]
         self.cells = prod(self.shape)
 
-    # -- properties
-
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes
 
     def saved_bytes(self) -> dict[tuple[str, ...], int]:
-        """Bytes saved by storing observations once, by key."""
         return {}
 
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -58,42 +55,33 @@ class Rows(ABC):
 
     def first(self, steps: int) -> Rows:
         rows = object.__new__(type(self))
-        vars(rows).update(vars(self))  # a third of copy.copy's time
+        vars(rows).update(vars(self))  # three times as fast as copy.copy
         rows._use(self.matrix.narrow(0, 0, steps))
         if backend_of(self.flat) != "numba":
             rows.flat = self.flat  # so that captured graphs read rows that are written later
         return rows
 
-    # -- reading
-
     @abstractmethod
     def leaves_at(self, cells: torch.Tensor) -> list[torch.Tensor]:
-        """Return every leaf of the rows at flat positions, ``[*cells.shape, ...]``; ``cells``: int64, not negative.
-
-        On the CPU each leaf is a separate contiguous tensor.
-        """
+        """Return every leaf, ``[*cells.shape, ...]``, of the rows at flat indices ``cells`` (int64, not negative)."""
 
     def pack_(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         torch._foreach_copy_(self.layout.columns(out), self.leaves_at(flat))
 
     def at_cells(self, cells: torch.Tensor) -> TensorDict:
-        """Return the rows at flat positions, int64 of any shape, not negative."""
         return self.layout.wrap(self.leaves_at(cells), cells.shape, self.matrix.device, {})
 
     def joined_at(self, cells: torch.Tensor, last: torch.Tensor) -> TensorDict:
-        """Return the rows ``cells`` with the ``"next"`` of the rows ``last``: flat positions, ``[B]`` int64 each."""
+        """Return the rows ``cells`` with the ``"next"`` entry of the rows ``last``; both are flat indices, ``[B]``."""
         batch = self.at_cells(cells)
         set_entries_(batch, {"next": self.at_cells(last).get("next")})
         return batch
 
     def at_steps(self, index: torch.Tensor) -> TensorDict:
         steps = from_start(index, self.steps)
-        if not self.lanes:
-            return self.at_cells(steps)
-        return self.at_cells(self.cells_at(steps))
+        return self.at_cells(self.cells_at(steps) if self.lanes else steps)
 
     def at_coordinates(self, index: Sequence[torch.Tensor]) -> TensorDict:
-        """Return the rows at coordinates, one int64 tensor per dim."""
         flat: Any = 0
         for size, coordinate in zip(self.shape, index, strict=True):
             flat = flat * size + from_start(coordinate, size)
@@ -101,69 +89,65 @@ class Rows(ABC):
 
     @abstractmethod
     def view(self) -> TensorDict:
-        """Return all rows as a TensorDict of strided views, without the keys that are stored once."""
+        """Return all rows as a TensorDict of strided views, without deduplicated keys."""
 
     def at_region(self, index: Any) -> TensorDict:
-        """Return the rows at an index of a tensor ``[T, *lanes]``: views of them, but copies of deduplicated keys."""
+        """Index the rows like a tensor ``[T, *lanes]``; the result has views, and copies of deduplicated keys."""
         return self.view()[index]
 
     def column(self, path: tuple[str, ...]) -> Any:
-        """Return one key, or one level of nested keys, of all rows."""
+        """Return one key, or the TensorDict of one nested level, of all rows."""
         return self.view()[path]
 
     def column_at(self, key: tuple[str, ...], cells: torch.Tensor) -> torch.Tensor:
-        """Return one key of the rows at flat positions of any shape, as fresh memory."""
+        """Return a copy of one key of the rows at flat indices of any shape."""
         return leaf_of(self.view(), key).flatten(0, len(self.lanes))[cells]
 
     def chunks(self, first: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield ``count`` time steps from ``first`` on, in parts that fit into memory: (length, leaves) each."""
+        """Yield ``count`` time steps from ``first`` on, in pieces of limited size: (number of steps, leaves)."""
         yield count, self.layout.columns(self.matrix.narrow(0, first, count))
-
-    # -- writing
 
     @abstractmethod
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
-        """Write ``count`` time steps from ``start`` on, wrapping; ``leaves`` may be views of these rows."""
+        """Write ``count`` time steps from ``start`` on, with wrap-around; ``leaves`` may be views of these rows."""
 
     def replace_(self, cells: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions of any shape; if a position is repeated, the last row counts."""
+        """Write rows at flat indices of any shape; if an index is repeated, its last row is kept."""
         flat = [leaf.flatten(0, cells.ndim - 1) if cells.ndim else leaf[None] for leaf in leaves]
         self.replace_cells_(cells.reshape(-1).cpu().numpy(), flat)
 
     @abstractmethod
     def replace_cells_(self, cells: np.ndarray, leaves: list[torch.Tensor]) -> None:
-        """Write at flat positions, ``[B]``; if a position is repeated, the last row counts."""
+        """Write rows at flat indices, ``[B]``; if an index is repeated, its last row is kept."""
 
     def holds_any(self, leaves: list[torch.Tensor]) -> bool:
-        """Whether any of the leaves is a view of these rows."""
         begin = self.matrix.data_ptr()
         return any(begin <= leaf.data_ptr() < begin + self.matrix.nbytes for leaf in leaves)
 
     def cells_at(self, steps: torch.Tensor) -> torch.Tensor:
-        """Return the flat positions of the rows in the given time steps, ``[*steps.shape, *lanes]``."""
+        """Return the flat indices of all rows in the given time steps, ``[*steps.shape, *lanes]``."""
         lanes = torch.arange(prod(self.lanes), device=self.matrix.device)
         return (steps.to(lanes.device)[..., None] * len(lanes) + lanes).view(steps.shape + self.lanes)
 
     def cells_of(self, region: Any) -> torch.Tensor:
-        """Return the flat positions of a region (an index of a tensor ``[T, *lanes]``), in the region's shape."""
+        """Return the flat indices of the rows that ``region``, an index of a tensor ``[T, *lanes]``, selects."""
         cells: Any = 0
         for dim, size in enumerate(self.shape):
             coordinate = torch.arange(size, device=self.matrix.device).view(size, *[1] * (len(self.shape) - 1 - dim))
             cells = cells * size + coordinate.expand(self.shape)[region]
         return cells
 
-    # -- state: saved rows are the first time steps of a matrix, and the entries that they refer to
+    # -- state: saved rows are the first time steps of a matrix and, if deduplicated, pool entries
 
     def entries(self) -> list[torch.Tensor]:
-        """Return the used entries of each group, ``[n, bytes]``, as views."""
+        """Return views of the used pool entries, ``[n, bytes]`` for each group."""
         return []
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        """Whether saved rows, with ``used`` entries of each group, can be copied in without conversion."""
+        """Whether saved rows, with ``used`` pool entries per group, can be copied without conversion."""
         return dedup is None
 
     def restore_(self, matrix: torch.Tensor, entries: Sequence[torch.Tensor]) -> None:
-        """Replace the content by saved rows and their entries."""
         used = [len(saved) for saved in entries]
         for room, saved in zip(self.room_for(used), entries, strict=True):
             room.copy_(saved)
@@ -171,11 +155,11 @@ class Rows(ABC):
         self.rebuild(used)
 
     def room_for(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Clear all entry ids, return memory for ``used`` entries per group; the caller then calls :meth:`rebuild`."""
+        """Clear all entry ids; return memory for ``used`` entries per group, to fill before :meth:`rebuild`."""
         return []
 
     def copy_steps_(self, source: Rows, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write time steps of other rows, given as (first, count) ranges, one after the other from step 0 on."""
+        """Copy (first, count) ranges of time steps of ``source`` to these rows, one after another from step 0 on."""
         at = 0
         for first, total in ranges:
             for count, leaves in source.chunks(first, total):
@@ -183,14 +167,14 @@ class Rows(ABC):
                 at += count
 
     def forget(self) -> None:
-        """Clear all entry ids, and free all entries."""
+        """Clear all entry ids, and free all pool entries."""
 
     def rebuild(self, used: Sequence[int] | None = None) -> None:
-        """Find the free entries, to which no row refers; ``used``: the number of entries per group, if known."""
+        """Free all pool entries to which no row refers; ``used``: number of entries per group, if known."""
 
 
 class PlainRows(Rows):
-    """Rows that hold all of their bytes, in a contiguous matrix of bytes, ``[T, *lanes, row_bytes]``."""
+    """Rows without deduplication, in a contiguous byte matrix ``[T, *lanes, row_bytes]``."""
 
     def __init__(self, layout: RowLayout, matrix: torch.Tensor) -> None:
         super().__init__(layout, matrix.view(layout.carrier))
@@ -199,9 +183,8 @@ class PlainRows(Rows):
         if self.is_mapped:
             ask_for_rows(self.flat, cells.reshape(-1))
         if backend_of(self.matrix) != "numba":  # one kernel: leaves are views of one block
-            return self.layout.columns(
-                self.flat.index_select(0, cells.reshape(-1)).view(*cells.shape, self.flat.shape[1])
-            )
+            rows = self.flat.index_select(0, cells.reshape(-1))
+            return self.layout.columns(rows.view(*cells.shape, rows.shape[1]))
         leaves = self.layout.blank(cells.shape, self.matrix.device)
         gather_leaves(self.flat, cells.contiguous(), self.layout.extents, leaves)
         return leaves
@@ -233,7 +216,7 @@ class PlainRows(Rows):
 
 
 def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Convert negative positions, which count from the end; on the CPU, refuse positions out of range."""
+    """Convert negative indices, which count from the end; on the CPU, refuse indices out of range."""
     if index.is_cuda:
         return index % max(1, size)
     if not index.numel():
@@ -245,7 +228,7 @@ def from_start(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def last_of_each(steps: np.ndarray, leaves: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
-    """Return sorted unique positions, each with the last row given for it."""
+    """Return the sorted unique indices and, for each index, its last row."""
     unique, last = np.unique(steps[::-1], return_index=True)
     keep = torch.from_numpy(len(steps) - 1 - last)
     return unique, [leaf[keep.to(leaf.device)] for leaf in leaves]

@@ -1,10 +1,10 @@
-"""Rows that store repeated observations once: a stored row holds entry ids instead of the observations."""
+"""Deduplicated rows: each stored row holds ids of pool entries instead of observations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,27 +17,22 @@ from rlbuf_td.kernels.rows.read_ahead import ask_for_entries, ask_for_rows
 from rlbuf_td.storages.dedup import ENTRY_IDS, DedupLayout, Sections
 from rlbuf_td.storages.rows import Rows, last_of_each
 
-_CHUNK = 256 << 20  # bytes of whole rows that are assembled at once when many are copied
-_LOOK = 4096  # rows that are checked for entries at once
+_CHUNK = 256 << 20  # bytes of whole rows that are assembled at once
+_LOOK = 4096  # rows whose entry ids are checked at once
+MakeRoom: TypeAlias = Callable[[int, int], None]
 
 
 class DedupRows(Rows):
-    """``[T, *lanes]`` rows of bytes that refer to entries of a pool.
+    """Rows of shape ``[T, *lanes]`` that refer to entries of a pool.
 
-    ``block`` has :attr:`Sections.total` bytes, initially zero. Off the CPU it has the first :attr:`Sections.fixed`
-    bytes only; entries have their own memory, which grows by copies while the host waits.
-    ``make_room(offset, nbytes)`` reserves the first bytes of the section at ``offset``; OSError if the disk is full.
+    On the CPU, ``block`` has :attr:`Sections.total` bytes, initially zero. On other devices, ``block`` has the first
+    :attr:`Sections.fixed` bytes, and the entries have their own memory, which grows by copies.
+    ``make_room(offset, nbytes)`` reserves the first bytes of the section at ``offset`` on the disk.
     """
 
     dedup: DedupLayout
 
-    def __init__(
-        self,
-        dedup: DedupLayout,
-        block: torch.Tensor,
-        shape: torch.Size,
-        make_room: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, dedup: DedupLayout, block: torch.Tensor, shape: torch.Size, make_room: MakeRoom | None) -> None:
         stored = dedup.stored
         matrix = block[: prod(shape) * stored.row_bytes].view(*shape, stored.row_bytes)
         super().__init__(dedup.layout, matrix.view(stored.carrier))
@@ -54,33 +49,20 @@ class DedupRows(Rows):
                 entries.append(block.new_empty((1, group.nbytes)))
                 stacks.append(block.new_empty(1, dtype=torch.int32))
             else:
-                at = parts.entries[g]
-                entries.append(block[at : at + group.nbytes * (most + 1)].view(most + 1, group.nbytes))
-                at = parts.stacks[g]
-                stacks.append(block[at : at + 4 * (most + 1)].view(torch.int32))
-            at = parts.counters + 16 * g
-            counters.append(block[at : at + 16].view(torch.int64))
-        return Table(
-            dedup.groups,
-            dedup.runs,
-            block[: self.cells * row_bytes].view(self.cells, row_bytes),
-            self.cells // self.steps,
-            entries,
-            stacks,
-            tuple(counters),
-            not grows(block.device),
-        )
-
-    # -- properties
+                entries.append(block[parts.entries[g] :][: group.nbytes * (most + 1)].view(most + 1, group.nbytes))
+                stacks.append(block[parts.stacks[g] :][: 4 * (most + 1)].view(torch.int32))
+            counters.append(block[parts.counters + 16 * g :][:16].view(torch.int64))
+        rows, lanes = block[: self.cells * row_bytes].view(self.cells, row_bytes), self.cells // self.steps
+        is_compiled = not grows(block.device)
+        return Table(dedup.groups, dedup.runs, rows, lanes, entries, stacks, tuple(counters), is_compiled)
 
     @property
     def used(self) -> list[int]:
-        """Number of entries of each group used so far, free ones included."""
+        """Number of entries per group, free entries included."""
         return [int(counters[1]) for counters in self.table.counters]
 
     @property
     def in_use(self) -> list[int]:
-        """Number of entries of each group that rows refer to."""
         return [int(counters[1] - counters[0]) for counters in self.table.counters]
 
     @property
@@ -93,8 +75,6 @@ class DedupRows(Rows):
 
     def sources(self) -> tuple[torch.Tensor, ...]:
         return (self.matrix, *self.table.entries)
-
-    # -- reading
 
     def view(self) -> TensorDict:
         return self.dedup.stored.unpack(self.matrix).exclude(ENTRY_IDS, inplace=True)
@@ -112,7 +92,7 @@ class DedupRows(Rows):
         return self.layout.wrap(leaves, cells.shape, self.matrix.device, {})
 
     def read_(self, cells: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
-        """Copy the leaves of rows at flat positions, except where None, to contiguous tensors."""
+        """Copy the rows at flat indices to ``leaves``, contiguous tensors; a leaf that is None is skipped."""
         cells, order = cells.contiguous(), None
         if self.is_mapped:
             flat = cells.view(-1)
@@ -160,8 +140,6 @@ class DedupRows(Rows):
             cells = torch.arange(start * lanes, (start + steps) * lanes, device=self.matrix.device)
             yield steps, self.leaves_at(cells.view(steps, *self.lanes))
 
-    # -- writing
-
     def copy_(self, start: int, count: int, leaves: list[torch.Tensor]) -> None:
         if self.holds_any(leaves):
             leaves = [leaf.clone() for leaf in leaves]  # otherwise a row could be read after it was overwritten
@@ -184,7 +162,7 @@ class DedupRows(Rows):
         return columns
 
     def _write_entries(self, leaves: list[torch.Tensor], lane_dims: int, cells: torch.Tensor | int, count: int) -> None:
-        """Store written observations as entries and set the rows' ids; leaves without a time dim are one time step."""
+        """Store observations as pool entries and set the rows' ids; leaves without a time dim are one time step."""
         table, device, deferred = self.table, self.matrix.device, self.is_deferred
         if table.is_compiled:
             lanes = leaves[0].ndim - len(self.layout.leaves[0].shape) - lane_dims
@@ -218,10 +196,8 @@ class DedupRows(Rows):
             column[where] = leaves[slot].to(column.device)
         self._write_entries([leaf[:, None] for leaf in leaves], 1, where, len(rows))
 
-    # -- room for entries
-
     def _ensure(self, rows: int) -> None:
-        """Make room for the entries that a write of ``rows`` rows may need; OSError if the disk is full."""
+        """Reserve memory for the entries that a write of ``rows`` rows may need; an OSError means a full disk."""
         if self._make_room is None and not grows(self.matrix.device):
             return
         for g, (free, used) in enumerate(counters.tolist() for counters in self.table.counters):
@@ -243,7 +219,7 @@ class DedupRows(Rows):
             counters.zero_()
 
     def _clear_ids(self, g: int) -> None:
-        """Clear all entry ids. Rows without ids are only read, so that untouched memory stays uncommitted."""
+        """Clear all entry ids of a group; rows without ids are only read, so that their memory stays uncommitted."""
         ids = self.table.ids(g)
         for part in [ids] if grows(ids.device) else ids.split(_LOOK):
             if grows(ids.device) or part.any():
@@ -252,13 +228,11 @@ class DedupRows(Rows):
     def rebuild(self, used: Sequence[int] | None = None) -> None:
         rebuild_(self.table, used=used)
 
-    # -- state
-
     def entries(self) -> list[torch.Tensor]:
         return [entries[:used] for entries, used in zip(self.table.entries, self.used, strict=True)]
 
     def takes(self, dedup: DedupLayout | None, used: Sequence[int]) -> bool:
-        if self.is_deferred or dedup != self.dedup:  # if deferred, a load must be undoable
+        if self.is_deferred or dedup != self.dedup:  # deferred: a load must be undoable
             return False
         return all(count <= room for count, room in zip(used, self._sections.most, strict=True))
 
@@ -276,17 +250,17 @@ class DedupRows(Rows):
             self._clear_ids(g)  # the entries stay unchanged until the load is done
         try:
             super().copy_steps_(source, ranges)
-        finally:  # also after an error: entries that are neither free nor in use would be lost
+        finally:  # also after an error, because unreferenced entries would never be freed
             self.rebuild()
 
 
 def grows(device: torch.device) -> bool:
-    """Whether a device commits memory at allocation, so that the memory of entries has to grow by copies."""
+    """Whether a device commits memory at allocation, so that pool entries start small and grow by copies."""
     return device.type != "cpu"
 
 
 def _dense(leaf: torch.Tensor, lane_dims: int, shape_dims: int) -> torch.Tensor:
-    """Return a leaf as ``[T, E, ...]`` with dense rows, copied only if necessary."""
+    """Return a leaf as ``[T, E, ...]`` with contiguous rows; copy only if necessary."""
     if leaf.ndim == lane_dims + shape_dims:
         leaf = leaf[None]
     size = leaf.shape[1 : 1 + lane_dims].numel()

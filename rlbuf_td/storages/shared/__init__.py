@@ -1,1 +1,1 @@
-"""Parts that let several processes use one buffer: numbers, memory, a lock, and a journal of the current write."""
+"""Sharing of one buffer by several processes: numbers, memory, a lock, and a journal of the current write."""

@@ -24,17 +24,16 @@ class Guarded(Protocol):
 
 
 class ProcessLock:
-    """A reentrant lock that admits one thread of one process at a time, and is released if its holder dies.
+    """A reentrant lock that only one thread of one process holds at a time.
 
-    It consists of an ``RLock`` (or ``thread_lock``) and of a POSIX record lock on a nameless file, shared with forked
-    processes and with spawned ones that receive it. If the holder dies, the system releases the record lock. The
-    holder's id stays in shared memory: the next holder calls ``guarded.recover``. Cost: two system calls, some 2 us.
+    The lock combines ``thread_lock`` (default: an ``RLock``) with a POSIX record lock on a nameless file. Forked
+    processes, and spawned ones that receive the lock, share the file. If the holder dies, the system releases the
+    record lock, and the next holder calls ``guarded.recover``. Cost: two system calls, about 2 us.
     """
 
     def __init__(self, guarded: Guarded, thread_lock: Any = None) -> None:
         if fcntl is None:
-            reason = "it has no POSIX record locks"
-            raise RuntimeError(f"several processes cannot share a buffer on this system: {reason}{PROCESSES}")
+            raise RuntimeError(f"processes cannot share a buffer on a system without POSIX record locks{PROCESSES}")
         self._file = NamelessFile()  # never mapped: closing any descriptor of a file releases the process's lock on it
         self._inside = SharedNumbers("q", [0]).share_memory_()  # id of the holder, living or dead; 0: none
         self._guarded = guarded

@@ -1,4 +1,4 @@
-"""Memory shared by several processes: a file whose size may be chosen after a fork, and single numbers."""
+"""Memory shared by several processes: a file whose size may be set after a fork, and 64-bit numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NamelessFile:
                 self.descriptor = os.dup(file.fileno())
 
     def map(self, nbytes: int) -> torch.Tensor:
-        """Return the first ``nbytes`` (at least 1) as uint8 memory shared by all processes; initially zero."""
+        """Return the first ``nbytes`` (at least 1) of the file as shared uint8 memory; new bytes are zero."""
         if os.fstat(self.descriptor).st_size < nbytes:
             os.ftruncate(self.descriptor, nbytes)
         return torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
@@ -50,8 +50,8 @@ class NamelessFile:
 class SharedNumbers:
     """64-bit numbers that forked processes, and spawned ones that receive them, share after :meth:`share_memory_`.
 
-    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). A copy has its own numbers. There is no
-    locking. Hot paths use the array ``values`` directly; :meth:`share_memory_` replaces it by a shared one.
+    ``kind`` is ``"q"`` (integers, which wrap at 2**63) or ``"d"`` (floats). No lock protects the numbers. A copy has
+    numbers of its own. Hot paths use the array ``values`` directly; :meth:`share_memory_` replaces this array.
     """
 
     __slots__ = ("_is_shared", "_kind", "values")
@@ -80,7 +80,7 @@ class SharedNumbers:
     def __getstate__(self) -> tuple[str, Any]:
         if get_spawning_popen() is None:
             return self._kind, self.values[:]
-        return self._kind, reduce_ctype(self.share_memory_().values)  # a pickler made earlier does not know the type
+        return self._kind, reduce_ctype(self.share_memory_().values)  # an older pickler does not know the array's type
 
     def __setstate__(self, state: tuple[str, Any]) -> None:
         kind, values = state
@@ -95,7 +95,7 @@ class SharedNumbers:
 
 
 class NumberOf:
-    """One of several shared numbers, accessible as ``value``."""
+    """One of several shared numbers, as the attribute ``value``."""
 
     __slots__ = ("_numbers", "_position")
 

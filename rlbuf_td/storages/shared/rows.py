@@ -1,9 +1,9 @@
-"""Rows that several processes use, and a journal of writes; the first writer allocates rows, the others map them."""
+"""Rows that several processes share, and a journal of the write in progress."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,58 +14,49 @@ from rlbuf_td.storages.layout import RowLayout
 from rlbuf_td.storages.notebooks import PROCESSES
 from rlbuf_td.storages.rows import Rows
 from rlbuf_td.storages.shared.lock import ProcessLock
-from rlbuf_td.storages.shared.memory import NamelessFile, SharedNumbers
+from rlbuf_td.storages.shared.memory import NamelessFile, NumberOf, SharedNumbers
 
 _PAGE = 4096
-#: Phases: no write; rows and counters are being written; both are complete, but listeners may not be notified yet.
+#: Phases: no write; rows and counters are being written; both are written, but listeners may not be notified yet.
 IDLE, WRITING, WRITTEN = range(3)
 _PHASE, _START, _COUNT, _COUNTERS = range(4)
 _MOST_COUNTERS = 16
 _SCATTERED = -1
 
 
-class Counter(Protocol):
-    """A number in shared memory."""
-
-    value: int
-
-
 class Journal:
-    """The write in progress, in shared memory.
+    """An undo log of the write in progress, in shared memory; only the holder of the lock uses the log.
 
-    The journal saves the counters when a process takes the lock, and written rows before they are overwritten. If a
-    process dies before the new rows and counters are complete, :meth:`undo` restores the old ones, as if the write had
-    not begun. After that point the write counts as done, and the remaining work can safely be repeated.
+    The journal saves the counters when a process takes the lock, and rows before a write replaces them. If a process
+    dies before the new rows and counters are complete, :meth:`undo` restores the old rows and counters. If a process
+    dies later, the write counts as done, and :meth:`SharedRows.recover` repeats the work that follows a write.
 
-    The journal belongs to the process that holds the lock. It is valid only while the lock is marked as held: from the
-    end of :meth:`entered` until the work is done. Invariant: the phase is stored last, in a single store, and a process
-    dies between two stores. The new phase therefore proves that everything stored before it is complete.
+    Invariant: each method stores the phase last, so that a new phase proves that all earlier stores are complete.
     """
 
     def __init__(self) -> None:
         self._words = SharedNumbers("q", [0] * (_COUNTERS + _MOST_COUNTERS)).share_memory_()
-        self._counters: list[Counter] = []
+        self._counters: list[NumberOf] = []
         self._rows = self._aside = self._cells = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def watch(self, *counters: Counter) -> None:
-        """Also restore these counters when a write is undone."""
+    def watch(self, *counters: NumberOf) -> None:
+        """Let :meth:`undo` also restore these counters."""
         self._counters += [counter for counter in counters if all(counter is not known for known in self._counters)]
         if len(self._counters) > _MOST_COUNTERS:
             raise ValueError(f"a storage can be shared by buffers with {_MOST_COUNTERS} counters at most")
 
     def keep_in(self, rows: torch.Tensor, aside: torch.Tensor, cells: torch.Tensor) -> None:
-        """Set the rows' memory, ``[N, width]``, and the memory for copies of overwritten rows and their positions."""
+        """Set the memory of the rows, ``[N, width]``, of copies of replaced rows, and of their flat indices."""
         self._rows, self._aside, self._cells = rows, aside, cells
 
     def entered(self) -> None:
-        """Save the counters; nothing is being written yet."""
         words = self._words
         words[_PHASE] = IDLE
         for position, counter in enumerate(self._counters, _COUNTERS):
             words[position] = counter.value
 
     def begin(self, start: int, count: int, live: int) -> None:
-        """Announce a write of ``count`` rows from ``start`` on, wrapping; only the first ``live`` rows need saving."""
+        """Save the rows that a write of ``count`` rows from ``start`` on replaces, of ``live`` written rows."""
         rows, words = self._rows, self._words
         head = min(count, len(rows) - start)
         for first, rows_here, to in ((start, head, 0), (0, count - head, head)):
@@ -76,7 +67,7 @@ class Journal:
         words[_PHASE] = WRITING
 
     def begin_at(self, cells: torch.Tensor) -> None:
-        """Announce a write at flat rows ``cells``, in any order."""
+        """Save the rows at flat indices ``cells``, which a write replaces."""
         cells = cells.unique()
         count = len(cells)
         self._cells[:count] = cells
@@ -105,33 +96,23 @@ class Journal:
             self._rows[self.cells] = self._aside[: words[_COUNT]]
 
     def __getstate__(self) -> dict[str, Any]:
-        nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # a receiver of the storage maps the memory again
+        nowhere = torch.empty(0, dtype=torch.uint8, device="cpu")  # the receiving process maps the memory again
         return self.__dict__ | {"_rows": nowhere, "_aside": nowhere, "_cells": nowhere}
 
 
 class SharedRows:
-    """The memory of a storage that several processes use, their lock, and the journal of their writes.
-
-    The first write fixes the layout, perhaps after the processes were forked. Until then the memory is an empty file;
-    the first writer sets its size and describes the rows, and the others map it.
-    """
+    """The shared memory, lock and journal of a storage; the first writer allocates the rows."""
 
     def __init__(self, storage: Any) -> None:
         self.journal = Journal()
         self._storage = storage
-        self._rows, self._beside = NamelessFile(), NamelessFile()
+        self.file, self._beside = NamelessFile(), NamelessFile()  # for the rows; for all else
         self._described = SharedNumbers("q", [0]).share_memory_()  # size of the rows' description in bytes; 0: none yet
         self._has_rows = False  # whether this process maps the rows
         self.lock = ProcessLock(self, storage.lock)
 
-    # -- memory
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Return the memory for the rows, ``[nbytes]`` uint8."""
-        return self._rows.map(nbytes)
-
     def find(self) -> None:
-        """Map the rows that another process has allocated, if there are any and the storage has none."""
+        """Map the rows if another process has allocated them and this process has not mapped them."""
         length, storage = self._described[0], self._storage
         if length and not self._has_rows:
             found = json.loads(bytes(self._beside.map(length).numpy()))
@@ -139,7 +120,7 @@ class SharedRows:
             storage.adopt(find_rows(storage, layout, torch.Size(found["shape"]), saved_dedup(layout, found)))
 
     def place(self, made: Rows) -> torch.Tensor:
-        """Describe the rows for other processes; return the memory for the rows' write times, ``[N]`` int64."""
+        """Describe the rows for other processes; return shared memory for write times, ``[N]`` int64."""
         flat, description = made.flat, {"layout": made.layout.state(), "shape": list(made.shape)}
         if made.dedup is not None:
             description["pooled"] = made.dedup.state()
@@ -155,15 +136,11 @@ class SharedRows:
             self._described[0] = len(text)
         return numbers[rows:]
 
-    # -- hooks of the lock
-
     def entered(self) -> None:
-        """Map rows that another process has allocated; save the counters."""
         self.find()
         self.journal.entered()
 
     def leaving(self, failed: bool) -> bool:
-        """Return whether the write is finished: an error may have ended it in the middle."""
         return not (failed and self.journal.phase == WRITING)
 
     def recover(self) -> None:
@@ -187,11 +164,11 @@ class SharedRows:
 
 
 def share(storage: Any) -> Any:
-    """Share the rows with processes that are forked from now on, or spawned and sent this storage.
+    """Share the rows with processes that are forked later, or that are spawned and receive this storage.
 
-    Rows in RAM move to shared memory. Before the first write, the first process to write allocates the rows.
-    The storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
-    Cost: one copy of all rows in RAM; later, each write also copies the rows that it overwrites.
+    Rows in RAM move to shared memory. If no rows are allocated yet, the first process that writes allocates them. The
+    storage's ``lock`` admits one process at a time. If a process dies during a write, the write is undone.
+    Cost: one copy of all rows in RAM; later, each write also copies the rows that it replaces.
 
     Raises:
         ValueError: the rows are on a CUDA device.
